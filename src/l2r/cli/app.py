@@ -1,0 +1,59 @@
+"""Assembles the commands and turns bad input into one line and exit code 2."""
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+# Each module defines ``register(app)``; it imports its heavy dependencies inside the command.
+COMMANDS = (
+    "train",
+    "compare",
+    "report",
+    "params",
+    "doctor",
+)
+
+
+def build_app() -> typer.Typer:
+    """The typer application with every command."""
+    app = typer.Typer(
+        name="l2r",
+        help="Low-rank and Lipschitz-controlled routing for mixture-of-experts.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name in COMMANDS:
+        importlib.import_module(f"l2r.cli.{name}").register(app)
+    return app
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
+    try:
+        build_app()(args=args, standalone_mode=True)
+    except (ValueError, OSError) as error:
+        if os.environ.get("L2R_TRACEBACK"):
+            raise
+        typer.echo(f"error: {one_line(error)}", err=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        typer.echo(f"error: {missing_package(error)}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def one_line(error: Exception) -> str:
+    """Message of an error on a single line; operating-system errors keep their path."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """What to install for a command whose optional dependency is missing."""
+    return f"this command needs the package {error.name!r}; pip install 'l2r-moe[all]'"

@@ -1,0 +1,1 @@
+"""Data: the embedded corpus, token files, the OLMoE mixture, images."""

@@ -1,0 +1,1 @@
+"""Diagnostics: what routers do, how robust they are, and what can be proved of it."""

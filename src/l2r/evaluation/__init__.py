@@ -1,0 +1,1 @@
+"""Evaluation: downstream tasks, perplexity, accuracy."""

@@ -1,0 +1,32 @@
+"""The paper's mathematics: read projection, scoring, pooling, selection, losses."""
+
+from l2r.functional.losses import (
+    expert_usage,
+    load_balancing_loss,
+    mean_probs,
+    router_z_loss,
+)
+from l2r.functional.pooling import pool_anchors
+from l2r.functional.projection import low_rank_query, magnitude, rms_norm, standardise_magnitude
+from l2r.functional.scoring import cosine_scores, dot_scores, phi, psi, sips_scores, unit
+from l2r.functional.selection import routing_probs, select_experts
+
+__all__ = [
+    "cosine_scores",
+    "dot_scores",
+    "expert_usage",
+    "load_balancing_loss",
+    "low_rank_query",
+    "magnitude",
+    "mean_probs",
+    "phi",
+    "pool_anchors",
+    "psi",
+    "rms_norm",
+    "router_z_loss",
+    "routing_probs",
+    "select_experts",
+    "sips_scores",
+    "standardise_magnitude",
+    "unit",
+]

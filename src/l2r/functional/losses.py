@@ -1,0 +1,132 @@
+"""Auxiliary losses of the router (paper, Section 3.5 and Appendix E).
+
+All functions take one layer ([T, N] logits, [T, K] indices) or a list of layers; a list gives
+the mean over layers, except for ``variant="hf"`` (see there). ``mask`` [T] is true for tokens
+that count: padding left out of the mask changes nothing.
+
+Shape letters: T tokens, N experts, K experts chosen per token.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from l2r.functional.selection import routing_probs
+
+BalanceVariant = Literal["paper", "olmoe", "hf", "tutel"]
+ZVariant = Literal["paper", "olmoe"]
+
+
+def expert_usage(
+    indices: Int[Tensor, "T K"],
+    num_experts: int,
+    *,
+    mask: Bool[Tensor, " T"] | None = None,
+) -> Float[Tensor, " N"]:
+    """Share of tokens that chose each expert, f_i of Eq. 33; the shares sum to K."""
+    weight = _token_weight(indices.shape[0], mask, indices.device)
+    counts = torch.zeros(num_experts, dtype=torch.float32, device=indices.device)
+    counts = counts.scatter_add(0, indices.flatten(), weight.repeat_interleave(indices.shape[1]))
+    return counts / weight.sum().clamp_min(1)
+
+
+def mean_probs(
+    logits: Float[Tensor, "T N"], *, mask: Bool[Tensor, " T"] | None = None
+) -> Float[Tensor, " N"]:
+    """Mean routing probability of each expert, s-bar_i of Eq. 33; the means sum to 1."""
+    probs = routing_probs(logits)
+    weight = _token_weight(logits.shape[0], mask, logits.device).to(probs.dtype)
+    return (weight @ probs) / weight.sum().clamp_min(1)
+
+
+def load_balancing_loss(
+    logits: Tensor | Sequence[Tensor],
+    indices: Tensor | Sequence[Tensor],
+    *,
+    variant: BalanceVariant = "paper",
+    mask: Tensor | None = None,
+    usage: Sequence[Tensor] | None = None,
+) -> Float[Tensor, ""]:
+    """Load-balancing loss, Eq. 34: N * sum_i s-bar_i * f_i.
+
+    Variants (value when every expert is used equally; all measured, see docs/paper-notes.md):
+
+    - ``paper``: Eq. 34, per layer (K).
+    - ``olmoe``: Eq. 34 divided by K, as OLMoE trains (1).
+    - ``hf``: transformers pools s-bar and f over all layers before the product, so layers that
+      each collapse onto different experts look balanced (K).
+    - ``tutel``: f counts the first choice only, as GShard (1).
+
+    ``usage`` replaces the f_i of every layer, for statistics over several ranks or
+    micro-batches; gradients flow through s-bar alone either way.
+
+    Raises ValueError for an unknown variant, an empty list or lists of different length.
+    """
+    layers = _layers(logits)
+    chosen = _layers(indices)
+    if variant not in get_args(BalanceVariant):
+        allowed = ", ".join(get_args(BalanceVariant))
+        raise ValueError(f"variant must be one of {allowed}; got {variant!r}")
+    if not layers or len(layers) != len(chosen):
+        raise ValueError(
+            f"logits and indices must be lists of one length, at least 1; "
+            f"got {len(layers)} and {len(chosen)}"
+        )
+    if variant == "tutel":
+        chosen = [layer[:, :1] for layer in chosen]
+    top_k, num_experts = chosen[0].shape[1], layers[0].shape[1]
+    shares = [mean_probs(layer, mask=mask) for layer in layers]
+    used = (
+        [expert_usage(layer, num_experts, mask=mask) for layer in chosen]
+        if usage is None
+        else list(usage)
+    )
+    if variant == "hf":
+        shares, used = [torch.stack(shares).mean(0)], [torch.stack(used).mean(0)]
+    per_layer = [num_experts * (s @ f.to(s.dtype)) for s, f in zip(shares, used, strict=True)]
+    loss = torch.stack(per_layer).mean()
+    return loss / top_k if variant == "olmoe" else loss
+
+
+def router_z_loss(
+    logits: Tensor | Sequence[Tensor],
+    *,
+    variant: ZVariant = "paper",
+    mask: Tensor | None = None,
+    top_k: int | None = None,
+) -> Float[Tensor, ""]:
+    """Router z-loss, Eq. 35: mean over tokens of (log sum_i exp z_i)^2.
+
+    ``olmoe`` divides by ``top_k``, as OLMoE's training code does. SIPS logits are bounded, so
+    this loss has a floor near log(N H)^2 that no training removes.
+
+    Raises ValueError for an unknown variant, or for ``olmoe`` without ``top_k``.
+    """
+    if variant not in get_args(ZVariant):
+        raise ValueError(f"variant must be one of {', '.join(get_args(ZVariant))}; got {variant!r}")
+    if variant == "olmoe" and top_k is None:
+        raise ValueError("top_k is needed for variant='olmoe', which divides by it; got None")
+    loss = torch.stack([_z_loss(layer, mask) for layer in _layers(logits)]).mean()
+    return loss if variant == "paper" or top_k is None else loss / top_k
+
+
+def _z_loss(logits: Tensor, mask: Tensor | None) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    squared = torch.logsumexp(wide, dim=-1).square()
+    weight = _token_weight(logits.shape[0], mask, logits.device).to(squared.dtype)
+    return (weight @ squared) / weight.sum().clamp_min(1)
+
+
+def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
+    if mask is None:
+        return torch.ones(tokens, device=device)
+    if mask.numel() != tokens:
+        raise ValueError(f"mask must have one entry per token; got {mask.numel()} for {tokens}")
+    return mask.reshape(-1).to(torch.float32)
+
+
+def _layers(value: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)

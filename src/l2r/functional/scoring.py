@@ -1,0 +1,75 @@
+"""Scoring: match routing queries against expert anchors (paper, Section 3.3 and 3.4).
+
+Every function maps queries [T, R] and anchors [N, H, R] to one score per anchor [T, N, H].
+Shape letters: T tokens, R rank, N experts, H anchors per expert.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+EPS = 1e-6  # lower bound of |q| and |k| inside cosines (Eq. 16); a zero query then scores 0
+
+
+def dot_scores(
+    query: Float[Tensor, "T R"],
+    anchors: Float[Tensor, "N H R"],
+) -> Float[Tensor, "T N H"]:
+    """Dot product, Eq. 7: z = q . k; it grows with both norms, without bound."""
+    return torch.einsum("tr,nhr->tnh", query, anchors)
+
+
+def cosine_scores(
+    query: Float[Tensor, "T R"],
+    anchors: Float[Tensor, "N H R"],
+    *,
+    eps: float = EPS,
+) -> Float[Tensor, "T N H"]:
+    """Cosine of the angle between query and anchor; in [-1, 1], blind to both norms."""
+    return dot_scores(unit(query, eps=eps), unit(anchors, eps=eps))
+
+
+def sips_scores(
+    query: Float[Tensor, "T R"],
+    anchors: Float[Tensor, "N H R"],
+    *,
+    gamma: float = 1.0,
+    beta: float = 1.0,
+    p: float = 4.0,
+    rho_hat: Float[Tensor, " T"] | None = None,
+    eps: float = EPS,
+) -> Float[Tensor, "T N H"]:
+    r"""Saturated inner-product scoring, Eq. 8 and 12: phi(|q|) psi(|k|) cos(q, k).
+
+    ``rho_hat`` is the normalised query norm that phi sees; |q| itself when not given.
+    Bounded by gamma * (1 + beta) * psi(|k|), whatever the size of the query.
+    """
+    if rho_hat is None:
+        rho_hat = torch.linalg.vector_norm(query, dim=-1)
+    query_term = phi(rho_hat, gamma=gamma, beta=beta)
+    anchor_term = psi(torch.linalg.vector_norm(anchors, dim=-1), p=p)
+    return query_term[:, None, None] * anchor_term * cosine_scores(query, anchors, eps=eps)
+
+
+def phi(
+    rho_hat: Float[Tensor, "*T"],
+    *,
+    gamma: float,
+    beta: float,
+) -> Float[Tensor, "*T"]:
+    """Query magnitude transform, Eq. 9: gamma (1 + beta tanh(rho_hat)).
+
+    Lies in [gamma (1 - beta), gamma (1 + beta)] (Eq. 10); from gamma up when rho_hat >= 0.
+    """
+    return gamma * (1 + beta * torch.tanh(rho_hat))
+
+
+def psi(kappa: Float[Tensor, "*K"], *, p: float) -> Float[Tensor, "*K"]:
+    """Anchor magnitude transform, Eq. 11: 1 + (|k| - 1) / p; equals 1 on the unit sphere."""
+    return 1 + (kappa - 1) / p
+
+
+def unit(vectors: Float[Tensor, "*B R"], *, eps: float = EPS) -> Float[Tensor, "*B R"]:
+    """Divide every vector by its norm, or by eps where the norm is smaller."""
+    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / norms.clamp_min(eps)

@@ -1,0 +1,1 @@
+"""Models: OLMoE on transformers, ViT, and router swaps in other model families."""

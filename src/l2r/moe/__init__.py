@@ -1,0 +1,6 @@
+"""Mixture-of-experts layer: stacked experts, dropless dispatch."""
+
+from l2r.moe.experts import Experts
+from l2r.moe.layer import MoELayer
+
+__all__ = ["Experts", "MoELayer"]

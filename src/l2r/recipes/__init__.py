@@ -1,0 +1,1 @@
+"""Recipes: YAML files inside the package and the schema that reads them."""

@@ -1,0 +1,62 @@
+"""One self-contained HTML page from titled sections of text, tables and plotly figures."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from l2r.report.tables import Table
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1180px;margin:2rem auto;
+padding:0 1rem}h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.4rem;
+border-bottom:1px solid #d5dbe1;padding-bottom:.2rem}p{max-width:75ch}
+table{border-collapse:collapse;margin:.8rem 0;font-size:14px;font-variant-numeric:tabular-nums}
+th,td{padding:.3rem .7rem;text-align:right;border-bottom:1px solid #e4e8ec}
+th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #52606d}
+.caption{color:#52606d;font-size:13px}nav a{margin-right:1rem}.scroll{overflow-x:auto}
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of a page. ``parts`` holds tables and plotly figures, shown in order."""
+
+    title: str
+    text: str = ""
+    parts: Sequence[Any] = field(default_factory=tuple)
+
+
+def write_page(path: Path, *, title: str, summary: str, sections: Sequence[Section]) -> Path:
+    """Write the page; plotly's script is inlined once, so the file opens without a network.
+
+    Written under a temporary name and renamed, so a reader never sees half a page.
+    """
+    anchors = [f"section-{number}" for number in range(len(sections))]
+    links = "".join(
+        f"<a href='#{anchor}'>{html.escape(section.title)}</a>"
+        for anchor, section in zip(anchors, sections, strict=True)
+    )
+    body, script = "", True
+    for anchor, section in zip(anchors, sections, strict=True):
+        body += f"<h2 id='{anchor}'>{html.escape(section.title)}</h2>"
+        body += f"<p>{html.escape(section.text)}</p>" if section.text else ""
+        for part in section.parts:
+            if isinstance(part, Table):
+                body += f"<h3>{html.escape(part.title)}</h3>" if part.title else ""
+                body += f"<div class='scroll'>{part.to_html()}</div>"
+            else:
+                body += part.to_html(full_html=False, include_plotlyjs=script)
+                script = False
+    text = (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>{body}"
+        "</body></html>"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(path.suffix + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path

@@ -1,0 +1,41 @@
+"""Colours and layout that every figure shares."""
+
+import colorsys
+from typing import Any
+
+# Colour-blind safe hues (Okabe and Ito), one per router, the same in every figure.
+ROUTER_COLOURS = {
+    "linear": "#52606d",
+    "linear_sips": "#56b4e9",
+    "xmoe": "#e69f00",
+    "l2r_dot": "#cc79a7",
+    "l2r_cosine": "#009e73",
+    "l2r_sips": "#d55e00",
+}
+_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#64748b", "#a16207")
+
+
+def router_colour(name: str, position: int = 0) -> str:
+    """Colour of a router; others take a spare colour by their position."""
+    return ROUTER_COLOURS.get(name, _SPARE[position % len(_SPARE)])
+
+
+def expert_colours(count: int) -> list[str]:
+    """Distinct colours for experts: hues around the circle, lightness alternating."""
+    colours = []
+    for expert in range(count):
+        lightness = (0.45, 0.62, 0.34)[expert % 3]
+        red, green, blue = colorsys.hls_to_rgb(expert / count, lightness, 0.75)
+        colours.append(f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})")
+    return colours
+
+
+def layout(**changes: Any) -> dict[str, Any]:
+    """Layout of every figure; ``changes`` are added to it."""
+    base: dict[str, Any] = {
+        "template": "plotly_white",
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 70, "r": 30, "t": 60, "b": 60},
+        "height": 420,
+    }
+    return {**base, **changes}

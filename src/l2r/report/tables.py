@@ -1,0 +1,59 @@
+"""A table that the terminal, JSON and the report page all read."""
+
+import html
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of plain values; floats are shown with ``digits`` decimals.
+
+    ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    caption: str = ""
+    digits: int = 4
+    best: tuple[tuple[str, str], ...] = ()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as dictionaries, values unrounded."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def show(self, value: Any) -> str:
+        """One value as text; a dash for missing values."""
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return "-"
+        if isinstance(value, float):
+            return f"{value:.{self.digits}f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    def to_html(self) -> str:
+        """HTML table element."""
+        best = self._best_values()
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
+        body = ""
+        for row in self.rows:
+            cells = ""
+            for column, value in zip(self.columns, row, strict=True):
+                text = html.escape(self.show(value))
+                marked = column in best and self.show(value) == self.show(best[column])
+                cells += f"<td>{f'<b>{text}</b>' if marked else text}</td>"
+            body += f"<tr>{cells}</tr>"
+        caption = f"<p class='caption'>{html.escape(self.caption)}</p>" if self.caption else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
+
+    def _best_values(self) -> dict[str, float]:
+        choose = {"max": max, "min": min}
+        found = {}
+        for column, direction in self.best:
+            position = self.columns.index(column)
+            values = [r[position] for r in self.rows if isinstance(r[position], int | float)]
+            values = [v for v in values if not math.isnan(v)]
+            if values:
+                found[column] = choose[direction](values)
+        return found

@@ -1,0 +1,30 @@
+"""Routers: parameters plus a call into l2r.kernels.dispatch, a file per router."""
+
+from l2r.routers.base import Router, RouterOutput
+from l2r.routers.capture import Captured, capture
+from l2r.routers.config import RouterConfig
+from l2r.routers.l2r import L2RConfig, L2RRouter
+from l2r.routers.linear import LinearConfig, LinearRouter
+from l2r.routers.linear_sips import LinearSipsConfig, LinearSipsRouter
+from l2r.routers.registry import build_router, make_config, register_router, router_names
+from l2r.routers.xmoe import XMoEConfig, XMoERouter
+
+__all__ = [
+    "Captured",
+    "L2RConfig",
+    "L2RRouter",
+    "LinearConfig",
+    "LinearRouter",
+    "LinearSipsConfig",
+    "LinearSipsRouter",
+    "Router",
+    "RouterConfig",
+    "RouterOutput",
+    "XMoEConfig",
+    "XMoERouter",
+    "build_router",
+    "capture",
+    "make_config",
+    "register_router",
+    "router_names",
+]

@@ -1,0 +1,82 @@
+"""What the routers with anchors share: the score's fields, the query norm and the anchors."""
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from l2r.functional import magnitude, unit
+from l2r.kernels import dispatch
+from l2r.kernels.plain import Scoring
+from l2r.routers.base import Router
+from l2r.routers.config import RouterConfig, check
+from l2r.routers.norms import MagnitudeBatchNorm, RmsNormGain
+
+QueryNorm = Literal["rmsnorm", "batchnorm", "none"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SipsConfig(RouterConfig):
+    """Fields of the score (paper, Eq. 8 to 11) and of the query norm.
+
+    scoring: dot, cosine or sips. gamma, beta, p: constants of phi and psi.
+    query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
+    """
+
+    scoring: Scoring = "sips"
+    query_norm: QueryNorm = "rmsnorm"
+    gamma: float = 1.0
+    beta: float = 1.0
+    p: float = 4.0
+    norm_eps: float = 1e-5
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.scoring in ("dot", "cosine", "sips"), self, "scoring", "dot, cosine or sips")
+        norms = ("rmsnorm", "batchnorm", "none")
+        check(self.query_norm in norms, self, "query_norm", "rmsnorm, batchnorm or none")
+        check(self.gamma > 0, self, "gamma", "> 0")
+        check(0 <= self.beta <= 1, self, "beta", "between 0 and 1")
+        check(self.p >= 1, self, "p", ">= 1, so that psi is not negative")
+        check(self.norm_eps > 0, self, "norm_eps", "> 0")
+        check(self.eps > 0, self, "eps", "> 0")
+
+
+class AnchorRouter(Router):
+    """What routers with SIPS-type anchors share: query norm, anchors [N, H, R], scoring."""
+
+    anchors: nn.Parameter
+
+    def __init__(self, config: SipsConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
+        self.magnitude_norm = MagnitudeBatchNorm() if config.query_norm == "batchnorm" else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Anchors uniform on the unit sphere (paper, Section 3.4), so that psi starts at 1."""
+        super().reset_parameters()
+        self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
+        if self.norm is not None:
+            self.norm.weight.fill_(1)
+
+    def gain(self, dtype: torch.dtype) -> Tensor | None:
+        """Gain of the input's RMSNorm, or None where the query norm is another."""
+        return None if self.norm is None else self.norm.weight.to(dtype)
+
+    def raw_logits(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        rho_hat = None if self.magnitude_norm is None else self.magnitude_norm(magnitude(query))
+        c = self.config
+        return dispatch.anchor_logits(
+            query,
+            self.anchors.to(query.dtype),
+            scoring=c.scoring,
+            gamma=c.gamma,
+            beta=c.beta,
+            p=c.p,
+            rho_hat=rho_hat,
+            eps=c.eps,
+        )

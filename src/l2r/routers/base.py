@@ -1,0 +1,113 @@
+"""The contract of a router: x [..., D] in, (logits, weights, indices) out, nothing remembered.
+
+Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.kernels import dispatch
+from l2r.routers.config import RouterConfig
+
+
+class RouterOutput(NamedTuple):
+    """What a router says about T tokens, in the order Hugging Face MoE blocks expect.
+
+    logits [T, N] in the router's dtype, weights [T, K] in the dtype of x, indices [T, K].
+    """
+
+    logits: Float[Tensor, "T N"]
+    weights: Float[Tensor, "T K"]
+    indices: Int[Tensor, "T K"]
+
+
+class Router(nn.Module):
+    """Base class: a subclass gives ``Config``, its parameters, ``raw_logits`` and maybe ``query``.
+
+    Computes with autocast off in the widest of config.dtype, fp32 for half-precision inputs by
+    default. Raises ValueError for sizes that do not fit together.
+    """
+
+    Config: ClassVar[type[RouterConfig]] = RouterConfig
+    config: Any
+
+    def __init__(
+        self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
+    ) -> None:
+        super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1; got {name}={value}")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"top_k must be between 1 and num_experts; "
+                f"got top_k={top_k}, num_experts={num_experts}"
+            )
+        if top_k == 1 and config.normalize_weights:
+            raise ValueError(
+                "normalize_weights with top_k=1 makes every weight 1 and stops the router's "
+                "gradient; set normalize_weights=False or top_k >= 2"
+            )
+        self.config = config
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.log_temperature: nn.Parameter | None = None
+        if config.learn_temperature:
+            self.log_temperature = nn.Parameter(torch.empty(()))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters; a subclass extends it for its own."""
+        if self.log_temperature is not None:
+            self.log_temperature.fill_(self.config.temperature).log_()
+
+    def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
+        """Expert logits before the temperature; every router defines it."""
+        raise TypeError(f"{type(self).__name__} does not define raw_logits")
+
+    def query(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T R"]:
+        """Routing query of every token; the input itself where there is no projection."""
+        return self._prepare(x)
+
+    def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
+        """Expert logits, divided by the temperature."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self._tempered(self.raw_logits(self._prepare(x)))
+
+    def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
+        """Weights and indices of the chosen experts from the logits, Eq. 2 and 3."""
+        return dispatch.softmax_top_k(logits, self.top_k, normalize=self.config.normalize_weights)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> RouterOutput:
+        """Route every token of x; leading dimensions are flattened to T."""
+        logits = self.logits(x)
+        with torch.autocast(x.device.type, enabled=False):
+            weights, indices = self.select(logits)
+        return RouterOutput(logits, weights.to(x.dtype), indices)
+
+    def extra_repr(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
+        return f"{sizes}, top_k={self.top_k}, {self.config}"
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        if self.log_temperature is not None:
+            return logits * torch.exp(-self.log_temperature)
+        if self.config.temperature == 1.0:
+            return logits
+        return logits / self.config.temperature
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"x must have hidden_size={self.hidden_size} as its last dimension; "
+                f"got shape {tuple(x.shape)}"
+            )
+        return x.reshape(-1, self.hidden_size).to(self.compute_dtype(x))
+
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """The wider of config.dtype and the dtype of x."""
+        return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)

@@ -1,0 +1,62 @@
+"""Collect what the routers of any model return, without the routers remembering anything."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from l2r.routers.base import Router, RouterOutput
+
+
+@dataclass
+class Captured:
+    """Router outputs by module name, one per forward call, in the order of the calls.
+
+    ``inputs`` holds what each router saw (only with ``capture(model, inputs=True)``).
+    """
+
+    outputs: dict[str, list[RouterOutput]] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def logits(self) -> list[Tensor]:
+        """Logits [T, N] of every layer, calls after one another."""
+        return [output.logits for calls in self.outputs.values() for output in calls]
+
+    def indices(self) -> list[Tensor]:
+        """Indices [T, K] of every layer, calls after one another."""
+        return [output.indices for calls in self.outputs.values() for output in calls]
+
+    def clear(self) -> None:
+        """Forget everything collected so far."""
+        self.outputs.clear()
+        self.inputs.clear()
+
+
+@contextmanager
+def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
+    """Record the RouterOutput of every Router inside ``model`` during the ``with`` block.
+
+    Outputs keep their graph, so losses computed from them train the routers. Close the block
+    before ``backward`` when activation checkpointing is on: it runs the forward hooks again.
+    Raises ValueError if the model has no Router.
+    """
+    record = Captured()
+
+    def hook_for(name: str):  # type: ignore[no-untyped-def]
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
+            record.outputs.setdefault(name, []).append(output)
+            if inputs:
+                record.inputs.setdefault(name, []).append(args[0].detach())
+
+        return hook
+
+    routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
+    if not routers:
+        raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
+    handles = [m.register_forward_hook(hook_for(name)) for name, m in routers.items()]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()

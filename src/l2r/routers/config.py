@@ -1,0 +1,62 @@
+"""What every router configuration shares: its fields, their checks and the plain-dict form."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Fields that every router understands.
+
+    normalize_weights: make the k weights of a token sum to 1 (off, as in OLMoE and the paper).
+    temperature: tau of Eq. 2; the logits a router returns are already divided by it.
+    learn_temperature: make log tau a parameter.
+    dtype: smallest dtype the router computes in, whatever autocast says.
+    """
+
+    normalize_weights: bool = False
+    temperature: float = 1.0
+    learn_temperature: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check(math.isfinite(self.temperature) and self.temperature > 0, self, "temperature", "> 0")
+        check(self.dtype in DTYPES, self, "dtype", f"one of {', '.join(DTYPES)}")
+
+    @property
+    def kind(self) -> str:
+        """Registered name of the router that this configuration builds, e.g. ``l2r_sips``."""
+        from l2r.routers.registry import kind_of
+
+        return kind_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict with ``kind`` first; ``from_dict`` reads it back."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
+        """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
+        from l2r.routers.registry import make_config
+
+        options = dict(values)
+        if "kind" not in options:
+            raise ValueError("kind is missing from the router configuration; add kind: l2r_sips")
+        return make_config(options.pop("kind"), **options)
+
+
+def check(condition: bool, config: object, field: str, allowed: str) -> None:
+    """Raise ValueError that names the field, its value and what is allowed."""
+    if not condition:
+        raise ValueError(f"{field} must be {allowed}; got {field}={getattr(config, field)!r}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: `` (did you mean 'rank'?)``, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

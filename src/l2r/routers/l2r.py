@@ -1,0 +1,62 @@
+"""L2R, the paper's router: low-rank query, bounded scores, several anchors per expert."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.kernels import dispatch
+from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.config import check
+from l2r.routers.registry import register_router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class L2RConfig(SipsConfig):
+    """rank: size of the query. heads: anchors per expert.
+
+    init_std: of W_q; None gives hidden_size ** -0.5, so that queries start with unit variance
+    at any width (0.022 at OLMoE's 2048, whose own 0.02 the paper does not override).
+    """
+
+    rank: int = 2
+    heads: int = 16
+    init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.rank >= 1, self, "rank", ">= 1")
+        check(self.heads >= 1, self, "heads", ">= 1")
+        check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
+
+
+@register_router("l2r_dot", scoring="dot")
+@register_router("l2r_cosine", scoring="cosine")
+@register_router("l2r_sips", scoring="sips")
+class L2RRouter(AnchorRouter):
+    """Parameters: ``norm.weight`` [D], ``projection.weight`` [R, D], ``anchors`` [N, H, R]."""
+
+    Config = L2RConfig
+
+    def __init__(self, config: L2RConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        if config.rank > self.hidden_size:
+            raise ValueError(
+                f"rank must be <= hidden_size; got rank={config.rank}, "
+                f"hidden_size={self.hidden_size}; lower rank"
+            )
+        self.projection = nn.Linear(self.hidden_size, config.rank, bias=False)
+        self.anchors = nn.Parameter(torch.empty(self.num_experts, config.heads, config.rank))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        std = self.config.init_std or self.hidden_size**-0.5
+        nn.init.trunc_normal_(self.projection.weight, std=std, a=-3 * std, b=3 * std)
+
+    def query(self, x: Tensor) -> Tensor:
+        x = self._prepare(x)
+        weight = self.projection.weight.to(x.dtype)
+        return dispatch.routing_query(x, weight, self.gain(x.dtype), eps=self.config.norm_eps)

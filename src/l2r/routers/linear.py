@@ -1,0 +1,44 @@
+"""Linear router, Eq. 4: one dot product per expert in the hidden space (OLMoE's own router)."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.kernels import dispatch
+from l2r.routers.base import Router
+from l2r.routers.config import RouterConfig, check
+from l2r.routers.registry import register_router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig(RouterConfig):
+    """init_std: standard deviation of the initial weights, cut at 3 sigma (OLMoE: 0.02)."""
+
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.init_std >= 0, self, "init_std", ">= 0")
+
+
+@register_router("linear")
+class LinearRouter(Router):
+    """Parameters: ``weight`` [N, D], named and shaped as in Hugging Face MoE routers."""
+
+    Config = LinearConfig
+
+    def __init__(self, config: LinearConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        std = self.config.init_std
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+    def raw_logits(self, x: Tensor) -> Tensor:
+        return dispatch.linear_logits(x, self.weight.to(x.dtype))

@@ -1,0 +1,64 @@
+"""The two query norms of the paper: RMSNorm of the router input, BatchNorm of the norm |q|."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from l2r.functional import standardise_magnitude
+
+
+class RmsNormGain(nn.Module):
+    """Learned gain [D] of the RMSNorm before W_q; the norm itself runs inside the kernel."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class MagnitudeBatchNorm(nn.Module):
+    """BatchNorm of the scalar query norm, with the statistics of all ranks.
+
+    Training uses the batch's mean and variance and updates the running ones; evaluation uses
+    the running ones. Parameters: weight [1], bias [1].
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.ones(1))
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.register_buffer("running_mean", torch.zeros(1))
+        self.register_buffer("running_var", torch.ones(1))
+
+    def forward(self, rho: Tensor) -> Tensor:
+        """Standardise norms [T]; any dtype."""
+        mean, var = self.running_mean, self.running_var
+        if self.training and rho.numel() > 0:
+            mean, var = self._batch_statistics(rho)
+        return standardise_magnitude(
+            rho,
+            mean.to(rho.dtype).squeeze(),
+            var.to(rho.dtype).squeeze(),
+            self.weight.to(rho.dtype).squeeze(),
+            self.bias.to(rho.dtype).squeeze(),
+            eps=self.eps,
+        )
+
+    def _batch_statistics(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        sums = torch.stack([torch.ones_like(rho).sum(), rho.sum(), rho.square().sum()])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            from torch.distributed.nn.functional import all_reduce
+
+            sums = all_reduce(sums)  # type: ignore[no-untyped-call]
+        count = sums[0].detach()
+        mean = sums[1] / count
+        var = (sums[2] / count - mean.square()).clamp_min(0)
+        with torch.no_grad():
+            unbiased = var * (count / (count - 1).clamp_min(1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype).view(1), self.momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype).view(1), self.momentum)
+        return mean, var

@@ -1,0 +1,137 @@
+"""X-MoE (Chi et al., 2022): low-rank cosine routing, with the presets of three code bases.
+
+The references disagree (docs/paper-notes.md); the default has no bias, rank N / 2 as in the
+paper's table, both sides normalised, orthogonal anchors and a fixed temperature.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from l2r.functional import unit
+from l2r.kernels import dispatch
+from l2r.routers.base import Router
+from l2r.routers.config import RouterConfig, check
+from l2r.routers.registry import register_router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XMoEConfig(RouterConfig):
+    """rank: size of the query, None for num_experts // 2.
+
+    bias: of the projection. normalize_query: cosine on both sides, else on the anchors alone.
+    anchor_init: orthogonal or normal, scaled by anchor_scale. anchor_norm: norm that the
+    stored anchors are pulled back to in every forward, None to leave them (the logits see unit
+    anchors either way). min_temperature: floor of a learned temperature.
+    gate: softmax over experts, or an independent sigmoid for each.
+    """
+
+    rank: int | None = None
+    bias: bool = False
+    normalize_query: bool = True
+    anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
+    anchor_scale: float = 1.0
+    anchor_norm: float | None = None
+    eps: float = 1e-6
+    min_temperature: float = 0.01
+    gate: Literal["softmax", "sigmoid"] = "softmax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.rank is None or self.rank >= 1, self, "rank", "None or >= 1")
+        inits = ("orthogonal", "normal")
+        check(self.anchor_init in inits, self, "anchor_init", "orthogonal or normal")
+        check(self.anchor_scale > 0, self, "anchor_scale", "> 0")
+        check(self.anchor_norm is None or self.anchor_norm > 0, self, "anchor_norm", "None or > 0")
+        check(self.eps > 0, self, "eps", "> 0")
+        check(self.min_temperature > 0, self, "min_temperature", "> 0")
+        check(self.gate in ("softmax", "sigmoid"), self, "gate", "softmax or sigmoid")
+
+    @classmethod
+    def preset(cls, source: str) -> "XMoEConfig":
+        """Settings of ``torchscale`` 0.3.0, the ``fairseq`` fork or ``tutel``'s cosine gate."""
+        if source not in _PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}; got {source!r}")
+        return cls(**_PRESETS[source])
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "torchscale": {
+        "rank": 16,
+        "anchor_scale": 0.32,
+        "anchor_norm": 1.5,
+        "normalize_query": False,
+    },
+    "fairseq": {
+        "rank": 16,
+        "anchor_scale": 0.1,
+        "eps": 1e-4,
+        "temperature": 0.07,
+        "learn_temperature": True,
+        "min_temperature": 1e-4,
+        "gate": "sigmoid",
+    },
+    "tutel": {
+        "rank": 256,
+        "bias": True,
+        "anchor_init": "normal",
+        "anchor_scale": 0.01,
+        "temperature": 0.5,
+        "learn_temperature": True,
+        "min_temperature": 0.01,
+    },
+}
+
+
+@register_router("xmoe")
+class XMoERouter(Router):
+    """Parameters: ``projection.weight`` [R, D] (``.bias`` [R]) and ``anchors`` [N, 1, R]."""
+
+    Config = XMoEConfig
+
+    def __init__(self, config: XMoEConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        rank = config.rank or max(1, self.num_experts // 2)
+        self.projection = nn.Linear(self.hidden_size, rank, bias=config.bias)
+        self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.projection.reset_parameters()
+        anchors, scale = self.anchors[:, 0], self.config.anchor_scale
+        if self.config.anchor_init == "normal":
+            nn.init.normal_(anchors, std=scale)
+        elif not anchors.is_meta:
+            nn.init.orthogonal_(anchors, gain=scale)
+
+    def query(self, x: Tensor) -> Tensor:
+        x = self._prepare(x)
+        query = dispatch.routing_query(x, self.projection.weight.to(x.dtype))
+        return query if self.projection.bias is None else query + self.projection.bias.to(x.dtype)
+
+    def raw_logits(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        if self.config.anchor_norm is not None and self.training:
+            self.anchors.data = unit(self.anchors.data) * self.config.anchor_norm
+        anchors = self.anchors.to(query.dtype)
+        if self.config.normalize_query:
+            return dispatch.anchor_logits(query, anchors, scoring="cosine", eps=self.config.eps)
+        unit_anchors = unit(anchors, eps=self.config.eps)
+        return dispatch.anchor_logits(query, unit_anchors, scoring="dot")
+
+    def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, indices = super().select(logits)
+        if self.config.gate == "sigmoid":
+            weights = torch.sigmoid(logits.gather(1, indices))
+        return weights, indices
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        if self.log_temperature is None:
+            return super()._tempered(logits)
+        floor = math.log(self.config.min_temperature)
+        return logits * torch.exp(-self.log_temperature.clamp_min(floor))

@@ -1,0 +1,1 @@
+"""Training: one loop for language and vision, its recipes, checkpoints and sweeps."""

@@ -61,6 +61,8 @@ class AnchorRouter(Router):
         self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
         if self.norm is not None:
             self.norm.weight.fill_(1)
+        if self.magnitude_norm is not None:
+            self.magnitude_norm.reset_parameters()
 
     def gain(self, dtype: torch.dtype) -> Tensor | None:
         """Gain of the input's RMSNorm, or None where the query norm is another."""

@@ -71,6 +71,18 @@ def test_batch_size_does_not_change_the_result(model):
     assert one == many
 
 
+def test_answers_of_one_token_share_one_forward_pass(model, monkeypatch):
+    rows, forward = [], model.forward
+
+    def count(input_ids, **options):
+        rows.append(len(input_ids))
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model, "forward", count)
+    evaluate_tasks(model, None, "mmlu_stem,boolq", limit=5, batch_size=3)
+    assert rows == [3, 2, 3, 2]  # not 4 and 2 answers times 5
+
+
 def test_small_vocabulary_model_uses_its_own_tokenizer(checkpoint):
     from l2r.models import load_causal_lm
 
@@ -103,16 +115,19 @@ class _KilledError(Exception):
 
 
 def test_killed_evaluation_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
-    whole = evaluate_tasks(model, None, "piqa,sciq", limit=6, batch_size=4)
-    calls, score = [], downstream.score_batch
+    calls, kill_at, score = [], [0], downstream.score_batch
 
-    def count(*arguments):
-        calls.append(1)
-        if len(calls) == 5:
+    def count(model, batch, metric_type):
+        calls.append(len(batch["doc_id"]))
+        if len(calls) == kill_at[0]:
             raise _KilledError
-        return score(*arguments)
+        return score(model, batch, metric_type)
 
     monkeypatch.setattr(downstream, "score_batch", count)
+    whole = evaluate_tasks(model, None, "piqa,sciq", limit=6, batch_size=4)
+    batches, kill_at[0] = calls.copy(), 5  # piqa has three batches: the kill is in sciq's second
+    assert batches[:3] == [4, 4, 4]
+    calls.clear()
     store = TaskStore(tmp_path, {"limit": 6})
     options = {"limit": 6, "batch_size": 4, "store": store}
     with pytest.raises(_KilledError):
@@ -122,10 +137,9 @@ def test_killed_evaluation_goes_on_where_it_stopped(model, tmp_path, monkeypatch
     partial = tmp_path / "sciq.partial.jsonl"
     partial.write_text(partial.read_text() + "[[1, 2, 3, -0.5")
     assert evaluate_tasks(model, None, "piqa,sciq", **options) == whole
-    # piqa: 12 requests in 3 batches; sciq: 24 in 6, of which one was stored before the kill.
-    assert len(calls) == 3 + 1 + 1 + 5
+    assert calls == batches[:5] + batches[4:]  # only the batch that was lost is scored again
     assert evaluate_tasks(model, None, "piqa,sciq", **options) == whole
-    assert len(calls) == 10
+    assert len(calls) == len(batches) + 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["piqa.json", "sciq.json"]
 
 

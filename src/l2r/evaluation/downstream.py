@@ -1,6 +1,7 @@
 """Evaluates a causal language model on the paper's downstream tasks."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -108,7 +109,12 @@ def _evaluate(
     scored = store.resume(task.name) if store is not None else []
     seen = {(r.document, r.answer) for r in scored}
     left = [s for s in samples if (s["doc_id"], s["cont_id"]) not in seen]
-    batches = [left[i : i + batch_size] for i in range(0, len(left), batch_size)]
+    # Requests with one input (answers of a single token) are scored by one row of a batch.
+    rows = [list(group) for _, group in groupby(left, key=lambda s: s["query"])]
+    batches = [
+        [sample for row in rows[i : i + batch_size] for sample in row]
+        for i in range(0, len(rows), batch_size)
+    ]
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # Every rank runs the same number of batches: sharded models gather weights in each forward.
     # What is scored twice counts once.

@@ -57,8 +57,10 @@ def answer_logits(
     """Logits [B, A, V] of the positions that predict the answers; A is the longest answer.
 
     Row b holds positions ``starts[b] .. starts[b] + lengths[b]``; what follows in a row is 0.
-    Only the union of these positions goes through the vocabulary projection.
+    Equal inputs go through the model once (answers of one token share all of theirs), and only
+    the union of the positions goes through the vocabulary projection.
     """
+    inputs, source = torch.unique(input_ids, dim=0, return_inverse=True)
     spans = [
         torch.arange(s, s + n, device=input_ids.device)
         for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)
@@ -66,13 +68,13 @@ def answer_logits(
     keep = torch.unique(torch.cat(spans))
     # Padding is on the right, where a causal model never looks, so no mask is needed.
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=keep).logits
+        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=keep).logits
     else:
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, keep]
+        logits = model(input_ids=inputs, use_cache=False).logits[:, keep]
     rows = logits.new_zeros(len(spans), int(lengths.max()), logits.shape[-1], dtype=torch.float32)
     for row, span in enumerate(spans):
         first = int(torch.searchsorted(keep, span[0]))
-        rows[row, : len(span)] = logits[row, first : first + len(span)].float()
+        rows[row, : len(span)] = logits[source[row], first : first + len(span)].float()
     return rows
 
 

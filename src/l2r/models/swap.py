@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers.utils.output_capturing import install_output_capuring_hook
@@ -19,7 +19,7 @@ from l2r.models.initialise import attach_router
 from l2r.routers import Router, RouterConfig
 
 M = TypeVar("M", bound=nn.Module)
-Selection = Literal["family", "router"]
+SELECTIONS = ("family", "router")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def swap_routers(
     config: RouterConfig,
     *,
     layers: Sequence[int] | None = None,
-    selection: Selection = "family",
+    selection: str = "family",
 ) -> M:
     """Replace the routers of ``model`` in place by fresh ones built from ``config``.
 
@@ -50,8 +50,6 @@ def swap_routers(
     Raises ValueError for a family that cannot be swapped (with the reason), for layers without
     a router, and for ``config.normalize_weights`` where the family decides about it.
     """
-    if selection not in ("family", "router"):
-        raise ValueError(f"selection must be family or router; got selection={selection!r}")
     if selection == "family" and config.normalize_weights:
         raise ValueError(
             "normalize_weights is decided by the model's family; leave it False "
@@ -98,8 +96,9 @@ def router_sites(model: nn.Module) -> list[Site]:
             "load the original checkpoint to swap again"
         )
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if kind in REFUSED:
-        raise ValueError(f"cannot swap the routers of {kind!r}: {REFUSED[kind]}")
+    reason = REFUSED.get(kind.removesuffix("_text"))
+    if reason:
+        raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
     raise ValueError(
         f"{kind!r} has no router of a supported family; supported: {', '.join(FAMILIES)}"
     )
@@ -121,7 +120,7 @@ def old_weight(site: Site) -> Tensor:
     return weight
 
 
-def new_router(site: Site, config: RouterConfig, selection: Selection = "family") -> Router:
+def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
     """A router of ours with the sizes, device, rule and carried parts of the one at a site."""
     old: Any = site.router
     num_experts, hidden_size = old_weight(site).shape
@@ -135,14 +134,16 @@ def new_router(site: Site, config: RouterConfig, selection: Selection = "family"
     if selection == "family":
         router.rule = family_rule(site)
         for name in family_of(site).carried:
-            setattr(router, name, getattr(old, name))
+            _carry(old, router, name)
     return router.train(old.training)
 
 
 def place_routers(
-    model: nn.Module, sites: Sequence[Site], config: RouterConfig, selection: Selection
+    model: nn.Module, sites: Sequence[Site], config: RouterConfig, selection: str
 ) -> None:
     """Put a new router at every site, recorded as transformers records ``router_logits``."""
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be family or router; got selection={selection!r}")
     for site in sites:
         router = new_router(site, config, selection)
         # transformers looks for the old class, so the new module brings the hook itself.
@@ -152,6 +153,16 @@ def place_routers(
         setattr(block, name, router)
         # Some families initialise ``block.gate.weight`` by name while a checkpoint loads.
         block._is_hf_initialized = True
+
+
+def _carry(old: nn.Module, router: Router, name: str) -> None:
+    """Move a buffer, a parameter or a module, so that it keeps its key in the state dict."""
+    if name in old._buffers:
+        router.register_buffer(name, old._buffers[name])
+    elif name in old._parameters:
+        router.register_parameter(name, old._parameters[name])
+    else:
+        router.add_module(name, old.get_submodule(name))
 
 
 def _choose(model: nn.Module, sites: list[Site], layers: Sequence[int] | None) -> list[Site]:

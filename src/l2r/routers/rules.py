@@ -7,7 +7,7 @@ its RouterOutput are those the experts really get. Shape letters: T tokens, N ex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,7 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@runtime_checkable
 class SelectionRule(Protocol):
     """Weights [T, K] and indices [T, K] from logits [T, N].
 
@@ -28,7 +29,10 @@ class SelectionRule(Protocol):
     the surrounding block passes beside the hidden states, or None.
     """
 
-    score: Score
+    @property
+    def score(self) -> Score:
+        """How the family reads a logit: a share of all experts, or each on its own."""
+        ...
 
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None

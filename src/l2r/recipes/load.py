@@ -22,6 +22,15 @@ def recipe_names() -> list[str]:
     return [str(p.relative_to(root).with_suffix("")) for p in paths if p.name[0] != "_"]
 
 
+def recipes_in(folder: str) -> list[str]:
+    """Packaged recipes directly inside ``folder``. Raises ValueError when there are none."""
+    names = [name for name in recipe_names() if str(Path(name).parent) == folder]
+    if not names:
+        folders = sorted({str(Path(name).parent) for name in recipe_names()})
+        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(folders)}")
+    return names
+
+
 def recipe_header(name: str) -> str:
     """The comment lines that open a packaged recipe: what it reproduces and how."""
     lines = _find(name).read_text(encoding="utf-8").splitlines()
@@ -92,9 +101,14 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        replaced = key == "router" and both and "kind" in value and value["kind"] != old["kind"]
-        merged[key] = _merge(old, value) if both and not replaced else value
+        if (
+            not isinstance(old, dict)
+            or not isinstance(value, dict)
+            or (key == "router" and value.get("kind", old.get("kind")) != old.get("kind"))
+        ):
+            merged[key] = value
+        else:
+            merged[key] = _merge(old, value)
     return merged
 
 

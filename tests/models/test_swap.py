@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, capture
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models import swap_routers
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, swap_routers
 from l2r.models.families import FAMILIES, TINY
 from l2r.models.family_check import compiles, generates, keeps_rule, sample_tokens, tiny_model
 from l2r.models.swap import router_sites
@@ -127,9 +127,26 @@ def test_a_layer_without_a_router_is_refused():
         swapped("deepseek_v3", layers=[0])
 
 
-def test_swapping_twice_is_refused():
-    with pytest.raises(ValueError, match="already one of ours"):
-        swap_routers(swapped("olmoe"), CONFIG)
+def test_swapping_twice_keeps_the_rule_and_the_selection_bias():
+    model = swapped("deepseek_v3")
+    first = next(iter(_routers(model).values()))
+    swap_routers(model, XMoEConfig(rank=4))
+    second = next(iter(_routers(model).values()))
+    assert second is not first
+    assert second.rule == first.rule
+    assert second.e_score_correction_bias is first.e_score_correction_bias
+
+
+def test_our_own_olmoe_takes_the_new_router_into_its_configuration():
+    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    config = L2rOlmoeConfig(**sizes, num_experts=4, router={"kind": "linear"})
+    model = swap_routers(L2rOlmoeForCausalLM(config), CONFIG)
+    assert model.config.router == CONFIG.to_dict()
+    assert not hasattr(model.config, "l2r_swap")
+    swap_routers(model, XMoEConfig(rank=4), layers=[1])
+    assert [entry["layers"] for entry in model.config.l2r_swap] == [[1]]
+    rules = {router.rule for router in _routers(model).values()}
+    assert rules == {None}
 
 
 def test_renormalisation_is_left_to_the_family():

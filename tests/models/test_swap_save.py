@@ -129,6 +129,8 @@ def test_our_own_olmoe_loads(tmp_path, monkeypatch):
     model = L2rOlmoeForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "model")
     assert torch.equal(logits(load_pretrained(tmp_path)), logits(model))
+    swap_routers(model, XMoEConfig(rank=2), layers=[0]).save_pretrained(tmp_path / "part")
+    assert torch.equal(logits(load_pretrained(tmp_path / "part")), logits(model))
 
 
 def test_load_causal_lm_understands_swapped_checkpoints(tmp_path):

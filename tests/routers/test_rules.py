@@ -53,14 +53,10 @@ def _reference(logits, top_k, rule, bias):
     score=st.sampled_from(["softmax", "sigmoid"]),
     normalize=st.booleans(),
     with_bias=st.booleans(),
-    groups=st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 3)]),
-    group_best=st.sampled_from([1, 2]),
-    scale=st.sampled_from([1.0, 2.5]),
+    groups=st.sampled_from([(1, 1, 2), (2, 1, 2), (4, 2, 1), (4, 3, 2)]),
     top_k=st.integers(1, 4),
 )
-def test_scored_top_k_equals_the_loop(
-    seed, score, normalize, with_bias, groups, group_best, scale, top_k
-):
+def test_scored_top_k_equals_the_loop(*, seed, score, normalize, with_bias, groups, top_k):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 16, generator=generator, dtype=torch.float64) * 2
     bias = torch.randn(16, generator=generator, dtype=torch.float64) if with_bias else None
@@ -68,10 +64,10 @@ def test_scored_top_k_equals_the_loop(
         score=score,
         normalize=normalize,
         norm_eps=1e-6,
-        scale=scale,
+        scale=2.5,
         groups=groups[0],
         kept_groups=groups[1],
-        group_best=group_best,
+        group_best=groups[2],
     )
     weights, indices = rule(_Stub(top_k), logits, bias)
     expected, chosen = _reference(

@@ -7,7 +7,7 @@ decoder (vision-language models, classifiers) are recognised too. Every router h
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ Rule = Callable[[Any], SelectionRule]
 class Family:
     """One family. rule: from the old router to its selection rule.
 
-    weight: path of the old router's [N, D] matrix. carried: parts of the old router that the
-    rule needs and the new one keeps, under their old names. tiny: keywords of a small config.
+    weight: path of the old router's [N, D] matrix. tiny: keywords of a small configuration.
     """
 
     model_type: str
@@ -30,7 +29,6 @@ class Family:
     rule: Rule
     tiny: Mapping[str, Any]
     weight: str = "weight"
-    carried: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class SparseMixer:
 
     jitter: float
     score: Score = "softmax"
+    bias: None = None
 
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
@@ -215,7 +214,6 @@ _AFMOE = {**_E, **_HEAD, **_FULL, "num_dense_layers": 1, "num_shared_experts": 1
 _HY_V3 = {**_E, **_HEAD, "first_k_dense_replace": 1, "num_shared_experts": 1}
 _DSA = {**_MLA, **_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 _DEEPSEEK_V2 = {**_MLA, **_DEEPSEEK, "topk_method": "group_limited_greedy"}
-_BIAS = ("e_score_correction_bias",)
 
 TINY: Mapping[str, Any] = {
     "vocab_size": 64,
@@ -265,19 +263,17 @@ _TABLE = (
     Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _chosen_softmax, _HYBRID),
     Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2, {**_E, **_HEAD, **_FULL}),
     Family("phimoe", "PhimoeTopKRouter", _phimoe, _L),
-    Family(
-        "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie, _ERNIE, carried=("moe_statics",)
-    ),
+    Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie, _ERNIE),
     Family("deepseek_v2", "DeepseekV2TopkRouter", _deepseek_v2, _DEEPSEEK_V2),
-    Family("deepseek_v3", "DeepseekV3TopkRouter", _V3, _V3_MLA_TINY, carried=_BIAS),
-    Family("deepseek_v32", "DeepseekV32TopkRouter", _V3, _DSA, carried=_BIAS),
-    Family("glm4_moe", "Glm4MoeTopkRouter", _V3, _V3_TINY, carried=_BIAS),
-    Family("glm4_moe_lite", "Glm4MoeLiteTopkRouter", _V3, _V3_MLA_TINY, carried=_BIAS),
-    Family("dots1", "Dots1TopkRouter", _V3, _V3_TINY, carried=_BIAS),
-    Family("solar_open", "SolarOpenTopkRouter", _V3, _V3_TINY, carried=_BIAS),
-    Family("exaone_moe", "ExaoneMoeTopkRouter", _V3, _EXAONE, carried=_BIAS),
-    Family("nemotron_h", "NemotronHTopkRouter", _V3, _NEMOTRON, carried=_BIAS),
-    Family("laguna", "LagunaTopKRouter", _laguna, {**_E, **_HEAD, **_SHARED}, carried=_BIAS),
+    Family("deepseek_v3", "DeepseekV3TopkRouter", _V3, _V3_MLA_TINY),
+    Family("deepseek_v32", "DeepseekV32TopkRouter", _V3, _DSA),
+    Family("glm4_moe", "Glm4MoeTopkRouter", _V3, _V3_TINY),
+    Family("glm4_moe_lite", "Glm4MoeLiteTopkRouter", _V3, _V3_MLA_TINY),
+    Family("dots1", "Dots1TopkRouter", _V3, _V3_TINY),
+    Family("solar_open", "SolarOpenTopkRouter", _V3, _V3_TINY),
+    Family("exaone_moe", "ExaoneMoeTopkRouter", _V3, _EXAONE),
+    Family("nemotron_h", "NemotronHTopkRouter", _V3, _NEMOTRON),
+    Family("laguna", "LagunaTopKRouter", _laguna, {**_E, **_HEAD, **_SHARED}),
     Family("minimax_m2", "MiniMaxM2TopKRouter", _sigmoid_with_block_bias, {**_L, **_HEAD}),
     Family("lfm2_moe", "Lfm2MoeTopKRouter", _lfm2, _LFM2),
     Family("afmoe", "AfmoeTokenChoiceRouter", _afmoe, _AFMOE, weight="gate.weight"),

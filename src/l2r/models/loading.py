@@ -9,10 +9,13 @@ from transformers import AutoTokenizer
 from l2r.models.pretrained import checkpoint_folder, load_pretrained
 
 
-def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype | str = torch.float32
+) -> tuple[Any, Any]:
     """Model in evaluation mode and its tokenizer, or None where the folder has none.
 
     ``path`` is a folder in Hugging Face format, or a run folder of ours (its ``model/``).
+    ``dtype="auto"`` keeps the dtype the checkpoint was saved in.
     Raises ValueError when the folder holds no readable checkpoint.
     """
     folder = checkpoint_folder(path)

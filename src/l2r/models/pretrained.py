@@ -1,5 +1,6 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from l2r.models import olmoe
 from l2r.models.swap import replay_swaps
 
 
@@ -30,6 +32,22 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
         raise ValueError(f"cannot load a language model from {folder}: {error}") from error
 
 
+def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
+    """Write a model and its tokenizer into a new folder that appears whole or not at all.
+
+    Raises ValueError when ``out`` holds something already.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        part = Path(temporary) / "part"
+        model.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        part.replace(out)
+
+
 def checkpoint_folder(path: str | Path) -> Path:
     """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
     for folder in (Path(path), Path(path) / "model"):
@@ -46,11 +64,10 @@ def _load_swapped(
     swaps: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> Any:
-    architecture = getattr(transformers, config.architectures[0], None)
+    name = config.architectures[0]
+    architecture = getattr(olmoe, name, None) or getattr(transformers, name, None)
     if architecture is None:
-        raise ValueError(
-            f"architectures must name a class of transformers; got {config.architectures[0]!r}"
-        )
+        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
     # from_pretrained builds the model itself, so the swap has to happen in a constructor.
     model, info = _swapping_class(architecture, swaps).from_pretrained(
         folder, config=config, output_loading_info=True, **options

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from l2r.models.families import BY_ROUTER, FAMILIES, REFUSED, Family
+from l2r.models.families import BY_ROUTER, FAMILIES, REFUSED
 from l2r.models.initialise import attach_router
+from l2r.models.olmoe import L2rOlmoeConfig
 from l2r.routers import Router, RouterConfig
+from l2r.routers.rules import SelectionRule
 
 M = TypeVar("M", bound=nn.Module)
 SELECTIONS = ("family", "router")
@@ -28,7 +30,24 @@ class Site:
 
     path: str
     layer: int
-    router: nn.Module
+    router: Any
+
+    @property
+    def rule(self) -> SelectionRule | None:
+        """Selection rule in force here; None where a router of ours selects by itself."""
+        if isinstance(self.router, Router):
+            return self.router.rule
+        return BY_ROUTER[type(self.router).__name__].rule(self.router)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """hidden_size, num_experts and top_k of the router here."""
+        if isinstance(self.router, Router):
+            shape: Sequence[int] = (self.router.num_experts, self.router.hidden_size)
+        else:
+            shape = old_weight(self).shape
+        top_k = int(self.router.top_k)
+        return {"num_experts": shape[0], "hidden_size": shape[1], "top_k": top_k}
 
 
 def swap_routers(
@@ -40,6 +59,7 @@ def swap_routers(
 ) -> M:
     """Replace the routers of ``model`` in place by fresh ones built from ``config``.
 
+    A model whose routers are already ours can be swapped again.
     ``layers`` are indices of decoder layers; None means every layer that has a router.
     ``selection="family"`` keeps the family's rule, including its selection bias with the values
     it has; "router" lets the new router select as it does in our own models.
@@ -50,19 +70,19 @@ def swap_routers(
     Raises ValueError for a family that cannot be swapped (with the reason), for layers without
     a router, and for ``config.normalize_weights`` where the family decides about it.
     """
-    if selection == "family" and config.normalize_weights:
-        raise ValueError(
-            "normalize_weights is decided by the model's family; leave it False "
-            "or pass selection='router'; got normalize_weights=True"
-        )
     chosen = _choose(model, router_sites(model), layers)
     place_routers(model, chosen, config, selection)
+    model_config: Any = model.config
+    if isinstance(model_config, L2rOlmoeConfig) and layers is None and selection == "family":
+        model_config.router = config.to_dict()  # says it all by itself
+        if hasattr(model_config, "l2r_swap"):
+            del model_config.l2r_swap
+        return model
     entry = {
         "router": config.to_dict(),
         "layers": [site.layer for site in chosen],
         "selection": selection,
     }
-    model_config: Any = model.config
     model_config.l2r_swap = [*(getattr(model_config, "l2r_swap", None) or []), entry]
     return model
 
@@ -79,22 +99,17 @@ def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list
 
 
 def router_sites(model: nn.Module) -> list[Site]:
-    """The routers of a supported family that are still its own, in the order of the layers.
+    """The routers of a supported family, or ours in their place, in the order of the layers.
 
     Raises ValueError where there is none, with the reason for families known not to fit.
     """
     found = [
         Site(path, _layer_index(path), module)
         for path, module in model.named_modules()
-        if type(module).__name__ in BY_ROUTER
+        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
     ]
     if found:
         return found
-    if any(isinstance(module, Router) for module in model.modules()):
-        raise ValueError(
-            f"every router of this {type(model).__name__} is already one of ours; "
-            "load the original checkpoint to swap again"
-        )
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     reason = REFUSED.get(kind.removesuffix("_text"))
     if reason:
@@ -104,46 +119,34 @@ def router_sites(model: nn.Module) -> list[Site]:
     )
 
 
-def family_of(site: Site) -> Family:
-    """The family that a site's router belongs to."""
-    return BY_ROUTER[type(site.router).__name__]
-
-
-def family_rule(site: Site) -> Any:
-    """Selection rule of the router at a site."""
-    return family_of(site).rule(site.router)
-
-
 def old_weight(site: Site) -> Tensor:
-    """The [N, D] matrix of the family's own router."""
-    weight: Tensor = attrgetter(family_of(site).weight)(site.router)
+    """The [N, D] matrix of a family's own router."""
+    weight: Tensor = attrgetter(BY_ROUTER[type(site.router).__name__].weight)(site.router)
     return weight
 
 
 def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
-    """A router of ours with the sizes, device, rule and carried parts of the one at a site."""
-    old: Any = site.router
-    num_experts, hidden_size = old_weight(site).shape
-    router = attach_router(
-        config,
-        stream=site.layer,
-        hidden_size=hidden_size,
-        num_experts=num_experts,
-        top_k=int(old.top_k),
-    ).to(old_weight(site).device)
-    if selection == "family":
-        router.rule = family_rule(site)
-        for name in family_of(site).carried:
-            _carry(old, router, name)
-    return router.train(old.training)
+    """A router of ours with the sizes, device, rule and selection bias of the one at a site."""
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be family or router; got selection={selection!r}")
+    rule = site.rule if selection == "family" else None
+    if rule is not None and config.normalize_weights:
+        raise ValueError(
+            "normalize_weights is decided by the model's family; leave it False "
+            "or pass selection='router'; got normalize_weights=True"
+        )
+    device = next(site.router.parameters()).device
+    router = attach_router(config, stream=site.layer, **site.sizes).to(device)
+    router.rule = rule
+    if rule is not None and rule.bias is not None:
+        _carry(site.router, router, rule.bias.partition(".")[0])
+    return router.train(site.router.training)
 
 
 def place_routers(
     model: nn.Module, sites: Sequence[Site], config: RouterConfig, selection: str
 ) -> None:
     """Put a new router at every site, recorded as transformers records ``router_logits``."""
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection must be family or router; got selection={selection!r}")
     for site in sites:
         router = new_router(site, config, selection)
         # transformers looks for the old class, so the new module brings the hook itself.

@@ -34,6 +34,11 @@ class SelectionRule(Protocol):
         """How the family reads a logit: a share of all experts, or each on its own."""
         ...
 
+    @property
+    def bias(self) -> str | None:
+        """Path inside the router of the selection bias it owns, if it owns one."""
+        ...
+
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
@@ -76,7 +81,7 @@ class ScoredTopK:
     def _within_groups(self, ranking: Tensor) -> Tensor:
         if self.kept_groups >= self.groups:
             return ranking
-        grouped = ranking.unflatten(-1, (self.groups, -1))
+        grouped = ranking.view(ranking.shape[0], self.groups, -1)
         quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
         kept = quality.topk(self.kept_groups, dim=-1).indices
         dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, kept, False)
@@ -88,6 +93,7 @@ class TopKSoftmax:
     """Take the k largest logits, then softmax over those k alone (gpt-oss, Granite)."""
 
     score: Score = "softmax"
+    bias: None = None
 
     def __call__(
         self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None

@@ -13,6 +13,7 @@ COMMANDS = (
     "compare",
     "report",
     "params",
+    "swap",
     "doctor",
     "data",
     "eval",

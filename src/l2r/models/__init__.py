@@ -5,5 +5,14 @@ Importing this package registers our model types with transformers' Auto classes
 
 from l2r.models.loading import load_causal_lm
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
+from l2r.models.pretrained import load_pretrained
+from l2r.models.swap import swap_routers
 
-__all__ = ["L2rOlmoeConfig", "L2rOlmoeForCausalLM", "L2rOlmoeModel", "load_causal_lm"]
+__all__ = [
+    "L2rOlmoeConfig",
+    "L2rOlmoeForCausalLM",
+    "L2rOlmoeModel",
+    "load_causal_lm",
+    "load_pretrained",
+    "swap_routers",
+]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.config import RouterConfig
+from l2r.routers.rules import SelectionRule
 
 
 class RouterOutput(NamedTuple):
@@ -33,6 +34,7 @@ class Router(nn.Module):
 
     Config: ClassVar[type[RouterConfig]] = RouterConfig
     config: Any
+    rule: SelectionRule | None = None  # a model family's own selection; None: ``select``
 
     def __init__(
         self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
@@ -82,11 +84,17 @@ class Router(nn.Module):
         """Weights and indices of the chosen experts from the logits, Eq. 2 and 3."""
         return dispatch.softmax_top_k(logits, self.top_k, normalize=self.config.normalize_weights)
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> RouterOutput:
-        """Route every token of x; leading dimensions are flattened to T."""
+    def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
+        """Route every token of x; leading dimensions are flattened to T.
+
+        ``bias`` [N] is what some model families pass for their selection ``rule``; without a
+        rule it is not used.
+        """
         logits = self.logits(x)
         with torch.autocast(x.device.type, enabled=False):
-            weights, indices = self.select(logits)
+            weights, indices = (
+                self.select(logits) if self.rule is None else self.rule(self, logits, bias)
+            )
         return RouterOutput(logits, weights.to(x.dtype), indices)
 
     def extra_repr(self) -> str:

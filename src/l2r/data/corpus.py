@@ -109,7 +109,7 @@ def _build(
     identity = TokenizerIdentity(
         name=f"bpe-{options.vocab_size}",
         vocab_size=tokenizer.get_vocab_size(),
-        eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
+        eos_token_id=int(tokenizer.token_to_id(END_OF_TEXT) or 0),
         sha256=_sha256(folder / "tokenizer" / "tokenizer.json"),
     )
     for split, domains in splits.items():

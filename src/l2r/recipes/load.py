@@ -92,9 +92,14 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        replaced = key == "router" and both and "kind" in value and value["kind"] != old["kind"]
-        merged[key] = _merge(old, value) if both and not replaced else value
+        if (
+            not isinstance(old, dict)
+            or not isinstance(value, dict)
+            or (key == "router" and value.get("kind", old.get("kind")) != old.get("kind"))
+        ):
+            merged[key] = value
+        else:
+            merged[key] = _merge(old, value)
     return merged
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from l2r.data.order import epoch_order
 from l2r.data.images import ImageDataset, standardise
 
 
@@ -36,7 +37,7 @@ def evaluate_accuracy(
     max_images: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Accuracy:
-    """Run the model in evaluation mode over the whole set, or its first ``max_images``.
+    """Run the model in evaluation mode over the whole set, or a fixed sample of ``max_images``.
 
     ``model`` returns an output with ``logits`` [B, C], or the logits; give the averaged model to
     evaluate an exponential moving average. ``progress`` gets (images done, images in all).
@@ -46,6 +47,8 @@ def evaluate_accuracy(
     """
     device = next(model.parameters()).device
     total = len(dataset) if max_images is None else min(max_images, len(dataset))
+    # Folders are sorted by class, so a sample is drawn from all of them, the same every time.
+    indices = np.sort(epoch_order(len(dataset), 0, 0)[:total])
     first = five = count = 0
     loss = 0.0
     skipped: list[str] = []
@@ -53,7 +56,7 @@ def evaluate_accuracy(
     model.eval()
     try:
         for start in range(0, total, batch_size):
-            batch = dataset.rows(np.arange(start, min(start + batch_size, total)))
+            batch = dataset.rows(indices[start : start + batch_size])
             skipped += batch.skipped
             if len(batch.labels) == 0:
                 continue

@@ -6,7 +6,6 @@ of which each token uses 2.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,11 +24,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.initialise import attach_router, reset_missing, truncated_normal
 from l2r.moe import Experts, MoELayer
-from l2r.routers import Router, RouterConfig, make_config
-
-# What the paper changes for vision: BatchNorm of |q| (Section 3.3) and 4 anchors (Section 4.5).
-_VISION_DEFAULTS = {"query_norm": "batchnorm", "heads": 4}
-
+from l2r.routers import Router, RouterConfig
+from l2r.routers.vision import vision_router
 
 class L2rViTConfig(ViTConfig):
     """ViTConfig plus the MoE fields; ``router`` is the dictionary form of a RouterConfig.
@@ -74,18 +70,6 @@ class L2rViTConfig(ViTConfig):
         router = vision_router(self.router or {"kind": "l2r_sips"})
         self.router = router.to_dict()
         return router
-
-
-def vision_router(values: Mapping[str, Any]) -> RouterConfig:
-    """RouterConfig from its dictionary form, with the paper's vision settings where none given.
-
-    Raises ValueError for unknown kinds or options.
-    """
-    if "kind" not in values:
-        return RouterConfig.from_dict(values)
-    known = {field.name for field in dataclasses.fields(make_config(values["kind"]))}
-    defaults = {name: value for name, value in _VISION_DEFAULTS.items() if name in known}
-    return RouterConfig.from_dict({**defaults, **values})
 
 
 class _MoEWeights:

@@ -24,6 +24,15 @@ def recipe_names() -> list[str]:
     return [str(p.relative_to(root).with_suffix("")) for p in paths if p.name[0] != "_"]
 
 
+def recipes_in(folder: str) -> list[str]:
+    """Packaged recipes directly inside ``folder``. Raises ValueError when there are none."""
+    names = [name for name in recipe_names() if str(Path(name).parent) == folder]
+    if not names:
+        folders = sorted({str(Path(name).parent) for name in recipe_names()})
+        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(folders)}")
+    return names
+
+
 def recipe_header(name: str) -> str:
     """The comment lines that open a packaged recipe: what it reproduces and how."""
     lines = _find(name).read_text(encoding="utf-8").splitlines()

@@ -38,6 +38,7 @@ class RunResult:
     step: int
     steps: int
     finished: bool
+    signal: int | None = None
 
 
 def train(
@@ -118,7 +119,7 @@ class _Trainer:
                     )
                     speed.read()
                 if stopping and step < self.steps:
-                    return RunResult(self.run.path, step, self.steps, finished=False)
+                    return RunResult(self.run.path, step, self.steps, False, stop.signal)
         self._export()
         return RunResult(self.run.path, step, self.steps, finished=True)
 

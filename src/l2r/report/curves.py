@@ -22,7 +22,11 @@ HEALTH_PANELS = (
     ("train", "dead_experts", "Experts without a token", "experts, all layers"),
     ("train", "grad_norm", "Gradient norm before clipping", "l2 norm"),
 )
-_WORST: dict[str, Callable[..., float]] = {"load_entropy": min, "max_over_mean": max, "dead_experts": sum}
+_WORST: dict[str, Callable[..., float]] = {
+    "load_entropy": min,
+    "max_over_mean": max,
+    "dead_experts": sum,
+}
 
 
 def curves(

@@ -24,8 +24,8 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring = "sips"
-    query_norm: QueryNorm = "rmsnorm"
+    scoring: Scoring | str = "sips"
+    query_norm: QueryNorm | str = "rmsnorm"
     gamma: float = 1.0
     beta: float = 1.0
     p: float = 4.0

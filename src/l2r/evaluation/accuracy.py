@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import nn
 
-from l2r.data.order import epoch_order
 from l2r.data.images import ImageDataset, standardise
+from l2r.data.order import epoch_order
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ def evaluate_accuracy(
     Raises ValueError when no image can be read or a label is outside the model's classes.
     """
     device = next(model.parameters()).device
-    total = len(dataset) if max_images is None else min(max_images, len(dataset))
-    # Folders are sorted by class, so a sample is drawn from all of them, the same every time.
-    indices = np.sort(epoch_order(len(dataset), 0, 0)[:total])
+    indices = sample_indices(dataset, max_images)
+    total = len(indices)
     first = five = count = 0
     loss = 0.0
     skipped: list[str] = []
@@ -80,3 +80,12 @@ def evaluate_accuracy(
     if count == 0:
         raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))
+
+
+def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:
+    """All images, or ``most`` of them drawn from everywhere, ascending, the same every time.
+
+    Folders are sorted by class, so the first images would be those of the first classes.
+    """
+    count = len(dataset) if most is None else min(most, len(dataset))
+    return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

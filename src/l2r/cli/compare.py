@@ -29,7 +29,7 @@ def compare(
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table
     from l2r.cli.diagnostics import diagnose_run
-    from l2r.cli.vision import SEED_MARK, accuracy_over_seeds, first_seeds, vision_sections
+    from l2r.cli.vision import SEED_MARK, accuracy_over_seeds, first_seeds, patch_sections
     from l2r.data.run_folder import RunFolder
     from l2r.recipes.load import load_recipe, recipes_in
     from l2r.report.comparison import comparison_table, write_report
@@ -60,6 +60,8 @@ def compare(
             run.write_json(run.diagnostics, diagnose_run(run, recipe))
         runs.append(run)
     shown = first_seeds(runs)
-    print_table(accuracy_over_seeds(runs) or comparison_table(shown), as_json=json)
-    page = write_report(shown, root / "report.html", extra=vision_sections(runs))
+    results = accuracy_over_seeds(runs)
+    print_table(results[0] if results else comparison_table(shown), as_json=json)
+    more = patch_sections(shown)
+    page = write_report(shown, root / "report.html", results=results, more=more)
     typer.echo(f"report: {page}", err=json)

@@ -7,8 +7,8 @@ from l2r.report.page import Section
 from l2r.report.tables import Table
 
 
-def accuracy_over_seeds(runs: Sequence[RunFolder]) -> Table | None:
-    """Accuracy per router, mean and interval over its runs; None without image classifiers."""
+def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
+    """A table of accuracy per router, mean and interval over its runs; none for language."""
     from l2r.diagnostics.intervals import mean_interval
     from l2r.report.accuracy import accuracy_table
 
@@ -19,28 +19,30 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> Table | None:
             router = str(run.read_json(run.environment).get("router", run.name))
             found.setdefault(router, []).append((100 * last["top1"], 100 * last["top5"]))
     if not found:
-        return None
+        return []
     results = {}
     for router, pairs in found.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
         first, five = ((i.mean, i.high - i.mean) for i in (top1, top5))
         results[router] = (first, five, len(pairs))
-    return accuracy_table(results)
+    return [accuracy_table(results)]
 
 
-def vision_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    """Accuracy table and patch figures; empty for runs of language models."""
-    from l2r.report.patches import class_figure, patch_figure, read_patch_routing
+def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
+    """A section with patch figures per run; empty for runs of language models."""
+    from l2r.report.patches import patch_figure, read_patch_routing
 
-    table = accuracy_over_seeds(runs)
-    sections = [] if table is None else [Section("Accuracy", parts=[table])]
-    for run in first_seeds(runs):
-        if run.patches.is_file():
-            routing = read_patch_routing(run.patches)
-            text = "Colour: the expert with the largest weight. Point at a patch to see them all."
-            parts = [patch_figure(routing), class_figure(routing)]
-            sections.append(Section(f"Patches and experts: {run.name}", text, parts))
-    return sections
+    drawn = [run for run in runs if run.patches.is_file()]
+    images = 6 if len(drawn) == 1 else 3
+    text = "Colour: the expert with the largest weight. Point at a patch to see all its experts."
+    return [
+        Section(
+            f"Patches and experts: {run.name}",
+            text,
+            [patch_figure(read_patch_routing(run.patches), images=images)],
+        )
+        for run in drawn
+    ]
 
 
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:

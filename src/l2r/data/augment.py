@@ -83,7 +83,7 @@ def erase(
     wide = (area / aspect).sqrt().round().clamp(1, width)
     top = (draws[:, 3] * (height - tall + 1)).floor()
     left = (draws[:, 4] * (width - wide + 1)).floor()
-    box = _box(top, left, tall, wide, height, width)
+    box = _box((top, left), (top + tall, left + wide), (height, width))
     box = box & (draws[:, 0] < probability).view(-1, 1, 1)
     return images.masked_fill(box.to(images.device).unsqueeze(1), 0)
 
@@ -114,7 +114,7 @@ def mix(
             f"mixup and CutMix pair neighbours in the stream, so the micro-batch of every rank "
             f"must be even; got {len(positions)} images from position {positions[0]}"
         )
-    from scipy.special import betaincinv
+    from scipy.special import betaincinv  # type: ignore[import-untyped]
 
     draws = uniform_draws(even, 4, seed=seed, purpose="mix").repeat(2, axis=0)
     both = options.mixup > 0 and options.cutmix > 0
@@ -125,13 +125,13 @@ def mix(
     row, column = torch.from_numpy(draws[:, 2:]).T
     top, bottom = _interval(row, (1 - share).sqrt(), height)
     left, right = _interval(column, (1 - share).sqrt(), width)
-    box = _box(top, left, bottom - top, right - left, height, width)
+    box = _box((top, left), (bottom, right), (height, width))
     kept = 1 - box.to(torch.float64).mean(dim=(1, 2))  # the share that the cut box really leaves
     cuts = torch.from_numpy(cut)
     share = torch.where(cuts, kept, share).to(images)
     cuts, box = cuts.to(images.device), box.to(images.device)
-    partner = images.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-    other = targets.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+    partner = _swap_neighbours(images)
+    other = _swap_neighbours(targets)
     blend = share.view(-1, 1, 1, 1)
     pasted = torch.where(box.unsqueeze(1), partner, images)
     mixed = torch.where(cuts.view(-1, 1, 1, 1), pasted, blend * images + (1 - blend) * partner)
@@ -146,10 +146,15 @@ def _interval(centre: Tensor, share: Tensor, size: int) -> tuple[Tensor, Tensor]
 
 
 def _box(
-    top: Tensor, left: Tensor, tall: Tensor, wide: Tensor, height: int, width: int
+    start: tuple[Tensor, Tensor], end: tuple[Tensor, Tensor], size: tuple[int, int]
 ) -> Bool[Tensor, "B H W"]:
-    row = torch.arange(height).view(1, -1, 1)
-    column = torch.arange(width).view(1, 1, -1)
-    top, left, tall, wide = (value.view(-1, 1, 1) for value in (top, left, tall, wide))
-    inside = (row >= top) & (row < top + tall) & (column >= left)
-    return inside & (column < left + wide)
+    """Mask of the pixels between (top, left) and (bottom, right), one pair per image."""
+    inside = [
+        (torch.arange(n) >= low[:, None]) & (torch.arange(n) < high[:, None])
+        for low, high, n in zip(start, end, size, strict=True)
+    ]
+    return inside[0][:, :, None] & inside[1][:, None, :]
+
+
+def _swap_neighbours(values: Tensor) -> Tensor:
+    return values.view(-1, 2, *values.shape[1:]).flip(1).reshape(values.shape)

@@ -199,9 +199,10 @@ def _only(root: Path, pattern: str) -> Path:
 
 
 def _image_files(folder: Path) -> list[str]:
+    # os.walk and strings: a Path for each of a million files would take minutes.
     return [
-        os.path.join(parent, name)
+        f"{parent}/{name}"
         for parent, _, names in os.walk(folder)
         for name in names
-        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+        if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
     ]

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -24,15 +25,40 @@ Box = tuple[float, float, float, float]
 class RandomCrop:
     """Random resized crop: its share of the area and its aspect (width / height), as ranges."""
 
+    draws: ClassVar[int] = 2 * _ATTEMPTS + 2
     scale: tuple[float, float] = (0.08, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def box(self, width: int, height: int, draws: Float[np.ndarray, " D"]) -> Box:
+        """(left, top, right, bottom); the middle of a wide or tall image if no try fits."""
+        low, high = np.log(self.aspect)
+        for attempt in range(_ATTEMPTS):
+            share = self.scale[0] + (self.scale[1] - self.scale[0]) * draws[2 * attempt]
+            aspect = np.exp(low + (high - low) * draws[2 * attempt + 1])
+            wide = round(float(np.sqrt(share * width * height * aspect)))
+            tall = round(float(np.sqrt(share * width * height / aspect)))
+            if 0 < wide <= width and 0 < tall <= height:
+                left = int(draws[-2] * (width - wide + 1))
+                top = int(draws[-1] * (height - tall + 1))
+                return (left, top, left + wide, top + tall)
+        wide = min(width, round(height * self.aspect[1]))
+        tall = min(height, round(width / self.aspect[0]))
+        left, top = (width - wide) // 2, (height - tall) // 2
+        return (left, top, left + wide, top + tall)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CentreCrop:
     """The central square whose side is this share of the shorter side."""
 
+    draws: ClassVar[int] = 0
     share: float = 0.875
+
+    def box(self, width: int, height: int, draws: Float[np.ndarray, " D"]) -> Box:
+        """(left, top, right, bottom); nothing is random."""
+        side = min(width, height) * self.share
+        left, top = (width - side) / 2, (height - side) / 2
+        return (left, top, left + side, top + side)
 
 
 @dataclass(frozen=True)
@@ -99,12 +125,12 @@ class ImageDataset:
         """
         training = positions is not None
         places = np.asarray(indices if positions is None else positions, dtype=np.int64)
-        boxes = self._boxes(places)
+        draws = uniform_draws(places, self.crop.draws, seed=self.seed, purpose="crop")
         pixels, labels, kept, skipped = [], [], [], []
         for row, index in enumerate(indices):
             for attempt in range(_ATTEMPTS):
                 chosen = (int(index) + attempt) % len(self)
-                image = self._read(chosen, boxes[row])
+                image = self._read(chosen, draws[row])
                 if image is not None:
                     pixels.append(image)
                     labels.append(int(self.source.labels[chosen]))
@@ -118,30 +144,22 @@ class ImageDataset:
         shape = (0, self.size, self.size, self.channels)
         stack = np.stack(pixels) if pixels else np.empty(shape, dtype=np.uint8)
         tensor = torch.from_numpy(stack).permute(0, 3, 1, 2).contiguous()
-        return ImageBatch(tensor, torch.tensor(labels, dtype=torch.int64), places[kept], tuple(skipped))
+        return ImageBatch(
+            tensor, torch.tensor(labels, dtype=torch.int64), places[kept], tuple(skipped)
+        )
 
-    def _boxes(self, places: Int[np.ndarray, " B"]) -> Sequence[Float[np.ndarray, " D"] | None]:
-        if isinstance(self.crop, CentreCrop):
-            return [None] * len(places)
-        count = 2 * _ATTEMPTS + 2
-        return list(uniform_draws(places, count, seed=self.seed, purpose="crop"))
-
-    def _read(self, index: int, draws: Float[np.ndarray, " D"] | None) -> np.ndarray | None:
-        """Pixels [S, S, C], or None for an image that cannot be decoded."""
+    def _read(
+        self, index: int, draws: Float[np.ndarray, " D"]
+    ) -> UInt8[np.ndarray, "S S C"] | None:
+        """Pixels, or None for an image that cannot be decoded."""
         try:
             with self.source.open(index) as image:
-                width, height = image.size
-                box = (
-                    random_box(width, height, draws, self.crop)
-                    if isinstance(self.crop, RandomCrop) and draws is not None
-                    else centre_box(width, height, self.crop)
-                )
-                return self._scaled(image, box)
+                return self._scaled(image, self.crop.box(*image.size, draws))
         # SyntaxError is what pillow raises for a broken PNG chunk.
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return None
 
-    def _scaled(self, image: Image.Image, box: Box) -> np.ndarray:
+    def _scaled(self, image: Image.Image, box: Box) -> UInt8[np.ndarray, "S S C"]:
         """Crop and scale with antialiasing; a JPEG is decoded at the smallest scale that does."""
         full_width, full_height = image.size
         shrink = min((box[2] - box[0]) / self.size, (box[3] - box[1]) / self.size)
@@ -156,34 +174,6 @@ class ImageDataset:
             converted = converted.resize(size, Image.Resampling.BICUBIC, box=area)
         pixels = np.asarray(converted, dtype=np.uint8)
         return pixels[:, :, None] if self.channels == 1 else pixels
-
-
-def random_box(
-    width: int, height: int, draws: Float[np.ndarray, " D"], crop: RandomCrop
-) -> Box:
-    """(left, top, right, bottom) of a random resized crop; a wide or tall image's middle if none
-    of ten tries fits."""
-    low, high = np.log(crop.aspect)
-    for attempt in range(_ATTEMPTS):
-        area = crop.scale[0] + (crop.scale[1] - crop.scale[0]) * draws[2 * attempt]
-        aspect = np.exp(low + (high - low) * draws[2 * attempt + 1])
-        wide = round(float(np.sqrt(area * width * height * aspect)))
-        tall = round(float(np.sqrt(area * width * height / aspect)))
-        if 0 < wide <= width and 0 < tall <= height:
-            left = int(draws[-2] * (width - wide + 1))
-            top = int(draws[-1] * (height - tall + 1))
-            return (left, top, left + wide, top + tall)
-    wide = min(width, round(height * crop.aspect[1]))
-    tall = min(height, round(width / crop.aspect[0]))
-    left, top = (width - wide) // 2, (height - tall) // 2
-    return (left, top, left + wide, top + tall)
-
-
-def centre_box(width: int, height: int, crop: CentreCrop) -> Box:
-    """(left, top, right, bottom) of the central square."""
-    side = min(width, height) * crop.share
-    left, top = (width - side) / 2, (height - side) / 2
-    return (left, top, left + side, top + side)
 
 
 def standardise(

@@ -46,7 +46,7 @@ def rand_augment(
     """
     grey = images.shape[1] == 1
     table = [f for name, f in OPERATIONS.items() if not (grey and name == "colour")]
-    for which, whether, strength, direction in draws.T.split(DRAWS_PER_OPERATION):
+    for which, whether, strength, direction in torch.split(draws.T, DRAWS_PER_OPERATION):
         noise = torch.special.ndtri(strength.clamp(1e-6, 1 - 1e-6))
         level = ((magnitude + deviation * noise) / 10).clamp(0, 1).to(images)
         sign = torch.where(direction < 0.5, -1.0, 1.0).to(images)
@@ -95,9 +95,7 @@ def _geometric(entries: Mapping[tuple[int, int], Callable[[Tensor], Tensor]]) ->
         centre = (size - 1) / 2
         matrix[:, :, 2] = matrix[:, :, 2] * size + centre - matrix[:, :, :2] @ centre
         grey = torch.full((channels,), 0.5, device=images.device, dtype=images.dtype)
-        return warp_affine(
-            images, matrix, (height, width), padding_mode="fill", fill_value=grey
-        )
+        return warp_affine(images, matrix, (height, width), padding_mode="fill", fill_value=grey)
 
     return apply
 

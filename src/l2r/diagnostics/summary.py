@@ -25,10 +25,11 @@ def summarise_routing(
 ) -> dict[str, Any]:
     """Margins, robustness, balance and usage per layer, streamed over ``batches``.
 
-    A batch has ``domain`` [B] (a position in ``domains``; the class for images) and the model's
-    arguments, e.g. ``input_ids`` [B, S] or ``pixel_values`` [B, C, H, W]. Returns plain values: ``layers`` (a dictionary per layer), ``mean`` (over layers), ``usage`` (top1,
-    topk, importance as [layer][expert]) and ``usage_by_domain`` (top-k share as
-    domain -> [layer][expert]).
+    A batch has ``domain`` [B] (a position in ``domains``; for images the class) and the model's
+    arguments: ``input_ids`` [B, S] or ``pixel_values`` [B, C, H, W]. Returns plain values:
+    ``layers`` (a dictionary per layer), ``mean`` (over layers), ``usage`` (top1, topk,
+    importance as [layer][expert]) and ``usage_by_domain`` (top-k share as domain ->
+    [layer][expert]).
     """
     model.eval()
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}

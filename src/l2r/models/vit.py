@@ -5,7 +5,6 @@ Everything but the MoE blocks is transformers' own ViT. Defaults are the paper's
 of which each token uses 2.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from l2r.models.initialise import attach_router, reset_missing, truncated_normal
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.vision import vision_router
+
 
 class L2rViTConfig(ViTConfig):
     """ViTConfig plus the MoE fields; ``router`` is the dictionary form of a RouterConfig.
@@ -154,8 +154,8 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
         if not isinstance(dense, nn.Module):
             dense = ViTForImageClassification.from_pretrained(dense)
         if config is None:
-            sizes = {f.name for f in dataclasses.fields(ViTConfig)} & set(dense.config.to_dict())
-            config = L2rViTConfig(**{name: getattr(dense.config, name) for name in sizes})
+            theirs: ViTConfig = dense.config
+            config = L2rViTConfig(**theirs.to_dict())
         model = cls(config)
         target = model.state_dict()
         source = {name: value.to(torch.float32) for name, value in dense.state_dict().items()}
@@ -186,6 +186,4 @@ _EXPERT_NAMES = {
 
 AutoConfig.register("l2r_vit", L2rViTConfig, exist_ok=True)
 AutoModel.register(L2rViTConfig, L2rViTModel, exist_ok=True)
-AutoModelForImageClassification.register(
-    L2rViTConfig, L2rViTForImageClassification, exist_ok=True
-)
+AutoModelForImageClassification.register(L2rViTConfig, L2rViTForImageClassification, exist_ok=True)

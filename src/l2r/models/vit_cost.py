@@ -61,8 +61,6 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _grouped_mm_flops(
-    rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any
-) -> int:
+def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     """Every row meets the matrix of one expert: rows [S, I], weight [N, I, O]."""
     return 2 * rows[0] * rows[1] * weight[2]

@@ -85,8 +85,8 @@ class ImageSection(Section):
     crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
     centre: PositiveFraction = 0.875
-    mean: list[float] = [0.485, 0.456, 0.406]
-    deviation: list[PositiveFloat] = [0.229, 0.224, 0.225]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    deviation: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
     augmentation: AugmentationSection = AugmentationSection()
 
     @model_validator(mode="after")

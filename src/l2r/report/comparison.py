@@ -48,7 +48,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
-    best = [(accuracy, "max") for accuracy in accuracies]
+    best: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
     best += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
     best += [(name, direction) for name, _, direction in _ROUTING] + [("router params", "min")]
     return Table(
@@ -68,9 +68,13 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
 
 
 def write_report(
-    runs: Sequence[RunFolder], path: Path, *, extra: Sequence[Section] = ()
+    runs: Sequence[RunFolder],
+    path: Path,
+    *,
+    results: Sequence[Table] = (),
+    more: Sequence[Section] = (),
 ) -> Path:
-    """Write the page of one run or several, with ``extra`` sections after the result.
+    """Write the page of one run or several; ``results`` go first, ``more`` before the facts.
 
     Raises ValueError when there are none.
     """
@@ -81,8 +85,7 @@ def write_report(
     summaries = {name: summary for name, summary in summaries.items() if summary}
     unit = _unit(runs)
     sections = [
-        Section("Result", parts=[comparison_table(runs)]),
-        *extra,
+        Section("Result", parts=[*results, comparison_table(runs)]),
         Section(
             "Training",
             "Every run starts from the same weights outside its router and sees the same batches.",
@@ -110,6 +113,7 @@ def write_report(
                 [usage_by_domain(summaries)],
             )
         )
+    sections.extend(more)
     sections.append(Section("Runs", parts=[_facts_table(facts)]))
     return write_page(
         path, title="l2r: routers compared", summary=_summary(runs, facts, unit), sections=sections

@@ -1,4 +1,4 @@
-"""Figures of patch routing: experts drawn over the image, and experts by class."""
+"""Figure of patch routing: experts drawn over the image."""
 
 import base64
 import io
@@ -13,6 +13,16 @@ from plotly.subplots import make_subplots
 from l2r.report.style import expert_colours, layout
 
 Routing = Mapping[str, Any]
+_ARRAYS = {
+    "layers",
+    "experts",
+    "weights",
+    "images",
+    "labels",
+    "predictions",
+    "classes",
+    "num_experts",
+}
 _TILE = 150  # pixels per drawn image
 
 
@@ -26,7 +36,7 @@ def read_patch_routing(path: Path) -> Routing:
             arrays = dict(data)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read patch routing from {path}: {error}") from error
-    missing = {"layers", "experts", "weights", "images", "labels", "num_experts"} - set(arrays)
+    missing = _ARRAYS - set(arrays)
     if missing:
         raise ValueError(f"{path} holds no patch routing: {', '.join(sorted(missing))} missing")
     return arrays
@@ -50,12 +60,13 @@ def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
         source = _png(pixels)
         for column in range(1 + len(layers)):
             place = {"row": row + 1, "col": column + 1}
-            figure.add_trace(_picture(source, pixels.shape), **place)
+            figure.add_trace(go.Image(source=source, hoverinfo="skip"), **place)
             if column:
                 figure.add_trace(_overlay(routing, column - 1, row, pixels.shape), **place)
     experts = int(routing["num_experts"])
+    figure.update_annotations(font_size=12)
     figure.update_xaxes(visible=False, constrain="domain")
-    figure.update_yaxes(visible=False, scaleanchor=None, autorange="reversed")
+    figure.update_yaxes(visible=False)
     figure.update_layout(
         layout(
             title="Which expert each patch goes to",
@@ -73,50 +84,13 @@ def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
     return figure
 
 
-def class_figure(routing: Routing) -> go.Figure:
-    """Per layer: of the patches of each class, the share whose heaviest expert is each expert."""
-    layers = [_short(str(name)) for name in routing["layers"]]
-    labels, experts = routing["labels"], int(routing["num_experts"])
-    present = np.unique(labels)
-    figure = make_subplots(rows=1, cols=len(layers), subplot_titles=layers, shared_yaxes=True)
-    for layer in range(len(layers)):
-        first = routing["experts"][layer, ..., 0]
-        share = [
-            np.bincount(first[labels == c].ravel(), minlength=experts) / first[labels == c].size
-            for c in present
-        ]
-        heatmap = go.Heatmap(
-            z=np.stack(share),
-            x=list(range(experts)),
-            y=[_class_name(routing, int(c)) for c in present],
-            coloraxis="coloraxis",
-            hovertemplate="class %{y}<br>expert %{x}<br>share %{z:.3f}<extra></extra>",
-        )
-        figure.add_trace(heatmap, row=1, col=layer + 1)
-    figure.update_xaxes(title="expert")
-    figure.update_yaxes(type="category", title="class", col=1)
-    figure.update_layout(
-        layout(
-            title="Experts by class of the image",
-            height=180 + 22 * len(present),
-            coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": {"title": "share"}},
-        )
-    )
-    return figure
-
-
-def _picture(source: str, shape: tuple[int, ...]) -> go.Image:
-    return go.Image(source=source, hoverinfo="skip", x0=0, dx=1, y0=0, dy=1)
-
-
 def _overlay(routing: Routing, layer: int, row: int, shape: tuple[int, ...]) -> go.Heatmap:
     experts, weights = routing["experts"][layer, row], routing["weights"][layer, row]
     down, across = experts.shape[:2]
     text = [
         [
             "<br>".join(
-                f"expert {e}: {w:.3f}"
-                for e, w in zip(experts[p, q], weights[p, q], strict=True)
+                f"expert {e}: {w:.3f}" for e, w in zip(experts[p, q], weights[p, q], strict=True)
             )
             for q in range(across)
         ]
@@ -156,14 +130,12 @@ def _steps(experts: int) -> list[list[Any]]:
 
 def _row_title(routing: Routing, row: int) -> str:
     name = _class_name(routing, int(routing["labels"][row]))
-    if "predictions" not in routing:
-        return name
     guess = _class_name(routing, int(routing["predictions"][row]))
-    return name if guess == name else f"{name} (taken for {guess})"
+    return name if guess == name else f"{name}<br>taken for {guess}"
 
 
 def _class_name(routing: Routing, label: int) -> str:
-    return str(routing["classes"][label]) if "classes" in routing else str(label)
+    return str(routing["classes"][label])
 
 
 def _short(name: str) -> str:

@@ -44,17 +44,6 @@ class MagnitudeBatchNorm(nn.Module):
         ):
             tensor.detach().fill_(value)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Gain 1, shift 0, running mean 0 and variance 1."""
-        for tensor, value in (
-            (self.weight, 1.0),
-            (self.bias, 0.0),
-            (self.running_mean, 0.0),
-            (self.running_var, 1.0),
-        ):
-            tensor.fill_(value)
-
     def forward(self, rho: Tensor) -> Tensor:
         """Standardise norms [T]; any dtype."""
         mean, var = self.running_mean, self.running_var

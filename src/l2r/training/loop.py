@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import AnyRecipe, dump_recipe
@@ -24,7 +24,14 @@ from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
-from l2r.training.parallel import accumulate, gathered_weights, precision, spread, whole_model
+from l2r.training.parallel import (
+    accumulate,
+    gathered_weights,
+    precision,
+    spread,
+    unchanged_buffers,
+    whole_model,
+)
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
 from l2r.training.task import Batch, Task
@@ -188,7 +195,7 @@ class _Trainer:
         if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
             return None
         sums: list[Tensor] = []
-        with torch.no_grad(), _unchanged_buffers(self.model):
+        with torch.no_grad(), unchanged_buffers(self.model):
             for batch in batches:
                 autocast = precision(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:
@@ -296,14 +303,3 @@ def _lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
         return
     with run.lock():
         yield
-
-
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Put running statistics back after a forward that does not count."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in saved:
-            buffer.copy_(value)

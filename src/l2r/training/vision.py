@@ -91,7 +91,7 @@ class VisionTask:
             seed=self.recipe.seed,
         )
         size = training.micro_batch
-        parts = zip(images.split(size), targets.split(size), strict=True)
+        parts = zip(torch.split(images, size), torch.split(targets, size), strict=True)
         return [{"pixel_values": x, "targets": y} for x, y in parts]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with torch.autocast(x.device.type, enabled=False):
+        with _autocast_off(x.device):
             return self._tempered(self.raw_logits(self._prepare(x)))
 
     def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ class Router(nn.Module):
         rule it is not used.
         """
         logits = self.logits(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with _autocast_off(x.device):
             weights, indices = (
                 self.select(logits) if self.rule is None else self.rule(self, logits, bias)
             )
@@ -119,3 +120,10 @@ class Router(nn.Module):
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""
         return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off; the meta device, on which models are counted, has none."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -8,6 +8,7 @@ import json
 import shutil
 import warnings
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def save_checkpoint(
     ranks: Ranks,
     *,
     keep: int,
+    extra: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write ``step-N`` under a hidden name, rename it, then drop all but the newest ``keep``.
 
@@ -46,7 +48,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     ranks.wait()
-    state = {**_tensors(model, optimizer), **_random_state(ranks)}
+    state = {**_tensors(model, optimizer), **(extra or {}), **_random_state(ranks)}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -75,9 +77,14 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Fill model, optimizer and random state from ``folder`` and return its step.
+    """Fill model, optimizer, ``extra`` and random state from ``folder``; return its step.
 
     Random states return only where the number of ranks is that of the saved run; nothing else
     depends on it. Raises ValueError for a damaged checkpoint or one of another model.
@@ -93,7 +100,7 @@ def load_checkpoint(
             if not shard.is_file() or _checksum(shard) != expected:
                 raise ValueError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
     _create_optimizer_state(optimizer)
-    tensors = _tensors(model, optimizer)
+    tensors = {**_tensors(model, optimizer), **(extra or {})}
     random = _random_state(ranks) if world == ranks.world else {}
     state = {**tensors, **random}
     try:

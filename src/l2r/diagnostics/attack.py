@@ -36,38 +36,31 @@ def find_flip(
     x: Float[Tensor, "T D"],
     *,
     top1: bool = True,
-    steps: int = 30,
-    restarts: int = 4,
-    seed: int = 0,
+    steps: int = 20,
+    restarts: int = 8,
 ) -> Float[Tensor, " T"]:
     """Norm of the smallest change found that flips a decision; infinity where none was found.
 
-    Newton-like steps on the gap (DeepFool) from the token and from random starts; each find is
-    then walked along the boundary towards the token. An upper bound of the true radius.
+    For each of the ``restarts`` pairs of an expert inside and one outside that are closest to a
+    tie: steps to the nearest point of the linearised tie (DeepFool, seen from the token), then
+    bisection back towards the token. An upper bound of the true radius.
     """
     wide = exact(router)
     start = x.double()
     inside = decisions(wide, start, top1=top1)
     best = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
-    generator = torch.Generator().manual_seed(seed)
-    size = torch.linalg.vector_norm(start, dim=1, keepdim=True) / start.shape[1] ** 0.5
-    for restart in range(restarts):
-        noise = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(x.device)
-        delta = noise * size * (0.03 * restart)
+    targets = _nearest_pairs(wide, start, inside, restarts)
+    for kept, other in targets:
+        delta = torch.zeros_like(start)
         for _ in range(steps):
-            gap, slope = _gap_and_slope(wide, start + delta, inside)
-            flipped = gap <= 0
-            found = torch.linalg.vector_norm(delta, dim=1)
-            best = torch.where(flipped & (found < best), found, best)
+            gap, slope = _pair_and_slope(wide, start + delta, kept, other)
             scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
             # Nearest point of the linearised boundary, seen from the token itself.
             along = (gap[:, None] - (slope * delta).sum(dim=1, keepdim=True)) / scale
-            target = -along * slope
-            delta = torch.where(
-                torch.isfinite(target), 1.001 * target + 1e-12 * size, delta
-            )
+            delta = -along * slope * (1 + 1e-6)
         delta = _shrink(wide, start, delta, inside)
-        gap, _ = _gap_and_slope(wide, start + delta, inside)
+        with torch.no_grad():
+            gap = decision_gap(route(wide, start + delta)[0], inside)
         found = torch.linalg.vector_norm(delta, dim=1)
         best = torch.where((gap <= 0) & (found < best), found, best)
     return best
@@ -117,6 +110,37 @@ def exact(router: nn.Module) -> nn.Module:
     """A float64 copy of a router in evaluation mode."""
     wide = copy.deepcopy(router).double().eval()
     return wide.requires_grad_(False)
+
+
+def _nearest_pairs(
+    router: nn.Module, x: Tensor, inside: Tensor, count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of an expert inside and one outside, by the first-order distance to a tie."""
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        logits = route(router, point)[0]
+        slopes = [
+            torch.autograd.grad(logits[:, expert].sum(), point, retain_graph=True)[0]
+            for expert in range(logits.shape[1])
+        ]
+    rows = torch.stack(slopes, dim=1)
+    ratio = (logits[:, :, None] - logits[:, None, :]).detach() / torch.cdist(rows, rows)
+    pairs = inside[:, :, None] & ~inside[:, None, :]
+    ranked = torch.where(pairs, ratio.nan_to_num(torch.inf), torch.inf).flatten(1)
+    ranked = ranked.topk(min(count, ranked.shape[1]), largest=False).indices
+    experts = logits.shape[1]
+    return [(pair // experts, pair % experts) for pair in ranked.unbind(dim=1)]
+
+
+def _pair_and_slope(
+    router: nn.Module, x: Tensor, kept: Tensor, other: Tensor
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        logits = route(router, point)[0]
+        gap = (logits.gather(1, kept[:, None]) - logits.gather(1, other[:, None]))[:, 0]
+        (slope,) = torch.autograd.grad(gap.sum(), point)
+    return gap.detach(), slope
 
 
 def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@ r"""Certified routing: a radius per token inside which its experts provably stay
 
 For a router input x, every x + delta with |delta| <= radius (Euclidean) has the same first
 expert, or the same set of k experts. Exact for routers with one anchor per expert; for several
-anchors a lower bound that is tight to first order (derivation: docs/diagnostics.md).
+anchors a lower bound that is tight to first order, and for rank 2 also one by geometry that is
+near the exact radius; the larger of the two counts (derivations: docs/diagnostics.md).
 
 The statement is about the router in exact arithmetic. It is computed in float64 and shrunk by
 SHRINK; a token whose decision in the router's own precision differs from float64 gets 0.
@@ -17,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from l2r.diagnostics.anchor_bounds import Moments
+from l2r.diagnostics.plane import plane_radii
 from l2r.diagnostics.robustness import evaluating, first_choice, route
-from l2r.diagnostics.routing_map import AnchorMap, LinearMap, routing_map
+from l2r.diagnostics.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 
 PAIRS = 2**20  # pairs of experts, over all tokens of a chunk, that are held at once
 SHRINK = 1 - 1e-6
@@ -43,24 +45,43 @@ def certify(router: nn.Module, x: Float[Tensor, "T D"]) -> Certificate:
     reproduce (selection biases, expert groups).
     """
     form = routing_map(router)
-    radii = linear_radii if isinstance(form, LinearMap) else anchor_radii
-    top1, topk = [], []
+    top1: list[Tensor] = []
+    topk: list[Tensor] = []
+    rows = max(1, PAIRS // form.num_experts**2)
     with evaluating(router):
-        for part in torch.split(x, max(1, PAIRS // form.num_experts ** 2)):
+        for part in torch.split(x, rows):
             logits = form.logits(part)
             _, weights, chosen = route(router, part)
-            first = first_choice(weights, chosen)
             inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
-            one = torch.zeros_like(inside).scatter_(1, first[:, None], True)
-            _check_form(router, logits, one, inside)
-            top1.append(radii(form, part, logits, one))  # type: ignore[arg-type]
-            topk.append(radii(form, part, logits, inside))  # type: ignore[arg-type]
-    return Certificate(torch.cat(top1) * SHRINK, torch.cat(topk) * SHRINK)
+            first = first_choice(weights, chosen)[:, None]
+            one = torch.zeros_like(inside).scatter_(1, first, True)
+            for radii, kept in ((top1, one), (topk, inside)):
+                _check_form(router, logits, kept)
+                radii.append(_radii(form, part, logits, kept))
+    keep = chosen.shape[1]
+    return Certificate(
+        _with_geometry(form, x, torch.cat(top1), 1) * SHRINK,
+        _with_geometry(form, x, torch.cat(topk), keep) * SHRINK,
+    )
+
+
+def _radii(form: RoutingMap, x: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
+    if inside.all():  # all experts are chosen
+        return torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
+    if isinstance(form, LinearMap):
+        return linear_radii(form, logits, inside)
+    return anchor_radii(form, x, logits, inside)
+
+
+def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Tensor:
+    """The larger of both bounds; 0 stays 0, since those tokens have no proven decision."""
+    if isinstance(form, LinearMap) or len(form.matrix) != 2 or keep == form.num_experts:
+        return radii
+    return torch.where(radii > 0, torch.maximum(radii, plane_radii(form, x, keep)), radii)
 
 
 def linear_radii(
     form: LinearMap,
-    x: Float[Tensor, "T D"],
     logits: Float[Tensor, "T N"],
     inside: Tensor,
 ) -> Float[Tensor, " T"]:
@@ -80,8 +101,6 @@ def anchor_radii(
     inside: Tensor,
 ) -> Float[Tensor, " T"]:
     """Largest radius at which every pair inside / outside keeps a positive lower bound."""
-    if inside.all():
-        return torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
     local = _Local.of(form, x)
     gaps = logits[:, :, None] - logits[:, None, :]
     first_order = gaps.clamp_min(0) / local.slopes.clamp_min(1e-300)
@@ -186,20 +205,18 @@ def _least(values: Float[Tensor, "T N N"], inside: Tensor) -> Float[Tensor, " T"
     return torch.where(pairs, values, torch.inf).flatten(1).amin(dim=1)
 
 
-def _check_form(router: nn.Module, logits: Tensor, one: Tensor, inside: Tensor) -> None:
+def _check_form(router: nn.Module, logits: Tensor, inside: Tensor) -> None:
     """The form must choose what the router chose, ties aside."""
     spread = logits.amax(dim=1) - logits.amin(dim=1)
-    for chosen in (one, inside):
-        gaps = logits[:, :, None] - logits[:, None, :]
-        wrong = _least(gaps, chosen) < -_TIE * spread
-        if wrong.any():
-            raise ValueError(
-                f"{type(router).__name__} does not choose by its logits alone "
-                f"({int(wrong.sum())} of {len(wrong)} tokens differ); no certificate is known"
-            )
+    gaps = logits[:, :, None] - logits[:, None, :]
+    wrong = _least(gaps, inside) < -_TIE * spread
+    if wrong.any():
+        raise ValueError(
+            f"{type(router).__name__} does not choose by its logits alone "
+            f"({int(wrong.sum())} of {len(wrong)} tokens differ); no certificate is known"
+        )
 
 
 def certified_share(radii: Float[Tensor, " T"], sigma: float, hidden: int) -> float:
     """Share of tokens whose radius covers sigma * sqrt(hidden), the usual norm of the noise."""
     return (radii >= sigma * hidden**0.5).double().mean().item()
-

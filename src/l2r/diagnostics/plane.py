@@ -22,7 +22,7 @@ from l2r.diagnostics.routing_map import AnchorMap
 FAR = 1e30  # stands for an unbounded |q|
 COARSE_CELLS = 6_000  # where halving everywhere ends
 FINEST = 1e-6  # cells are not halved below this angle (radians) and relative size
-ROUNDS = 80  # halvings of the cell nearest to each token
+ROUNDS = 60  # halvings of the cell nearest to each token
 _ROUNDING = 1e-11  # of float64 logits and their bounds, relative, with room to spare
 _WORK = 2**22  # entries held at once
 
@@ -61,9 +61,10 @@ class Cells:
         return first.join(second)
 
     def divisible(self) -> Tensor:
-        """Cells that are larger than FINEST in angle or in relative size."""
+        """Cells that are larger than FINEST in angle or in relative size; not the one at 0."""
         wide = self.angle_high - self.angle_low > FINEST
-        return wide | (self.size_high > self.size_low * (1 + FINEST))
+        long = self.size_high > self.size_low * (1 + FINEST)
+        return (wide | long) & (self.angle_high - self.angle_low < math.pi)
 
     def join(self, other: "Cells") -> "Cells":
         """Cells of both."""
@@ -77,7 +78,7 @@ def boundary_cells(form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]) -> Ce
     ``sizes``: norms of the queries that matter, which place the first cut. The cells are a
     cover, never a sample: a cell is dropped only when the set is proven constant on it.
     """
-    cells = _start(sizes)
+    cells = _start(sizes if form.radial.slope(sizes).any() else sizes[:0])
     while len(cells) <= COARSE_CELLS:
         unsure, by_angle = _examine(form, cells, keep)
         if not unsure.any():
@@ -96,25 +97,24 @@ def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Te
     if distance is None:
         return x.new_zeros(len(x), dtype=torch.float64)
     cells = boundary_cells(form, keep, torch.linalg.vector_norm(form.query(x), dim=1))
+    # At q = 0 the direction jumps, and below the floor the form does not hold.
+    floor = form.floor * (1 + 2 * form.rms(x).max().item())
+    origin = torch.tensor([[-math.pi], [math.pi], [0.0], [floor]], dtype=torch.float64)
+    cells = cells.join(Cells(*origin.to(x.device)))
+    cost = distance.to(cells)
     for _ in range(ROUNDS):
-        if len(cells) == 0:
-            break
-        rows = distance.nearest(cells)[1].unique()
-        rows = rows[cells.divisible()[rows]]
+        rows = torch.unique(cost.argmin(dim=1))
+        rows = rows[cells[rows].divisible()]
         if len(rows) == 0:
             break
         near = cells[rows]
-        _, by_angle = _examine(form, near, keep)
-        finer = near.halves(by_angle)
+        finer = near.halves(_examine(form, near, keep)[1])
         finer = finer[_examine(form, finer, keep)[0]]
         rest = torch.ones(len(cells), dtype=torch.bool, device=x.device)
         rest[rows] = False
         cells = cells[rest].join(finer)
-    # At q = 0 the direction jumps, and below the floor the form does not hold.
-    floor = form.floor * (1 + 2 * form.rms(x).max())
-    origin = torch.tensor([[-math.pi], [math.pi], [0.0], [0.0]], dtype=torch.float64).to(x.device)
-    cells = cells.join(Cells(origin[0], origin[1], origin[2], origin[3] + floor))
-    return distance.nearest(cells)[0]
+        cost = torch.cat([cost[:, rest], distance.to(finer)], dim=1)
+    return cost.amin(dim=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,52 +145,35 @@ class _Distance:
             size, scale = torch.asin((size / sphere).clamp_max(1)), sphere * rms
         return cls((left / singular).mT, angle, size, scale, sphere)
 
-    def nearest(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """Distance to the nearest cell and its row; infinity and 0 without cells."""
+    def to(self, cells: Cells) -> Tensor:
+        """Distance [T, C] of every token to every cell; infinity where it cannot be reached."""
         centre, half, low, high = _in_row_space(cells, self.back)
-        if self.scale is not None:
-            unreachable = low >= self.sphere
-            low, high = (torch.asin((s / self.sphere).clamp_max(1)) for s in (low, high))
-            half = torch.where(unreachable, -torch.inf, half)
-        best, rows = [], []
-        step = max(1, _WORK // max(1, len(cells)))
-        for start in range(0, len(self.angle), step):
-            part = slice(start, start + step)
-            turn = (_between(self.angle[part, None], centre) - half).clamp_min(0)
-            cost = self._squared(turn, self.size[part, None], low, high)
-            least = cost.min(dim=1)
-            best.append(least.values)
-            rows.append(least.indices)
-        squared = torch.cat(best)
-        if self.scale is None:
-            return squared.sqrt(), torch.cat(rows)
-        return self.scale * squared.sqrt(), torch.cat(rows)
-
-    def _squared(self, turn: Tensor, own: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Squared distance, or squared sine of the angle (1 beyond a right angle)."""
-        reachable = torch.isfinite(turn)
-        turn = torch.where(reachable, turn, 0.0).clamp_max(math.pi)
+        turn = (_between(self.angle[:, None], centre) - half).clamp_min(0)
+        own = self.size[:, None]
         if self.scale is None:
             best = torch.minimum(torch.maximum(own * turn.cos(), low), high)
-            squared = (best - own).square() + 4 * best * own * (turn / 2).sin().square()
-        else:
-            best = torch.atan2(own.sin() * turn.cos(), own.cos())
-            best = torch.minimum(torch.maximum(best, low), high)
-            haversine = ((best - own) / 2).sin().square()
-            haversine = haversine + best.sin() * own.sin() * (turn / 2).sin().square()
-            squared = torch.where(haversine < 0.5, 4 * haversine * (1 - haversine), 1.0)
-        return torch.where(reachable, squared, torch.inf)
+            side = 2 * (best * own).sqrt() * (turn / 2).sin()
+            return torch.hypot(best - own, side)
+        reachable = low < self.sphere
+        low, high = (torch.asin((size / self.sphere).clamp_max(1)) for size in (low, high))
+        best = torch.atan2(own.sin() * turn.cos(), own.cos())
+        best = torch.minimum(torch.maximum(best, low), high)
+        haversine = ((best - own) / 2).sin().square()
+        haversine = haversine + best.sin() * own.sin() * (turn / 2).sin().square()
+        sine = torch.where(haversine < 0.5, 2 * (haversine * (1 - haversine)).sqrt(), 1.0)
+        return torch.where(reachable, self.scale[:, None] * sine, torch.inf)
 
 
 def _start(sizes: Tensor) -> Cells:
+    """A first cut: 64 angles, and 10 sizes around those given (one where size is no matter)."""
     angles = torch.linspace(-math.pi, math.pi, 65, dtype=torch.float64, device=sizes.device)
     used = sizes[sizes > 0]
-    ends = (used.min(), used.max()) if len(used) else (sizes.new_tensor(1.0),) * 2
-    inner = torch.logspace(
-        math.log2(ends[0].item() / 2), math.log2(ends[1].item() * 2), 9, base=2
-    ).to(angles)
+    inner = angles[:0]
+    if len(used) > 0:
+        ends = math.log2(used.min().item() / 2), math.log2(used.max().item() * 2)
+        inner = torch.logspace(*ends, 9, base=2, dtype=torch.float64, device=sizes.device)
     bounds = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), FAR)])
-    angle, size = torch.meshgrid(torch.arange(64), torch.arange(10), indexing="ij")
+    angle, size = torch.meshgrid(torch.arange(64), torch.arange(len(bounds) - 1), indexing="ij")
     angle, size = angle.flatten(), size.flatten()
     return Cells(angles[angle], angles[angle + 1], bounds[size], bounds[size + 1])
 

@@ -49,7 +49,7 @@ def anchor_logits(
     query: Float[Tensor, "T R"],
     anchors: Float[Tensor, "N H R"],
     *,
-    scoring: Scoring,
+    scoring: Scoring | str,
     gamma: float = 1.0,
     beta: float = 1.0,
     p: float = 4.0,

@@ -24,8 +24,8 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring = "sips"
-    query_norm: QueryNorm = "rmsnorm"
+    scoring: Scoring | str = "sips"
+    query_norm: QueryNorm | str = "rmsnorm"
     gamma: float = 1.0
     beta: float = 1.0
     p: float = 4.0
@@ -61,6 +61,8 @@ class AnchorRouter(Router):
         self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
         if self.norm is not None:
             self.norm.weight.fill_(1)
+        if self.magnitude_norm is not None:
+            self.magnitude_norm.reset_parameters()
 
     def gain(self, dtype: torch.dtype) -> Tensor | None:
         """Gain of the input's RMSNorm, or None where the query norm is another."""

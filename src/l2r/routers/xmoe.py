@@ -32,12 +32,12 @@ class XMoEConfig(RouterConfig):
     rank: int | None = None
     bias: bool = False
     normalize_query: bool = True
-    anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
+    anchor_init: Literal["orthogonal", "normal"] | str = "orthogonal"
     anchor_scale: float = 1.0
     anchor_norm: float | None = None
     eps: float = 1e-6
     min_temperature: float = 0.01
-    gate: Literal["softmax", "sigmoid"] = "softmax"
+    gate: Literal["softmax", "sigmoid"] | str = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()

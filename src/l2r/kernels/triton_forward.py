@@ -85,11 +85,14 @@ def score_block(scaled, anchors_ptr, experts, experts_ok, eps, p,
 @no_type_check
 def select_block(logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K,
                  NORMALIZE: tl.constexpr):
-    """Write the K largest probabilities and their experts; return the log-sum-exp [BT]."""
+    """Write the K largest probabilities and their experts.
+
+    Returns the log-sum-exp [BT] and how many tokens chose each expert [BN].
+    """
     masked = tl.where(experts_ok[None, :], logits, -float("inf"))
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
-    free = experts_ok[None, :] & ok[:, None]
+    free = tl.broadcast_to(experts_ok[None, :], logits.shape)
     row = rows.to(tl.int64) * K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(K):
@@ -103,24 +106,25 @@ def select_block(logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok
         if not NORMALIZE:
             tl.store(weights_ptr + row + k, weight, mask=ok)
     if NORMALIZE:
-        free = experts_ok[None, :] & ok[:, None]
+        free = tl.broadcast_to(experts_ok[None, :], logits.shape)
         for k in range(K):
             best = tl.max(tl.where(free, logits, -float("inf")), 1)
             at_best = free & (logits == best[:, None])
             choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)
             free = free & (experts[None, :] != choice[:, None])
             tl.store(weights_ptr + row + k, tl.exp(best - lse) / chosen_sum, mask=ok)
-    return lse
+    used = (experts_ok[None, :] & ok[:, None]) & (free == 0)
+    return lse, tl.sum(tl.where(used, 1.0, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["T", "K"])
 @no_type_check
 def forward_kernel(
     x_ptr, weight_ptr, gain_ptr, query_ptr, rstd_ptr, rho_ptr, anchors_ptr, logits_ptr,
-    weights_ptr, indices_ptr, lse_ptr, share_ptr,
+    weights_ptr, indices_ptr, lse_ptr, sums_ptr,
     T, D, N, K, norm_eps, gamma, beta, p, eps, scale,
     PROJECT: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_RHO: tl.constexpr, HAS_SHARE: tl.constexpr,
+    HAS_GAIN: tl.constexpr, HAS_RHO: tl.constexpr, HAS_SUMS: tl.constexpr,
     NORMALIZE: tl.constexpr, SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):
@@ -157,10 +161,12 @@ def forward_kernel(
     elif SELECT:
         logits = tl.load(logits_ptr + logits_at, mask=logits_ok, other=0.0).to(tl.float32)
     if SELECT:
-        lse = select_block(
+        lse, used = select_block(
             logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE
         )
         tl.store(lse_ptr + rows, lse, mask=ok)
-        if HAS_SHARE:  # sums of probabilities: one row per program, added up by the caller
+        if HAS_SUMS:  # of probabilities and choices: a row per program, added up by the caller
             share = tl.sum(tl.where(logits_ok, tl.exp(logits - lse[:, None]), 0.0), 0)
-            tl.store(share_ptr + tl.program_id(0) * N + experts, share, mask=experts_ok)
+            at = tl.program_id(0) * 2 * N + experts
+            tl.store(sums_ptr + at, share, mask=experts_ok)
+            tl.store(sums_ptr + at + N, used, mask=experts_ok)

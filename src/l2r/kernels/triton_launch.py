@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from l2r.kernels import triton_backward as backward
+from l2r.kernels.backend import Score, Selected
 from l2r.kernels.triton_blocks import COSINE_SCORES, DOT_SCORES, SIPS_SCORES
 from l2r.kernels.triton_forward import forward_kernel
 
@@ -23,17 +24,6 @@ PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multipro
 PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hold
 
 _SCORINGS = {"dot": DOT_SCORES, "cosine": COSINE_SCORES, "sips": SIPS_SCORES}
-
-
-class Score(NamedTuple):
-    """Constants of a score; ``scale`` multiplies the pooled logits (one over the temperature)."""
-
-    scoring: str
-    gamma: float
-    beta: float
-    p: float
-    eps: float
-    scale: float
 
 
 class Rank(NamedTuple):
@@ -101,37 +91,28 @@ def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) 
     return logits
 
 
-class Selected(NamedTuple):
-    """weights [T, K], indices [T, K], log-sum-exp [T] and, if asked for, sums of probs [N]."""
-
-    weights: Tensor
-    indices: Tensor
-    lse: Tensor
-    share: Tensor
-
-
-def select(logits: Tensor, top_k: int, *, normalize: bool, share: bool) -> Selected:
+def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Selected:
     """Softmax over experts and the k largest."""
-    return _forward(logits=logits, top_k=top_k, normalize=normalize, share=share)
+    return _forward(logits=logits, top_k=top_k, normalize=normalize, sums=sums)
 
 
 def route(
     x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    norm_eps: float, constants: Score, top_k: int, normalize: bool, share: bool,
+    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, rstd, logits and the selection; one launch where it fits."""
     rank, experts = weight.shape[0], anchors.shape[0]
     if not one_launch(rank, experts):
         query, rstd = project(x, weight, gain, norm_eps)
         logits = score(query, anchors, None, constants)
-        return query, rstd, logits, select(logits, top_k, normalize=normalize, share=share)
+        return query, rstd, logits, select(logits, top_k, normalize=normalize, sums=sums)
     query = empty(x.shape[0], rank, like=weight)
     rstd = empty(x.shape[0] if gain is not None else 0, like=weight, dtype=torch.float32)
     logits = empty(x.shape[0], experts, like=weight)
     selected = _forward(
         x=x, weight=weight, gain=gain, norm_eps=norm_eps, query=query, rstd=rstd,
         anchors=anchors, constants=constants, logits=logits, top_k=top_k,
-        normalize=normalize, share=share,
+        normalize=normalize, sums=sums,
     )
     return query, rstd, logits, selected
 
@@ -153,7 +134,7 @@ def _forward(
     logits: Tensor | None = None,
     top_k: int = 0,
     normalize: bool = False,
-    share: bool = False,
+    sums: bool = False,
 ) -> Selected:
     """One launch of the stages whose inputs and outputs are given."""
     any_tensor = query if query is not None else logits
@@ -169,24 +150,24 @@ def _forward(
         empty(tokens, top_k, like=any_tensor, dtype=torch.float32),
         empty(tokens, top_k, like=any_tensor, dtype=torch.int64),
         empty(tokens if top_k else 0, like=any_tensor, dtype=torch.float32),
-        empty(programs if share else 0, experts, like=any_tensor, dtype=torch.float32),
+        empty(programs if sums else 0, 2, experts, like=any_tensor, dtype=torch.float32),
     )
     if tokens == 0:
-        return selected._replace(share=selected.share.sum(0))
+        return selected._replace(sums=selected.sums.sum(0)) if sums else selected
     columns = 1 if top_k or anchors is None else triton.cdiv(experts, blocks.experts)
     with _on(any_tensor):
         forward_kernel[(programs, columns)](
             x, weight, gain, query, rstd, rho, anchors, logits,
-            selected.weights, selected.indices, selected.lse, selected.share,
+            selected.weights, selected.indices, selected.lse, selected.sums,
             tokens, hidden, experts, top_k, norm_eps,
             constants.gamma, constants.beta, constants.p, constants.eps, constants.scale,
             PROJECT=stages["project"], SCORE=stages["score"], SELECT=stages["select"],
-            HAS_GAIN=gain is not None, HAS_RHO=rho is not None, HAS_SHARE=share,
+            HAS_GAIN=gain is not None, HAS_RHO=rho is not None, HAS_SUMS=sums,
             NORMALIZE=normalize, SCORING=_SCORINGS[constants.scoring], H=heads, R=rank,
             RP=Rank.of(rank).padded, DOT=Rank.of(rank).dot, BT=blocks.tokens, BD=blocks.hidden,
             BN=blocks.experts, num_warps=blocks.warps,
         )
-    return selected._replace(share=selected.share.sum(0)) if share else selected
+    return selected._replace(sums=selected.sums.sum(0)) if sums else selected
 
 
 def select_backward(
@@ -283,6 +264,22 @@ def project_backward(
             HAS_GAIN=gain is not None, R=rank, BD=32, BS=min(_power(splits, 1), 64), num_warps=4,
         )
     return grad_x, grad_weight, grad_gain
+
+
+def route_backward(
+    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, logits: Tensor,
+    selected: Selected, query: Tensor, rstd: Tensor, grad_logits: Tensor | None,
+    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None, *,
+    constants: Score, normalize: bool, need_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, W_q, gain and anchors."""
+    grad = select_backward(
+        logits, selected, normalize=normalize, grad_logits=grad_logits,
+        grad_weights=grad_weights, grad_lse=grad_lse, grad_share=grad_share,
+    )
+    grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
+    grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
+    return *grads, grad_anchors
 
 
 def _splits(tokens: int, rows: int, blocks: int, numbers: int) -> tuple[int, int]:

@@ -12,9 +12,7 @@ from routing_cases import Case, cases, double, error, leaves, mixed_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 quick = settings(
-    deadline=None,
-    max_examples=12 if DEVICE == "cpu" else 60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None, max_examples=12 if DEVICE == "cpu" else 60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 EDGES = [

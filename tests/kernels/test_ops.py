@@ -11,7 +11,7 @@ from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["triton"]
+BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
 CASE = Case(6, 12, 5, 2, 2, 2)
 SCORE = ("sips", 1.0, 1.0, 4.0, 1e-6, 1.0)
 

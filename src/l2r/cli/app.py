@@ -14,6 +14,8 @@ COMMANDS = (
     "report",
     "params",
     "doctor",
+    "diagnose",
+    "landscape",
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from l2r.diagnostics import metrics
@@ -72,14 +72,6 @@ class Diagnosis:
         part = folder / "diagnosis.json.part"
         part.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
         part.replace(folder / "diagnosis.json")
-
-    @classmethod
-    def load(cls, folder: Path) -> "Diagnosis":
-        """Read what ``save`` wrote. Raises ValueError for another schema."""
-        text = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
-        if text.get("schema") != SCHEMA:
-            raise ValueError(f"schema of {folder} must be {SCHEMA}; got {text.get('schema')}")
-        return cls(text["info"], text["layers"], load_file(folder / "diagnosis.safetensors"))
 
 
 def diagnose(

@@ -40,8 +40,9 @@ def landscape(
         ),
         Section(
             "How the query norm enters, k = [-2, 0]",
-            "beta = 0 leaves only the angle, as the cosine does; a larger beta lowers the score "
-            "of short queries and keeps the bound gamma (1 + beta) psi(|k|).",
+            "beta = 0 leaves only the angle, as the cosine does; a larger beta lets longer queries "
+            "score higher, up to gamma (1 + beta) psi(|k|). At q = 0 the direction jumps under "
+            "cosine and SIPS alike, by gamma psi(|k|) to either side.",
             [landscapes_3d(wide_axis.numpy(), {n: v.numpy() for n, v in sweep.items()})],
         ),
     ]

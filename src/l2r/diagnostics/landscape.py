@@ -1,4 +1,4 @@
-"""Scores of one anchor over the routing plane, computed by l2r.functional (paper, Figure 9)."""
+"""Scores of one anchor over the routing plane, computed by l2r.functional (paper, Figure 8)."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -215,7 +215,7 @@ def _geometry(view: View) -> list[Any]:
     rows: list[list[Cloud]] = []
     for space, name in (("x", "sample_x"), ("q", "sample_query")):
         has = [i for i in chosen if f"{i}.{name}" in view.arrays]
-        if has and (space == "x" or _projects(view, has[0])):
+        if has:
             rows.append(
                 [
                     Cloud(f"{space}, layer {i}", view.array(i, name), view.array(i, "sample_first"))
@@ -235,12 +235,6 @@ def _geometry(view: View) -> list[Any]:
         if f"{i}.plane_first" in view.arrays
     ]
     return [*parts, routing_planes(planes)] if planes else parts
-
-
-def _projects(view: View, layer: int) -> bool:
-    """Whether q is a space of its own, and not x again."""
-    x, query = view.array(layer, "sample_x"), view.array(layer, "sample_query")
-    return x.shape != query.shape or not np.allclose(x, query)
 
 
 def _chosen(view: View) -> list[int]:

@@ -51,7 +51,10 @@ def principal_axes(
 
 
 def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
-    """A panel per cloud, a row of panels per inner sequence; colour is the first expert."""
+    """A panel per cloud, a row of panels per inner sequence; colour is the first expert.
+
+    Axes leave out the outermost percent on each side (scroll or double-click to see it).
+    """
     titles = [cloud.title for row in rows for cloud in row]
     columns = max(len(row) for row in rows)
     figure = make_subplots(
@@ -75,8 +78,9 @@ def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
                 col=column,
             )
             names = [f"PC{i + 1} ({share:.0%} of variance)" for i, share in enumerate(shares)]
-            figure.update_xaxes(title_text=names[0], title_standoff=4, row=number, col=column)
-            figure.update_yaxes(title_text=names[1], title_standoff=4, row=number, col=column)
+            place = {"title_standoff": 4, "row": number, "col": column}
+            figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
+            figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
     bar = _expert_axis(num_experts, "first expert")
     figure.update_layout(**layout(height=60 + 400 * len(rows), coloraxis=bar))
     return figure
@@ -151,18 +155,16 @@ def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
     figure = go.Figure()
     names = list(variances)
     means = [float(np.mean(variances[name])) for name in names]
+    labels = {name: f"{name}<br>{mean:.3f}" for name, mean in zip(names, means, strict=True)}
     figure.add_bar(
-        x=names,
+        x=list(labels.values()),
         y=means,
-        text=[f"{mean:.3f}" for mean in means],
-        textposition="inside",
-        insidetextanchor="start",
         marker_color=[router_colour(name, i) for i, name in enumerate(names)],
         opacity=0.75,
         showlegend=False,
     )
     figure.add_scatter(
-        x=[name for name in names for _ in variances[name]],
+        x=[labels[name] for name in names for _ in variances[name]],
         y=[value for name in names for value in variances[name]],
         mode="markers",
         marker={"color": "#1f2933", "size": 6, "symbol": "line-ew-open", "line": {"width": 2}},
@@ -193,6 +195,13 @@ def _expert_axis(count: int, title: str) -> dict[str, Any]:
         "cmax": count - 0.5,
         "colorbar": {"title": title, "tickvals": ticks, "len": 0.9},
     }
+
+
+def _most(values: Float[np.ndarray, " S"]) -> list[float]:
+    """Axis range of all but a few outliers, which would press the rest into a corner."""
+    low, high = np.quantile(values, [0.01, 0.99])
+    room = 0.25 * max(high - low, 1e-12)
+    return [float(low - room), float(high + room)]
 
 
 def _round(values: Float[np.ndarray, "..."]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Score landscapes over the routing plane for a fixed anchor (paper, Figures 3 and 9)."""
+"""Score landscapes over the routing plane for a fixed anchor (paper, Figures 3 and 8)."""
 
 from collections.abc import Mapping
 
@@ -87,14 +87,14 @@ def landscapes_3d(
             col=number % columns + 1,
         )
     scene = {
-        "xaxis": {"title": {"text": "q1"}},
-        "yaxis": {"title": {"text": "q2"}},
-        "zaxis": {"title": {"text": "score"}},
-        "camera": {"eye": {"x": 1.5, "y": -1.5, "z": 0.9}},
+        "xaxis": {"title": {"text": "q1"}, "nticks": 5},
+        "yaxis": {"title": {"text": "q2"}, "nticks": 5},
+        "zaxis": {"title": {"text": "score"}, "nticks": 6},
+        "camera": {"eye": {"x": 1.7, "y": -1.7, "z": 1.0}, "center": {"z": -0.15}},
         "aspectmode": "cube",
     }
     figure.update_scenes(scene)
-    figure.update_layout(**layout(height=430 * rows, margin={"l": 10, "r": 10, "t": 40, "b": 10}))
+    figure.update_layout(**layout(height=430 * rows, margin={"l": 10, "r": 10, "t": 70, "b": 10}))
     return figure
 
 

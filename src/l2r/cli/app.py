@@ -17,6 +17,8 @@ COMMANDS = (
     "doctor",
     "data",
     "eval",
+    "diagnose",
+    "landscape",
 )
 
 

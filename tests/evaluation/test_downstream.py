@@ -47,7 +47,7 @@ def test_row_has_the_papers_columns_and_means(eight):
 
 
 def test_papers_own_rows_follow_the_mean_of_eight():
-    """Table 10, first row: the means are of the eight printed numbers, to their rounding."""
+    """Table 14, first row: the means are of the eight printed numbers, to their rounding."""
     printed = [23.4, 30.1, 25.8, 19.1, 60.0, 40.6, 64.5, 68.8]
     results = {
         task.name: TaskResult(task.name, value / 100, 0.0, value / 100, 256, 0)

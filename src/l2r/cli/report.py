@@ -22,10 +22,14 @@ def report(
 ) -> None:
     """Print the comparison table and write the page."""
     from l2r.cli.console import print_table
+    from l2r.cli.vision import accuracy_over_seeds, first_seeds, patch_sections
     from l2r.data.run_folder import find_runs
     from l2r.report.comparison import comparison_table, write_report
 
     runs = find_runs(folder)
-    print_table(comparison_table(runs), as_json=json)
-    page = write_report(runs, out or folder / "report.html")
+    shown = first_seeds(runs) or runs
+    results = accuracy_over_seeds(runs)
+    print_table(results[0] if results else comparison_table(shown), as_json=json)
+    target = out or folder / "report.html"
+    page = write_report(shown, target, results=results, more=patch_sections(shown))
     typer.echo(f"report: {page}", err=json)

@@ -5,7 +5,9 @@ environment.json     versions, hardware, command, sizes of the model
 metrics.jsonl        one JSON object a line, ``kind`` train, validation or tasks
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
+model-ema/           the same of their moving average, where the recipe keeps one
 diagnostics.json     what the routers do on validation data (compare, diagnose)
+patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results (eval)
 tensorboard/         the same numbers as metrics.jsonl
 """
@@ -30,7 +32,9 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.averaged_model = self.path / "model-ema"
         self.diagnostics = self.path / "diagnostics.json"
+        self.patches = self.path / "patches.npz"
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
 

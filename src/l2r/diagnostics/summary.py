@@ -1,4 +1,4 @@
-"""What the routers of a language model do on validation tokens: the numbers a comparison shows."""
+"""What the routers of a model do on validation tokens: the numbers a comparison shows."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ PROBED = 2048  # tokens per layer that stability under noise is measured on
 @torch.no_grad()
 def summarise_routing(
     model: nn.Module,
-    batches: Iterable[dict[str, Tensor]],
+    batches: Iterable[dict[str, Any]],
     domains: tuple[str, ...],
     *,
     threshold: float = 0.2,
@@ -25,24 +25,25 @@ def summarise_routing(
 ) -> dict[str, Any]:
     """Margins, robustness, balance and usage per layer, streamed over ``batches``.
 
-    A batch has ``input_ids`` [B, S] and ``domain`` [B] (a position in ``domains``). Returns
-    plain values: ``layers`` (a dictionary per layer), ``mean`` (over layers), ``usage`` (top1,
-    topk, importance as [layer][expert]) and ``usage_by_domain`` (top-k share as
-    domain -> [layer][expert]).
+    A batch has ``domain`` [B] (a position in ``domains``; for images the class) and the model's
+    arguments: ``input_ids`` [B, S] or ``pixel_values`` [B, C, H, W]. Returns plain values:
+    ``layers`` (a dictionary per layer), ``mean`` (over layers), ``usage`` (top1, topk,
+    importance as [layer][expert]) and ``usage_by_domain`` (top-k share as domain ->
+    [layer][expert]).
     """
     model.eval()
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
     totals: dict[str, sums.Sums] = {name: {} for name in routers}
     probes: dict[str, list[Tensor]] = {name: [] for name in routers}
     for batch in batches:
-        ids = batch["input_ids"]
-        token_domain = batch["domain"].repeat_interleave(ids.shape[1])
+        domain = batch["domain"]
         with capture(model, inputs=True) as captured:
-            model(input_ids=ids, use_cache=False)
+            model(**{name: value for name, value in batch.items() if name != "domain"})
         for name, router in routers.items():
             logits, weights, indices = captured.outputs[name][0]
             x = captured.inputs[name][0].reshape(-1, router.hidden_size)
             total, experts = totals[name], router.num_experts
+            token_domain = domain.repeat_interleave(len(logits) // len(domain))
             _add(total, "margin", sums.margin_sums(logits, threshold))
             _add(total, "usage", sums.usage_sums(indices, weights, experts))
             _add(total, "cosine", sums.cosine_sums(router.query(x)))

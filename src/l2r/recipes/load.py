@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from l2r.recipes.schema import LanguageRecipe
+from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
 
-AnyRecipe = LanguageRecipe
+AnyRecipe = LanguageRecipe | VisionRecipe
+_KINDS: dict[Any, type[AnyRecipe]] = {"language": LanguageRecipe, "vision": VisionRecipe}
 _MAX_BASES = 5
 
 
@@ -56,10 +58,14 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:
     """Check plain values against the schema; ``source`` names them in errors."""
+    task = values.get("task")
+    if not isinstance(task, str) or task not in _KINDS:
+        raise ValueError(f"recipe {source}: task must be {' or '.join(_KINDS)}; got {task!r}")
+    kind = _KINDS[task]
     try:
-        return TypeAdapter(AnyRecipe).validate_python(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise ValueError(f"recipe {source}: {_first_problem(error)}") from error
+        raise ValueError(f"recipe {source}: {_first_problem(error, kind)}") from error
 
 
 def dump_recipe(recipe: AnyRecipe) -> str:
@@ -127,13 +133,13 @@ def _apply(values: dict[str, Any], change: str) -> None:
         raise ValueError(f"{key} has a value that is not valid YAML: {text!r}") from error
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, recipe: type[AnyRecipe]) -> str:
     """The first problem of a pydantic error in one line, with the nearest name if one is wrong."""
     problem = error.errors()[0]
     place = [str(part) for part in problem["loc"]]
     where = ".".join(place)
     if problem["type"] == "extra_forbidden":
-        section: Any = AnyRecipe
+        section: Any = recipe
         for part in place[:-1]:
             section = section.model_fields[part].annotation
         return f"unknown field {where}{nearest(place[-1], section.model_fields)}"

@@ -80,7 +80,8 @@ class TrainingSection(Section):
 
     global_batch and micro_batch count sequences (or images); micro_batch is per rank, and
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
-    starts several ranks.
+    starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
+    exported beside them.
     """
 
     steps: PositiveInt | None = None
@@ -93,6 +94,7 @@ class TrainingSection(Section):
     activation_checkpointing: bool = False
     clip_norm: PositiveFloat = 1.0
     deterministic: bool = False
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     log_every: PositiveInt = 10
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.data.run_folder import RunFolder
-from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, curves
+from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.tables import Table
@@ -20,13 +20,17 @@ _ROUTING = (
     ("load entropy", "entropy", "max"),
 )
 
+_PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
+
 
 def comparison_table(runs: Sequence[RunFolder]) -> Table:
     """One row per run: validation CE per domain, balance, routing metrics, router parameters."""
     last = {run.name: (run.read_metrics("validation") or [{}])[-1] for run in runs}
     first = next(iter(last.values()), {})
     domains = [key for key in first if key.startswith("ce/")]
-    columns = ["router", *(f"CE {d.removeprefix('ce/')}" for d in domains), "balance loss"]
+    accuracies = [key for key in ("top1", "top5") if key in first]
+    columns = ["router", *accuracies]
+    columns += [*(f"CE {d.removeprefix('ce/')}" for d in domains), "balance loss"]
     columns += [name for name, _, _ in _ROUTING] + ["router params"]
     rows = []
     for run in runs:
@@ -37,20 +41,23 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
         rows.append(
             (
                 run.name,
+                *(last[run.name].get(accuracy) for accuracy in accuracies),
                 *(last[run.name].get(domain) for domain in domains),
                 balance,
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
-    best = [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
+    best: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
+    best += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
     best += [(name, direction) for name, _, direction in _ROUTING] + [("router params", "min")]
     return Table(
         "Routers compared",
         tuple(columns),
         tuple(rows),
         caption=(
-            "CE: validation cross-entropy in nats per token. Balance loss: mean over the last "
+            "CE: validation cross-entropy in nats per token; top1, top5: share of validation "
+            "images whose label is among the first guesses. Balance loss: mean over the last "
             "tenth of training, k when balanced. Margins are gaps between the two largest "
             "logits; raw gaps of different scorings are not comparable, margin / spread divides "
             "by the standard deviation of a token's logits. Stability and overlap: under noise "
@@ -60,8 +67,17 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     )
 
 
-def write_report(runs: Sequence[RunFolder], path: Path) -> Path:
-    """Write the page of one run or several. Raises ValueError when there are none."""
+def write_report(
+    runs: Sequence[RunFolder],
+    path: Path,
+    *,
+    results: Sequence[Table] = (),
+    more: Sequence[Section] = (),
+) -> Path:
+    """Write the page of one run or several; ``results`` go first, ``more`` before the facts.
+
+    Raises ValueError when there are none.
+    """
     if not runs:
         raise ValueError("a report needs at least one run; got none")
     facts = {run.name: run.read_json(run.environment) for run in runs}
@@ -69,11 +85,11 @@ def write_report(runs: Sequence[RunFolder], path: Path) -> Path:
     summaries = {name: summary for name, summary in summaries.items() if summary}
     unit = _unit(runs)
     sections = [
-        Section("Result", parts=[comparison_table(runs)]),
+        Section("Result", parts=[*results, comparison_table(runs)]),
         Section(
             "Training",
             "Every run starts from the same weights outside its router and sees the same batches.",
-            [curves(runs, LANGUAGE_PANELS, unit)],
+            [curves(runs, _PANELS[unit], unit)],
         ),
         Section("Routing health", "Worst layer of every run.", [curves(runs, HEALTH_PANELS, unit)]),
     ]
@@ -91,11 +107,13 @@ def write_report(runs: Sequence[RunFolder], path: Path) -> Path:
         sections.append(
             Section(
                 "Expert usage by domain",
-                "The same layer's experts under text of different domains; an expert that is "
-                "red in one row and blue in the others has specialised.",
+                "The same layer's experts under text of different domains or images of "
+                "different classes; an expert that is red in one row and blue in the others has "
+                "specialised.",
                 [usage_by_domain(summaries)],
             )
         )
+    sections.extend(more)
     sections.append(Section("Runs", parts=[_facts_table(facts)]))
     return write_page(
         path, title="l2r: routers compared", summary=_summary(runs, facts, unit), sections=sections

@@ -16,6 +16,12 @@ LANGUAGE_PANELS = (
     ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
     ("train", "z", "Router z-loss, mean of layers", "L_z"),
 )
+VISION_PANELS = (
+    ("train", "ce", "Training cross-entropy of soft targets", "nats per image"),
+    ("validation", "top1", "Validation top-1 accuracy", "share of images"),
+    ("validation", "ce", "Validation cross-entropy", "nats per image"),
+    ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
+)
 HEALTH_PANELS = (
     ("train", "load_entropy", "Load entropy, lowest layer", "share of the largest possible"),
     ("train", "max_over_mean", "Largest load, worst layer", "load of busiest expert / mean"),

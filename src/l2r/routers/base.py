@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -68,21 +69,26 @@ class Router(nn.Module):
             self.log_temperature.fill_(self.config.temperature).log_()
 
     def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-        """Expert logits before the temperature; every router defines it."""
+        """Expert logits before the temperature, in the compute dtype; every router defines it."""
         raise TypeError(f"{type(self).__name__} does not define raw_logits")
 
     def query(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T R"]:
         """Routing query of every token; the input itself where there is no projection."""
-        return self._prepare(x)
+        return self._prepare(x).to(self.compute_dtype(x))
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with torch.autocast(x.device.type, enabled=False):
+        with _autocast_off(x.device):
             return self._tempered(self.raw_logits(self._prepare(x)))
 
     def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
         """Weights and indices of the chosen experts from the logits, Eq. 2 and 3."""
         return dispatch.softmax_top_k(logits, self.top_k, normalize=self.config.normalize_weights)
+
+    def routed(self, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, weights and indices; a subclass may replace it by one fused call."""
+        logits = self._tempered(self.raw_logits(x))
+        return logits, *self.select(logits)
 
     def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
         """Route every token of x; leading dimensions are flattened to T.
@@ -90,11 +96,13 @@ class Router(nn.Module):
         ``bias`` [N] is what some model families pass for their selection ``rule``; without a
         rule it is not used.
         """
-        logits = self.logits(x)
-        with torch.autocast(x.device.type, enabled=False):
-            weights, indices = (
-                self.select(logits) if self.rule is None else self.rule(self, logits, bias)
-            )
+        with _autocast_off(x.device):
+            flat = self._prepare(x)
+            if self.rule is None:
+                logits, weights, indices = self.routed(flat)
+            else:
+                logits = self._tempered(self.raw_logits(flat))
+                weights, indices = self.rule(self, logits, bias)
         return RouterOutput(logits, weights.to(x.dtype), indices)
 
     def extra_repr(self) -> str:
@@ -114,8 +122,15 @@ class Router(nn.Module):
                 f"x must have hidden_size={self.hidden_size} as its last dimension; "
                 f"got shape {tuple(x.shape)}"
             )
-        return x.reshape(-1, self.hidden_size).to(self.compute_dtype(x))
+        return x.reshape(-1, self.hidden_size)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""
         return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off; the meta device, on which models are counted, has none."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -12,18 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import AnyRecipe, dump_recipe
 from l2r.routers import capture
+from l2r.training.average import WeightAverage
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
-from l2r.training.parallel import accumulate, gathered_weights, precision, spread, whole_model
+from l2r.training.parallel import (
+    accumulate,
+    gathered_weights,
+    precision,
+    spread,
+    unchanged_buffers,
+    whole_model,
+)
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
 from l2r.training.task import Batch, Task
@@ -87,12 +95,14 @@ class _Trainer:
         model = task.build_model()
         if training.activation_checkpointing:
             options = {"use_reentrant": False}  # the reentrant kind drops the routers' gradients
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+            model.activation_checkpointing_enable(options)  # type: ignore[operator]
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)
         self.model = spread(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        decay = training.ema_decay
+        self.average = WeightAverage(self.model, decay) if decay else None
 
     def fit(self, monitor: Monitor | None) -> RunResult:
         step = self._resume(monitor)
@@ -115,7 +125,13 @@ class _Trainer:
                 stopping = self.ranks.any(bool(stop))
                 if stopping or self._due(step, every):
                     save_checkpoint(
-                        self.run, step, self.model, self.optimizer, self.ranks, keep=keep
+                        self.run,
+                        step,
+                        self.model,
+                        self.optimizer,
+                        self.ranks,
+                        keep=keep,
+                        extra=self._average_tensors(),
                     )
                     speed.read()
                 if stopping and step < self.steps:
@@ -145,6 +161,8 @@ class _Trainer:
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
         norm = self._clip(step)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.model, step)
         if not summarise:
             return {}
         means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
@@ -177,7 +195,7 @@ class _Trainer:
         if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
             return None
         sums: list[Tensor] = []
-        with torch.no_grad(), _unchanged_buffers(self.model):
+        with torch.no_grad(), unchanged_buffers(self.model):
             for batch in batches:
                 autocast = precision(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:
@@ -202,6 +220,10 @@ class _Trainer:
     def _validate(self, step: int, monitor: Monitor | None) -> None:
         with torch.no_grad(), precision(self.recipe.training.precision, self.ranks.device):
             numbers = self.task.validate(whole_model(self.model), self.ranks.device)
+            if self.average is not None:
+                with self.average.applied(self.model):
+                    found = self.task.validate(whole_model(self.model), self.ranks.device)
+                numbers |= {f"ema/{name}": value for name, value in found.items()}
         if monitor is not None:
             position = step * self.units_per_step
             head = {"kind": "validation", "step": step, self.task.unit: position}
@@ -211,7 +233,13 @@ class _Trainer:
         checkpoints = self.run.complete_checkpoints()
         step = 0
         if checkpoints:
-            step = load_checkpoint(checkpoints[-1], self.model, self.optimizer, self.ranks)
+            step = load_checkpoint(
+                checkpoints[-1],
+                self.model,
+                self.optimizer,
+                self.ranks,
+                extra=self._average_tensors(),
+            )
         if self.ranks.first:
             self.run.cut_metrics(step)
         if monitor is not None and step:
@@ -220,16 +248,25 @@ class _Trainer:
         return step
 
     def _export(self) -> None:
-        """Hugging Face export of the final weights, written once."""
+        """Hugging Face export of the final weights, and of their average if there is one."""
+        self._export_weights(self.run.model)
+        if self.average is not None:
+            with self.average.applied(self.model):
+                self._export_weights(self.run.averaged_model)
+
+    def _export_weights(self, folder: Path) -> None:
         weights = gathered_weights(self.model)
-        if self.ranks.first and not (self.run.model / "config.json").is_file():
+        if self.ranks.first and not (folder / "config.json").is_file():
             torch.manual_seed(self.recipe.seed)
             model = self.task.build_model()
             model.load_state_dict(weights)
-            temporary = self.run.path / ".model.part"
+            temporary = folder.with_name(f".{folder.name}.part")
             self.task.export(model, temporary)
-            temporary.replace(self.run.model)
+            temporary.replace(folder)
         self.ranks.wait()
+
+    def _average_tensors(self) -> dict[str, Tensor]:
+        return {} if self.average is None else self.average.tensors()
 
     def _last_checkpoint(self) -> str:
         checkpoints = self.run.complete_checkpoints()
@@ -266,14 +303,3 @@ def _lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
         return
     with run.lock():
         yield
-
-
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Put running statistics back after a forward that does not count."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in saved:
-            buffer.copy_(value)

@@ -65,3 +65,14 @@ def precision(name: str, device: torch.device) -> contextlib.AbstractContextMana
     if name == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Put running statistics back after a forward that does not count."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.copy_(value)

@@ -46,6 +46,7 @@ class AttentionRouter(Router):
         nn.init.trunc_normal_(self.query_key_value.weight, std=std, a=-3 * std, b=3 * std)
 
     def raw_logits(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype(x))
         mixed = x @ self.query_key_value.weight.to(x.dtype).T
         query, key, value = mixed.chunk(3, dim=-1)
         attention = torch.softmax(query.unsqueeze(-1) * key.unsqueeze(-2), dim=-1)

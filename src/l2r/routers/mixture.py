@@ -65,7 +65,7 @@ class MixtureRouter(Router):
         self.projection.weight.copy_(query_weight[:rows])
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
+        x = self._prepare(x).to(self.compute_dtype(x))
         return x @ self.projection.weight.to(x.dtype).T
 
     def raw_logits(self, x: Tensor) -> Tensor:

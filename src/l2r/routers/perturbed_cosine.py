@@ -59,7 +59,7 @@ class PerturbedCosineRouter(Router):
             nn.init.orthogonal_(self.anchors[:, 0], gain=0.32)
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
+        x = self._prepare(x).to(self.compute_dtype(x))
         return low_rank_query(x, self.projection.weight.to(x.dtype))
 
     def raw_logits(self, x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class SigmoidRouter(Router):
         self.e_score_correction_bias.zero_()
 
     def raw_logits(self, x: Tensor) -> Tensor:
-        return dispatch.linear_logits(x, self.weight.to(x.dtype))
+        return dispatch.linear_logits(x, self.weight.to(self.compute_dtype(x)))
 
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self.own_rule(self, logits)

@@ -13,7 +13,10 @@ COMMANDS = (
     "compare",
     "report",
     "params",
+    "swap",
     "doctor",
+    "data",
+    "eval",
 )
 
 

@@ -6,6 +6,7 @@ Labels are not stored: a causal model shifts ``input_ids`` itself.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -252,7 +253,8 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.part")
+        # The process number keeps a left-over process of a killed run out of our file.
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._stream: BinaryIO = self._temporary.open("wb")
         self._hash = hashlib.sha256()
 

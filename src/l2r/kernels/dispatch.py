@@ -1,8 +1,153 @@
 """The one place that chooses an implementation; every router calls these names.
 
-All implementations have the signatures and results of l2r.kernels.plain.
+All implementations have the signatures and results of ``l2r.kernels.plain``: Triton kernels on a
+GPU, blocked code on a CPU, and plain code where neither applies (float64, functorch transforms,
+forward-mode derivatives, export, other devices, sizes beyond the kernels).
 """
 
-from l2r.kernels.plain import anchor_logits, linear_logits, routing_query, softmax_top_k
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["anchor_logits", "linear_logits", "routing_query", "softmax_top_k"]
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from l2r.kernels import plain
+from l2r.kernels.backend import FUSED, Choice, name_for
+from l2r.kernels.plain import Routed, Scoring
+
+__all__ = [
+    "Routed",
+    "anchor_logits",
+    "implementation",
+    "linear_logits",
+    "route",
+    "routing_query",
+    "softmax_top_k",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LIMITS = {"experts": 1024, "heads": 64, "rank": 64}  # of the Triton kernels
+
+linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
+
+
+@contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Use ``plain``, ``cpu`` or ``triton`` code inside the block, whatever the device.
+
+    Raises ValueError for another name.
+    """
+    if name not in ("plain", *FUSED):
+        raise ValueError(f"implementation must be plain, {' or '.join(FUSED)}; got {name!r}")
+    previous, Choice.forced = Choice.forced, name
+    try:
+        yield
+    finally:
+        Choice.forced = previous
+
+
+def routing_query(
+    x: Float[Tensor, "T D"],
+    projection: Float[Tensor, "R D"],
+    gain: Float[Tensor, " D"] | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, "T R"]:
+    """Query of the router input; see ``plain.routing_query``."""
+    fused = _fused(x, projection, rank=projection.shape[0])
+    if fused is None:
+        return plain.routing_query(x, projection, gain, eps=eps)
+    from l2r.kernels import ops
+
+    return ops.routing_query(x, projection, gain, eps, fused)[0]
+
+
+def anchor_logits(
+    query: Float[Tensor, "T R"],
+    anchors: Float[Tensor, "N H R"],
+    *,
+    scoring: Scoring,
+    gamma: float = 1.0,
+    beta: float = 1.0,
+    p: float = 4.0,
+    rho_hat: Float[Tensor, " T"] | None = None,
+    eps: float = 1e-6,
+) -> Float[Tensor, "T N"]:
+    """Score every anchor and pool; see ``plain.anchor_logits``."""
+    experts, heads, rank = anchors.shape
+    fused = _fused(query, anchors, experts=experts, heads=heads, rank=rank)
+    if fused is None:
+        return plain.anchor_logits(
+            query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, rho_hat=rho_hat, eps=eps
+        )
+    from l2r.kernels import ops
+
+    return ops.anchor_logits(query, anchors, rho_hat, scoring, gamma, beta, p, eps, 1.0, fused)
+
+
+def softmax_top_k(
+    logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
+) -> tuple[Float[Tensor, "T K"], Tensor]:
+    """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
+    fused = _fused(logits, experts=logits.shape[1])
+    if fused is None:
+        return plain.softmax_top_k(logits, top_k, normalize=normalize)
+    from l2r.kernels import ops
+
+    weights, indices, _, _ = ops.select(logits, top_k, normalize, False, fused)
+    return weights, indices
+
+
+def route(
+    x: Float[Tensor, "T D"],
+    projection: Float[Tensor, "R D"],
+    gain: Float[Tensor, " D"] | None,
+    anchors: Float[Tensor, "N H R"],
+    *,
+    scoring: Scoring,
+    top_k: int,
+    norm_eps: float = 1e-5,
+    gamma: float = 1.0,
+    beta: float = 1.0,
+    p: float = 4.0,
+    eps: float = 1e-6,
+    temperature: float = 1.0,
+    normalize: bool = False,
+    sums: bool = False,
+) -> Routed:
+    """The whole router in one pass; see ``plain.route``."""
+    experts, heads, rank = anchors.shape
+    fused = _fused(x, projection, anchors, experts=experts, heads=heads, rank=rank)
+    if fused is None:
+        return plain.route(
+            x, projection, gain, anchors, scoring=scoring, top_k=top_k, norm_eps=norm_eps,
+            gamma=gamma, beta=beta, p=p, eps=eps, temperature=temperature, normalize=normalize,
+            sums=sums,
+        )
+    from l2r.kernels import ops
+
+    logits, weights, indices, lse, totals, _, _ = ops.route(
+        x, projection, gain, anchors, norm_eps, scoring, gamma, beta, p, eps, 1 / temperature,
+        top_k, normalize, sums, fused,
+    )
+    return Routed(logits, weights, indices, lse, totals if sums else None)
+
+
+def _fused(*tensors: Tensor, **sizes: int) -> str | None:
+    """Fused backend for these tensors, by the device of the first; None where plain code runs."""
+    name = name_for(tensors[0])
+    if name == "plain" or any(t.dtype not in _DTYPES for t in tensors):
+        return None
+    if torch.compiler.is_exporting():
+        return None
+    if not torch.compiler.is_compiling() and _transformed():
+        return None
+    fits = name == "cpu" or all(size <= _LIMITS[which] for which, size in sizes.items())
+    return name if fits else None
+
+
+def _transformed() -> bool:
+    """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts."""
+    functorch = torch._C._functorch.peek_interpreter_stack()
+    return functorch is not None or torch.autograd.forward_ad._current_level >= 0

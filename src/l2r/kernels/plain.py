@@ -4,9 +4,10 @@ Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.functional import (
@@ -31,7 +32,7 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 
 def linear_logits(x: Float[Tensor, "T D"], weight: Float[Tensor, "N D"]) -> Float[Tensor, "T N"]:
     """Linear router, Eq. 4: z = x W_g, with W_g stored as its transpose."""
-    return x @ weight.T
+    return x.to(weight.dtype) @ weight.T
 
 
 def routing_query(
@@ -41,7 +42,11 @@ def routing_query(
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, "T R"]:
-    """Query of the router input, Eq. 6; RMS-normalised with ``gain`` first when it is given."""
+    """Query of the router input, Eq. 6; RMS-normalised with ``gain`` first when it is given.
+
+    Computed in the dtype of the parameters, whatever that of x.
+    """
+    x = x.to(projection.dtype)
     return low_rank_query(x if gain is None else rms_norm(x, gain, eps=eps), projection)
 
 
@@ -49,7 +54,7 @@ def anchor_logits(
     query: Float[Tensor, "T R"],
     anchors: Float[Tensor, "N H R"],
     *,
-    scoring: Scoring | str,
+    scoring: Scoring,
     gamma: float = 1.0,
     beta: float = 1.0,
     p: float = 4.0,
@@ -67,3 +72,67 @@ def softmax_top_k(
 ) -> tuple[Float[Tensor, "T K"], Tensor]:
     """Softmax over experts and the k largest, Eq. 2 and 3."""
     return select_experts(routing_probs(logits), top_k, normalize=normalize)
+
+
+class Routed(NamedTuple):
+    """Result of ``route``: logits [T, N], weights and indices [T, K], and by-products.
+
+    lse [T]: log-sum-exp of the logits over experts, fp32 or better. sums [2, N], if asked for:
+    over tokens, the sum of the routing probabilities and the number of choices of each expert.
+    """
+
+    logits: Float[Tensor, "T N"]
+    weights: Float[Tensor, "T K"]
+    indices: Int[Tensor, "T K"]
+    lse: Float[Tensor, " T"]
+    sums: Float[Tensor, "2 N"] | None
+
+    def z_loss(self) -> Float[Tensor, ""]:
+        """Router z-loss, Eq. 35, from ``lse``; equals ``functional.router_z_loss``."""
+        return self.lse.square().sum() / max(1, self.lse.shape[0])
+
+    def load_balancing_loss(self) -> Float[Tensor, ""]:
+        """Eq. 34 from ``sums``; equals ``functional.load_balancing_loss``.
+
+        Raises ValueError if the sums were not asked for.
+        """
+        if self.sums is None:
+            raise ValueError("sums must be True in route(...) for this loss; got sums=False")
+        share, used = self.sums / max(1, self.lse.shape[0])
+        return self.sums.shape[1] * (share @ used.detach())
+
+
+def route(
+    x: Float[Tensor, "T D"],
+    projection: Float[Tensor, "R D"],
+    gain: Float[Tensor, " D"] | None,
+    anchors: Float[Tensor, "N H R"],
+    *,
+    scoring: Scoring,
+    top_k: int,
+    norm_eps: float = 1e-5,
+    gamma: float = 1.0,
+    beta: float = 1.0,
+    p: float = 4.0,
+    eps: float = 1e-6,
+    temperature: float = 1.0,
+    normalize: bool = False,
+    sums: bool = False,
+) -> Routed:
+    """A whole anchor router: query, logits over the temperature, softmax and top-k.
+
+    The fused forms read x once and hold no [T, N, H] tensor. ``sums`` asks for the by-products
+    of the load-balancing loss.
+    """
+    query = routing_query(x, projection, gain, eps=norm_eps)
+    logits = anchor_logits(
+        query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, eps=eps
+    )
+    logits = logits if temperature == 1.0 else logits / temperature
+    weights, indices = softmax_top_k(logits, top_k, normalize=normalize)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    totals = None
+    if sums:
+        used = torch.zeros_like(wide).scatter_(1, indices, 1.0).sum(0)
+        totals = torch.stack([routing_probs(logits).sum(0), used])
+    return Routed(logits, weights, indices, torch.logsumexp(wide, dim=1), totals)

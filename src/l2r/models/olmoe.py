@@ -5,7 +5,7 @@ generation. Defaults are OLMoE-1B-7B's as the paper trains it: expert width 1024
 own default of 2048 is another model) and a vocabulary of 50280.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from l2r.models.initialise import attach_router, reset_missing, truncated_normal
 from l2r.routers import Router, RouterConfig
 
 
+@no_type_check  # transformers passes fields that its own signature does not have
 class L2rOlmoeConfig(OlmoeConfig):
     """OlmoeConfig plus ``router``: the dictionary form of a RouterConfig, ``kind`` first.
 

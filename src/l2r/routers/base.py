@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.config import RouterConfig
+from l2r.routers.rules import SelectionRule
 
 
 class RouterOutput(NamedTuple):
@@ -34,6 +35,7 @@ class Router(nn.Module):
 
     Config: ClassVar[type[RouterConfig]] = RouterConfig
     config: Any
+    rule: SelectionRule | None = None  # a model family's own selection; None: ``select``
 
     def __init__(
         self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
@@ -67,12 +69,12 @@ class Router(nn.Module):
             self.log_temperature.fill_(self.config.temperature).log_()
 
     def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-        """Expert logits before the temperature; every router defines it."""
+        """Expert logits before the temperature, in the compute dtype; every router defines it."""
         raise TypeError(f"{type(self).__name__} does not define raw_logits")
 
     def query(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T R"]:
         """Routing query of every token; the input itself where there is no projection."""
-        return self._prepare(x)
+        return self._prepare(x).to(self.compute_dtype(x))
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
@@ -83,11 +85,24 @@ class Router(nn.Module):
         """Weights and indices of the chosen experts from the logits, Eq. 2 and 3."""
         return dispatch.softmax_top_k(logits, self.top_k, normalize=self.config.normalize_weights)
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> RouterOutput:
-        """Route every token of x; leading dimensions are flattened to T."""
-        logits = self.logits(x)
+    def routed(self, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, weights and indices; a subclass may replace it by one fused call."""
+        logits = self._tempered(self.raw_logits(x))
+        return logits, *self.select(logits)
+
+    def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
+        """Route every token of x; leading dimensions are flattened to T.
+
+        ``bias`` [N] is what some model families pass for their selection ``rule``; without a
+        rule it is not used.
+        """
         with _autocast_off(x.device):
-            weights, indices = self.select(logits)
+            flat = self._prepare(x)
+            if self.rule is None:
+                logits, weights, indices = self.routed(flat)
+            else:
+                logits = self._tempered(self.raw_logits(flat))
+                weights, indices = self.rule(self, logits, bias)
         return RouterOutput(logits, weights.to(x.dtype), indices)
 
     def extra_repr(self) -> str:
@@ -107,7 +122,7 @@ class Router(nn.Module):
                 f"x must have hidden_size={self.hidden_size} as its last dimension; "
                 f"got shape {tuple(x.shape)}"
             )
-        return x.reshape(-1, self.hidden_size).to(self.compute_dtype(x))
+        return x.reshape(-1, self.hidden_size)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""

@@ -57,6 +57,27 @@ class L2RRouter(AnchorRouter):
         nn.init.trunc_normal_(self.projection.weight, std=std, a=-3 * std, b=3 * std)
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
-        weight = self.projection.weight.to(x.dtype)
-        return dispatch.routing_query(x, weight, self.gain(x.dtype), eps=self.config.norm_eps)
+        x, dtype = self._prepare(x), self.compute_dtype(x)
+        weight = self.projection.weight.to(dtype)
+        return dispatch.routing_query(x, weight, self.gain(dtype), eps=self.config.norm_eps)
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One fused call; in steps where a batch statistic or a learned temperature is between."""
+        if self.magnitude_norm is not None or self.log_temperature is not None:
+            return super().routed(x)
+        c, dtype = self.config, self.compute_dtype(x)
+        return dispatch.route(
+            x,
+            self.projection.weight.to(dtype),
+            self.gain(dtype),
+            self.anchors.to(dtype),
+            scoring=c.scoring,
+            top_k=self.top_k,
+            norm_eps=c.norm_eps,
+            gamma=c.gamma,
+            beta=c.beta,
+            p=c.p,
+            eps=c.eps,
+            temperature=c.temperature,
+            normalize=c.normalize_weights,
+        )[:3]

@@ -41,4 +41,4 @@ class LinearRouter(Router):
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
     def raw_logits(self, x: Tensor) -> Tensor:
-        return dispatch.linear_logits(x, self.weight.to(x.dtype))
+        return dispatch.linear_logits(x, self.weight.to(self.compute_dtype(x)))

@@ -28,6 +28,6 @@ class LinearSipsRouter(AnchorRouter):
         self.reset_parameters()
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
+        x = self._prepare(x).to(self.compute_dtype(x))
         gain = self.gain(x.dtype)
         return x if gain is None else rms_norm(x, gain, eps=self.config.norm_eps)

@@ -110,9 +110,27 @@ class XMoERouter(Router):
             nn.init.orthogonal_(anchors, gain=scale)
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
-        query = dispatch.routing_query(x, self.projection.weight.to(x.dtype))
-        return query if self.projection.bias is None else query + self.projection.bias.to(x.dtype)
+        x, dtype = self._prepare(x), self.compute_dtype(x)
+        query = dispatch.routing_query(x, self.projection.weight.to(dtype))
+        return query if self.projection.bias is None else query + self.projection.bias.to(dtype)
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One fused call where the variant is the plain cosine router, else in steps."""
+        c, dtype = self.config, self.compute_dtype(x)
+        simple = c.normalize_query and c.gate == "softmax" and c.anchor_norm is None
+        if not simple or self.projection.bias is not None or self.log_temperature is not None:
+            return super().routed(x)
+        return dispatch.route(
+            x,
+            self.projection.weight.to(dtype),
+            None,
+            self.anchors.to(dtype),
+            scoring="cosine",
+            top_k=self.top_k,
+            eps=c.eps,
+            temperature=c.temperature,
+            normalize=c.normalize_weights,
+        )[:3]
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)

@@ -13,7 +13,7 @@ class NonFiniteError(ValueError):
 
 def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: Tensor) -> str:
     """Run the forward again and name the first parameter or module output that is not finite."""
-    head = f"step {step}: loss is {float(loss)}"
+    head = f"step {step}: loss is {float(loss.detach())}"
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(_local(parameter)).all()):
             return f"{head}; parameter {name} is not finite"

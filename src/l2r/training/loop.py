@@ -95,7 +95,7 @@ class _Trainer:
         model = task.build_model()
         if training.activation_checkpointing:
             options = {"use_reentrant": False}  # the reentrant kind drops the routers' gradients
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+            model.activation_checkpointing_enable(options)  # type: ignore[operator]
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)

@@ -1,0 +1,136 @@
+"""Routers that compete: plain, compiled and fused forms, and the linear router of transformers.
+
+Every contender is checked against float64 plain code first; a wrong one gets no speed.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.kernels.dispatch import implementation
+from l2r.routers import build_router
+
+Call = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+# label -> (router, options); H is the number of anchors per expert
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "xmoe": ("xmoe", {}),
+    "l2r_cosine H16": ("l2r_cosine", {"heads": 16}),
+    "l2r_sips H1": ("l2r_sips", {"heads": 1}),
+    "l2r_sips H16": ("l2r_sips", {"heads": 16}),
+}
+
+
+@dataclass
+class Contender:
+    """A router under a name such as ``l2r_sips H16, fused``; ``tolerance`` bounds its error."""
+
+    name: str
+    router: nn.Module
+    form: str
+    tolerance: float = 1e-3
+
+    @cached_property
+    def call(self) -> Call:
+        """The forward pass as a function of x, compiled once."""
+        if self.form == "fused":
+            return self.router
+
+        def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with implementation("plain"):
+                return self.router(x)  # type: ignore[no-any-return]
+
+        return torch.compile(plain) if self.form == "compiled" else plain
+
+
+class HalfLinear(nn.Module):
+    """Linear router as OLMoE of transformers runs it: product in the dtype of x, fp32 softmax."""
+
+    def __init__(self, weight: Tensor, top_k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(x, self.weight)
+        probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        weights, indices = torch.topk(probs, self.top_k, dim=-1)
+        return logits, weights.to(x.dtype), indices
+
+
+def contenders(
+    *,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    device: str,
+    dtype: torch.dtype,
+    compiled: bool,
+    routers: Mapping[str, tuple[str, dict[str, Any]]] = ROUTERS,
+) -> list[Contender]:
+    """Every router in its plain, fused and maybe compiled form, with the same seeds."""
+    sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
+    found = []
+    for label, (kind, options) in routers.items():
+        torch.manual_seed(0)
+        router = build_router(kind, **sizes, **options).to(device)
+        forms = ["plain", "fused", *(["compiled"] if compiled else [])]
+        if label == "linear" and device == "cpu":
+            forms.remove("fused")  # the same code on a CPU
+        found += [Contender(f"{label}, {form}", router, form) for form in forms]
+        if label == "linear" and dtype != torch.float32:
+            half = HalfLinear(router.weight.detach().to(dtype), top_k)
+            found.append(Contender("linear, transformers", half, "fused", tolerance=5e-2))
+    return found
+
+
+def is_correct(contender: Contender, x: Tensor) -> bool:
+    """Logits and parameter gradients of the first tokens against float64 plain code."""
+    x = x[:128]
+    exact = copy.deepcopy(contender.router).double()
+    results = []
+    for router, call, here in (
+        (contender.router, contender.call, x),
+        (exact, Contender("", exact, "plain").call, x.double()),
+    ):
+        router.zero_grad()
+        logits, weights, _ = call(here)
+        (logits.double().sin().sum() + weights.double().square().sum()).backward()
+        results.append([logits, *(p.grad for p in router.parameters())])
+        router.zero_grad()
+    for found, wanted in zip(*results, strict=True):
+        gap = (found.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3)
+        if not gap <= contender.tolerance:  # NaN fails as well
+            return False
+    return True
+
+
+def forward_step(call: Call, inputs: list[Tensor]) -> Callable[[int], object]:
+    """Forward without gradients, rotating the inputs."""
+
+    def step(number: int) -> object:
+        with torch.no_grad():
+            return call(inputs[number % len(inputs)])
+
+    return step
+
+
+def training_step(call: Call, router: nn.Module, inputs: list[Tensor]) -> Callable[[int], object]:
+    """Forward and backward to x and all parameters, with fixed upstream gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    parameters = list(router.parameters())
+    logits, weights, _ = call(leaves[0])
+    upstream = [torch.randn_like(logits) / logits.numel(), torch.randn_like(weights)]
+
+    def step(number: int) -> object:
+        leaf = leaves[number % len(leaves)]
+        logits, weights, _ = call(leaf)
+        return torch.autograd.grad([logits, weights], [leaf, *parameters], upstream)
+
+    return step

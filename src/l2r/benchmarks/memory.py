@@ -1,0 +1,50 @@
+"""Peak extra memory of the router's forward and backward; a count, the same in every run."""
+
+from collections.abc import Callable
+
+import torch
+
+from l2r.benchmarks.contenders import contenders, is_correct, training_step
+from l2r.benchmarks.results import Bench, Settings, fastest
+
+
+def run(settings: Settings) -> Bench:
+    """Peak of the live bytes above those of the inputs and parameters, gradients included."""
+    bench = Bench(
+        "memory", settings, note="ratio: over the smallest linear form; gradients of x included."
+    )
+    hidden, experts, tokens = (64, 16, 64) if settings.quick else (2048, 64, 4096)
+    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    x = torch.randn(tokens, hidden, device=settings.device, dtype=dtype)
+    peaks = {}
+    for entry in contenders(
+        hidden=hidden, experts=experts, top_k=4 if settings.quick else 8,
+        device=settings.device, dtype=dtype, compiled=False,
+    ):
+        if is_correct(entry, x):
+            step = training_step(entry.call, entry.router, [x])
+            peaks[entry.name] = peak_bytes(lambda step=step: step(0), settings.device)  # type: ignore[misc]
+    base = fastest({name: float(peak) for name, peak in peaks.items()}, "linear")
+    for name, peak in peaks.items():
+        bench.add(contender=name, tokens=tokens, peak_mib=peak / 2**20, ratio=peak / base)
+    return bench
+
+
+def peak_bytes(step: Callable[[], object], device: str) -> int:
+    """Most bytes alive at once during one step, above those alive before it."""
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+        step()
+    alive = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak

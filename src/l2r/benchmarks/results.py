@@ -1,0 +1,95 @@
+"""A benchmark's settings and result: records that JSON, tables and figures read."""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import l2r
+
+
+@dataclass(frozen=True)
+class Settings:
+    """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
+
+    compiled: also time torch.compile of the plain code, which costs tens of seconds.
+    """
+
+    device: str = "cpu"
+    seconds: float = 4.0
+    quick: bool = False
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
+        if self.seconds <= 0:
+            raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
+
+
+@dataclass
+class Bench:
+    """Records of one benchmark, all with the same keys, and where they were taken."""
+
+    name: str
+    settings: Settings
+    note: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=lambda: environment())
+
+    def add(self, **record: Any) -> None:
+        """Append one record."""
+        self.records.append(record)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``save`` writes."""
+        return asdict(self)
+
+    def save(self, folder: Path) -> Path:
+        """Write ``<name>.json``, under a temporary name first."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        temporary = path.with_suffix(".json.part")
+        temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        return path
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, thread count and versions of the packages that decide the speed."""
+    found: dict[str, Any] = {
+        "l2r": l2r.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        import triton
+
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+        found["triton"] = triton.__version__
+    return found
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def fastest(times: dict[str, float], prefix: str) -> float:
+    """Smallest time among the contenders whose name starts with ``prefix``."""
+    return min(value for name, value in times.items() if name.startswith(prefix))

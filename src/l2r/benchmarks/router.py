@@ -1,0 +1,92 @@
+"""Router alone: forward and forward+backward of all forms, and one token at a time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from l2r.benchmarks.contenders import (
+    Contender,
+    contenders,
+    forward_step,
+    is_correct,
+    training_step,
+)
+from l2r.benchmarks.results import Bench, Settings, fastest
+from l2r.benchmarks.timing import Step, graphed, measure
+
+
+def run(settings: Settings) -> Bench:
+    """Time all routers at OLMoE's sizes (d = 2048, N = 64, k = 8)."""
+    bench = Bench(
+        "router",
+        settings,
+        note="ratio: median over the fastest linear form of the same group. mode graph: CUDA graph "
+        "replay, the device alone. fp32 parameters and arithmetic, except linear, transformers.",
+    )
+    hidden, experts, top_k = (64, 16, 4) if settings.quick else (2048, 64, 8)
+    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    batches = [8, 1] if settings.quick else [4096, 1]
+    if settings.device == "cuda" and not settings.quick:
+        batches = [16384, 4096, 1]
+    entries = contenders(
+        hidden=hidden, experts=experts, top_k=top_k, device=settings.device, dtype=dtype,
+        compiled=settings.compiled,
+    )
+    for tokens in batches:
+        inputs = _inputs(tokens, hidden, settings.device, dtype)
+        correct = {entry.name: is_correct(entry, inputs[0]) for entry in entries}
+        right = [entry for entry in entries if correct[entry.name]]
+        phases = {"forward": _forward, "forward+backward": _training}
+        for phase, make in phases.items():
+            if phase != "forward" and tokens == 1:
+                continue
+            for mode in ("eager", "graph") if settings.device == "cuda" else ("eager",):
+                _group(bench, right, make, inputs, phase=phase, mode=mode)
+        for name in [name for name, good in correct.items() if not good]:
+            bench.add(
+                phase="-", mode="-", tokens=tokens, contender=name, correct=False,
+                median_us=None, low_us=None, high_us=None, ratio=None,
+            )
+    return bench
+
+
+Make = Callable[[Contender, list[Tensor]], Step]
+
+
+def _forward(entry: Contender, inputs: list[Tensor]) -> Step:
+    return forward_step(entry.call, inputs)
+
+
+def _training(entry: Contender, inputs: list[Tensor]) -> Step:
+    return training_step(entry.call, entry.router, inputs)
+
+
+def _group(
+    bench: Bench, entries: list[Contender], make: Make, inputs: list[Tensor], *,
+    phase: str, mode: str,
+) -> None:
+    """Time one phase of all correct contenders against each other."""
+    if mode == "graph":  # torch.compile has graphs of its own
+        entries = [entry for entry in entries if entry.form != "compiled"]
+    steps = {entry.name: make(entry, inputs) for entry in entries}
+    if mode == "graph":
+        steps = {name: graphed(step) for name, step in steps.items()}
+    settings = bench.settings
+    times = measure(steps, device=settings.device, seconds=settings.seconds)
+    base = fastest({name: time.median for name, time in times.items()}, "linear")
+    for name, time in times.items():
+        bench.add(
+            phase=phase, mode=mode, tokens=inputs[0].shape[0], contender=name, correct=True,
+            median_us=1e6 * time.median, low_us=1e6 * time.low, high_us=1e6 * time.high,
+            ratio=time.median / base,
+        )
+
+
+def _inputs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """A few input sets, so that repeated steps do not read a warm cache alone."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(tokens, hidden, generator=generator).to(device, dtype)
+        for _ in range(4 if device == "cuda" else 2)
+    ]

@@ -1,0 +1,80 @@
+"""Timing: contenders take turns, so that a busy machine slows all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Step = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step: median, lowest and highest over the rounds."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Timing":
+        """From one mean time per round."""
+        return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+
+
+def measure(
+    contenders: Mapping[str, Step], *, device: str, seconds: float, rounds: int = 9
+) -> dict[str, Timing]:
+    """Time every contender in ``rounds`` alternating turns, ``seconds`` for all of it.
+
+    A step is called with a running number, by which it can rotate its inputs. The first calls
+    (compilation, caches) are not timed.
+    """
+    clock = _cuda_seconds if device == "cuda" else _cpu_seconds
+    repeats = {}
+    for name, step in contenders.items():
+        step(0)
+        once = max(min(clock(step, 1), clock(step, 1)), 1e-7)
+        repeats[name] = max(1, int(seconds / len(contenders) / rounds / once))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        names = list(contenders)
+        for name in names if turn % 2 == 0 else reversed(names):
+            count = repeats[name]
+            samples[name].append(clock(contenders[name], count) / count)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def graphed(step: Step) -> Step:
+    """The step as a CUDA graph replay: the time on the device alone, without launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(0)
+    return lambda _: graph.replay()
+
+
+def _cpu_seconds(step: Step, count: int) -> float:
+    start = time.perf_counter()
+    for number in range(count):
+        step(number)
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(step: Step, count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for number in range(count):
+        step(number)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

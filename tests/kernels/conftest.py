@@ -1,0 +1,38 @@
+"""Triton kernels run in its interpreter where there is no GPU; set before Triton is imported.
+
+``test_cuda_only.py`` (graphs, full sizes) is collected on a machine with a GPU alone.
+"""
+
+import os
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+import torch
+
+collect_ignore_glob: list[str] = []
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    collect_ignore_glob.append("test_cuda_only.py")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every output of a launch starts as NaN (integers: far outside), so holes are seen."""
+    from l2r.kernels import triton_launch
+
+    def empty(*shape: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        kind = dtype or like.dtype
+        value = float("nan") if kind.is_floating_point else -(2**40)
+        return torch.full(shape, value, device=like.device, dtype=kind)
+
+    monkeypatch.setattr(triton_launch, "empty", empty)
+    yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No run-time checks of annotations, which torch.compile cannot trace."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

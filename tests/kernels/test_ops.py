@@ -1,0 +1,117 @@
+"""The registered operations survive compilation, checkpointing and torch's own checks."""
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from l2r.kernels import dispatch, ops, plain
+from l2r.kernels.dispatch import implementation
+from l2r.routers import build_router
+from routing_cases import Case, leaves
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["triton"]
+CASE = Case(6, 12, 5, 2, 2, 2)
+SCORE = ("sips", 1.0, 1.0, 4.0, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_operations_pass_torch_opcheck(name: str) -> None:
+    tensors = leaves(CASE.inputs(DEVICE))
+    x, weight, gain, anchors = tensors.values()
+    with implementation(name):
+        query = plain.routing_query(x, weight, gain).detach().requires_grad_()
+        logits = plain.anchor_logits(query, anchors, scoring="sips").detach().requires_grad_()
+        opcheck(ops.routing_query, (x, weight, gain, 1e-5, name))
+        opcheck(ops.routing_query, (x, weight, None, 1e-5, name))
+        opcheck(ops.anchor_logits, (query, anchors, None, *SCORE, name))
+        opcheck(ops.select, (logits, 2, False, False, name))
+        opcheck(ops.route, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["l2r_sips", "xmoe", "linear"])
+def test_compile_fullgraph_and_checkpoint_give_the_same_gradients(
+    unchecked: None, name: str, kind: str
+) -> None:
+    torch.manual_seed(0)
+    router = build_router(kind, hidden_size=12, num_experts=6, top_k=2).to(DEVICE)
+    x = torch.randn(9, 12, device=DEVICE)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        logits, weights, _ = router(x)
+        return weights.square().sum() + logits.sin().sum()
+
+    def gradients(function, name: str) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+        leaf = x.clone().requires_grad_()
+        router.zero_grad()
+        with implementation(name):
+            function(leaf).backward()
+        return [leaf.grad, *(p.grad for p in router.parameters())]
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    wanted = gradients(loss, "plain")
+    for function in (loss, compiled, lambda x: checkpoint(loss, x, use_reentrant=False)):
+        for found, exact in zip(gradients(function, name), wanted, strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_sips"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_give_the_plain_result(name: str, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    router = build_router(kind, hidden_size=24, num_experts=8, top_k=3).to(DEVICE)
+    x = torch.randn(2, 5, 24, device=DEVICE, dtype=dtype)
+    with implementation("plain"):
+        wanted = router(x)
+    with implementation(name):
+        found = router(x)
+    assert found.logits.dtype == torch.float32
+    assert found.weights.dtype == dtype
+    assert torch.equal(found.indices, wanted.indices)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_learned_temperature_and_batch_norm_use_the_steps(name: str) -> None:
+    for options in ({"learn_temperature": True, "temperature": 0.5}, {"query_norm": "batchnorm"}):
+        torch.manual_seed(0)
+        router = build_router(
+            "l2r_sips", hidden_size=24, num_experts=8, top_k=3, **options
+        ).to(DEVICE)
+        x = torch.randn(7, 24, device=DEVICE)
+        results = []
+        for which in ("plain", name):
+            router.zero_grad()
+            with implementation(which):
+                output = router(x)
+            (output.weights.sum() + output.logits.sin().sum()).backward()
+            results.append([output.logits, *(p.grad for p in router.parameters())])
+        for found, wanted in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_float64_and_transforms_take_the_plain_path() -> None:
+    router = build_router("l2r_sips", hidden_size=6, num_experts=4, top_k=2)
+    x = torch.randn(3, 6)
+    wide = router.double().logits(x.double())
+    assert wide.dtype == torch.float64
+    router = router.float()
+    with implementation(BACKENDS[0]):
+        jacobian = torch.func.jacrev(router.logits)(x[:1])
+        tangent = torch.func.jvp(router.logits, (x,), (torch.ones_like(x),))[1]
+    assert jacobian.shape == (1, 4, 1, 6)
+    assert tangent.shape == (3, 4)
+
+
+def test_unknown_implementation_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="implementation must be plain"),
+        implementation("cudnn"),
+    ):
+        pass
+    assert dispatch.implementation is implementation

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageClassification
 
-from l2r.models.loading import checkpoint_folder
+from l2r.models.pretrained import checkpoint_folder
 
 
 def load_image_classifier(

@@ -8,6 +8,8 @@ from transformers import AutoTokenizer
 
 from l2r.models.pretrained import checkpoint_folder, load_pretrained
 
+__all__ = ["checkpoint_folder", "load_causal_lm"]
+
 
 def load_causal_lm(
     path: str | Path, *, dtype: torch.dtype | str = torch.float32

@@ -9,6 +9,8 @@ from transformers.utils import logging
 
 from l2r.models.pretrained import checkpoint_folder, load_pretrained
 
+__all__ = ["checkpoint_folder", "load_causal_lm"]
+
 
 def hide_progress_bars() -> None:
     """Silence transformers' own bars and load report; our commands print what matters."""

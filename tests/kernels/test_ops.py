@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from routing_cases import Case, leaves
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from l2r.kernels import dispatch, ops, plain
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
-from routing_cases import Case, leaves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["triton"]
+BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
 CASE = Case(6, 12, 5, 2, 2, 2)
 SCORE = ("sips", 1.0, 1.0, 4.0, 1e-6, 1.0)
 

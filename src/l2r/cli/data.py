@@ -36,7 +36,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 6).
+    """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 11).
 
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """

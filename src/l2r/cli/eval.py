@@ -100,7 +100,8 @@ def _run(
     from l2r.evaluation.downstream import evaluate_tasks
     from l2r.evaluation.store import TaskStore
     from l2r.evaluation.tasks import select_tasks
-    from l2r.models.loading import checkpoint_folder, load_causal_lm
+    from l2r.models.loading import load_causal_lm
+    from l2r.models.pretrained import checkpoint_folder
 
     select_tasks(tasks)  # a misspelt name should not cost loading a model
     if settings["dtype"] not in _DTYPES:

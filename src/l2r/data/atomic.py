@@ -8,10 +8,15 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader or a crash never meets half of it."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a binary file in the same way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+    with temporary.open("wb") as stream:
+        stream.write(content)
         flush_to_disk(stream.fileno())
     publish(temporary, path)
 

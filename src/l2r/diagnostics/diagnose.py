@@ -5,15 +5,15 @@ docs/diagnostics.md).
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from l2r.data.atomic import write_bytes, write_json
 from l2r.diagnostics import metrics
 from l2r.diagnostics.attack import find_flip
 from l2r.diagnostics.certify import certified_share, certify
@@ -64,24 +64,13 @@ class Diagnosis:
 
     def save(self, folder: Path) -> None:
         """Write both files, each under a temporary name first."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = folder / "diagnosis.safetensors"
-        save_file({n: v.contiguous() for n, v in self.arrays.items()}, f"{tensors}.part")
-        Path(f"{tensors}.part").replace(tensors)
+        tensors = save({name: value.contiguous() for name, value in self.arrays.items()})
+        write_bytes(folder / "diagnosis.safetensors", tensors)
         text = {"schema": SCHEMA, "info": self.info, "layers": self.layers, "mean": self.mean()}
-        part = folder / "diagnosis.json.part"
-        part.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-        part.replace(folder / "diagnosis.json")
-
-    @classmethod
-    def load(cls, folder: Path) -> "Diagnosis":
-        """Read what ``save`` wrote. Raises ValueError for another schema."""
-        text = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
-        if text.get("schema") != SCHEMA:
-            raise ValueError(f"schema of {folder} must be {SCHEMA}; got {text.get('schema')}")
-        return cls(text["info"], text["layers"], load_file(folder / "diagnosis.safetensors"))
+        write_json(folder / "diagnosis.json", text)
 
 
+@torch.no_grad()
 def diagnose(
     records: Sequence[LayerRecord],
     *,
@@ -139,15 +128,16 @@ def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], d
     }
     if "domain" in record.sums:
         arrays["usage_by_domain"] = record.sums["domain"]["joint"]
-    if isinstance(router, Router):
-        arrays["sample_query"] = router.query(x).float().detach().cpu()
+    query = router.query(wide) if isinstance(router, Router) else wide
+    if query is not wide and query.data_ptr() != wide.data_ptr():  # linear routers have no q
+        arrays["sample_query"] = query.float()
     if isinstance(router, L2RRouter):
         wins = record.sums["anchors"]["anchor_wins"]
         numbers.update(metrics.anchor_metrics(wins, router.anchors.detach()))
         arrays["anchor_wins"] = wins
         arrays["anchors"] = router.anchors.detach().float()
         if router.config.rank == 2:
-            arrays.update(routing_plane(router, arrays["sample_query"]))
+            arrays.update(routing_plane(router, query.float().cpu()))
     if settings.certify > 0:
         numbers.update(_certificates(record, wide, settings, arrays))
     return numbers, {name: value.detach().cpu() for name, value in arrays.items()}

@@ -1,4 +1,4 @@
-"""Metrics of routing decisions (paper, Sections 3.2 and 4.1, Appendix B), from tensors alone.
+"""Metrics of routing decisions (paper, Sections 3.2 and 4.1, Appendix A), from tensors alone.
 
 The functions that take tokens are exact over all of them; the ``*_from_sums`` forms give the
 same numbers from sums that were streamed over batches (l2r.diagnostics.sums).
@@ -27,7 +27,7 @@ ISOTROPIC_2D = 0.5  # cosine variance of directions spread evenly over the circl
 
 
 def margin_metrics(logits: Float[Tensor, "T N"], threshold: float = 0.2) -> dict[str, float]:
-    """Mean Margin and Low-Margin Rate (paper, Appendix B.1), and a margin without a scale.
+    """Mean Margin and Low-Margin Rate (paper, Appendix A.1), and a margin without a scale.
 
     mean_margin: mean gap between the two largest logits. low_margin_rate: share of tokens with
     a gap below ``threshold``. scale_free_margin: mean of the gap divided by the standard

@@ -1,4 +1,4 @@
-"""Robustness of routing to Gaussian noise on the router input (paper, Appendix B.2).
+"""Robustness of routing to Gaussian noise on the router input (paper, Appendix A.2).
 
 Shape letters: T tokens, D hidden size, K experts chosen per token.
 """

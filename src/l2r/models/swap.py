@@ -130,10 +130,11 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be family or router; got selection={selection!r}")
     rule = site.rule if selection == "family" else None
-    if rule is not None and config.normalize_weights:
+    usual = type(config).__dataclass_fields__["normalize_weights"].default
+    if rule is not None and config.normalize_weights != usual:
         raise ValueError(
-            "normalize_weights is decided by the model's family; leave it False "
-            "or pass selection='router'; got normalize_weights=True"
+            f"normalize_weights is decided by the model's family; leave it {usual} "
+            f"or pass selection='router'; got normalize_weights={config.normalize_weights}"
         )
     device = next(site.router.parameters()).device
     router = attach_router(config, stream=site.layer, **site.sizes).to(device)

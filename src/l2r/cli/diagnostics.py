@@ -17,6 +17,7 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]:
+    from l2r.diagnostics.collect import collect
     from l2r.diagnostics.summary import summarise_routing
     from l2r.models import load_causal_lm
     from l2r.training.language import LanguageTask
@@ -27,13 +28,19 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
     count = min(len(dataset), section.max_batches * section.batch_size)
     chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
     parts = np.array_split(chosen, max(1, count // section.batch_size))
-    batches = ({**dataset.rows(part), "use_cache": False} for part in parts)
-    return summarise_routing(model, batches, dataset.domains)
+    records = collect(
+        model,
+        (dataset.rows(part) for part in parts),
+        domains=dataset.domains,
+        run=lambda module, inputs: module(**inputs, use_cache=False),
+    )
+    return summarise_routing(records, dataset.domains)
 
 
 def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
     """The same with the class of an image as its domain; writes patches.npz beside it."""
     from l2r.cli.image_input import draw_patches, open_image_input
+    from l2r.diagnostics.collect import collect
     from l2r.diagnostics.summary import summarise_routing
     from l2r.models import load_image_classifier
 
@@ -44,7 +51,8 @@ def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
     batches = images.batches(
         section.max_batches * section.batch_size, section.batch_size, model.device
     )
-    return summarise_routing(model, batches, images.domains)
+    records = collect(model, batches, domains=images.domains)
+    return summarise_routing(records, images.domains)
 
 
 _DIAGNOSE: dict[type[Any], Callable[..., dict[str, Any]]] = {

@@ -79,8 +79,8 @@ class UpcycleReport:
 def upcycle(
     model: Any,
     config: RouterConfig,
-    batches: Sequence[Int[Tensor, "B S"]],
-    held_out: Sequence[Int[Tensor, "B S"]],
+    batches: Sequence[Int[Tensor, "_ S"]],
+    held_out: Sequence[Int[Tensor, "_ S"]],
     *,
     options: FitOptions | None = None,
     layers: Sequence[int] | None = None,
@@ -124,7 +124,7 @@ def upcycle(
 
 
 @torch.no_grad()
-def perplexity(model: Any, batches: Sequence[Int[Tensor, "B S"]]) -> float:
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
     """exp of the mean next-token cross-entropy over all batches."""
     total, count = 0.0, 0
     for ids in batches:

@@ -63,6 +63,12 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
         raise ValueError(f"router {kind!r} got an option of a wrong type: {error}") from error
 
 
+def router_class(kind: str) -> "type[Router]":
+    """Class registered as ``kind``; raises ValueError for an unknown name."""
+    make_config(kind)
+    return _registry[kind][0]
+
+
 def kind_of(config: RouterConfig) -> str:
     """Registered name whose class and preset match the configuration."""
     for name, (cls, preset) in _registry.items():

@@ -89,7 +89,10 @@ def test_translation_moves_by_a_share_of_the_size_and_fills_with_grey(name, axis
     moved = torch.roll(x[0], 8, dims=axis - 1)
     inside = torch.arange(8, size)
     torch.testing.assert_close(
-        out[0].index_select(axis - 1, inside), moved.index_select(axis - 1, inside), atol=1e-4, rtol=0
+        out[0].index_select(axis - 1, inside),
+        moved.index_select(axis - 1, inside),
+        atol=1e-4,
+        rtol=0,
     )
     assert (out[0].index_select(axis - 1, torch.arange(8)) - 0.5).abs().max() < 1e-4
     assert (out[1].index_select(axis - 1, torch.arange(size - 8, size)) - 0.5).abs().max() < 1e-4
@@ -173,7 +176,7 @@ def test_erased_boxes_have_the_stated_frequency_area_and_aspect():
     assert torch.equal(area, tall * wide)  # one full box
     assert area.min() / 2500 > 0.012 and area.max() / 2500 < 0.345
     aspect = tall / wide
-    assert aspect.min() < 0.5 and aspect.max() > 2 and 0.25 < aspect.min() and aspect.max() < 4
+    assert aspect.min() < 0.5 and aspect.max() > 2 and aspect.min() > 0.25 and aspect.max() < 4
 
 
 def mixed(count, **options):

@@ -67,14 +67,14 @@ def family_table(only: str | None) -> "Table":
     """Check the families one after another, with a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import track
-    from transformers.utils import logging
 
     from l2r.models.families import FAMILIES
     from l2r.models.family_check import COLUMNS, check_families
+    from l2r.models.loading import hide_progress_bars
     from l2r.report.tables import Table
 
     names = list(FAMILIES) if only is None else only.split(",")
-    logging.disable_progress_bar()
+    hide_progress_bars()
     results = track(
         check_families(names), "families", total=len(names), console=Console(stderr=True)
     )

@@ -15,6 +15,7 @@ COMMANDS = (
     "params",
     "swap",
     "upcycle",
+    "export",
     "doctor",
     "data",
     "eval",

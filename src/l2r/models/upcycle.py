@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
-from l2r.routers import Router, RouterConfig, capture
+from l2r.routers import MixtureRouter, Router, RouterConfig, capture
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -79,8 +79,8 @@ class UpcycleReport:
 def upcycle(
     model: Any,
     config: RouterConfig,
-    batches: Sequence[Int[Tensor, "B S"]],
-    held_out: Sequence[Int[Tensor, "B S"]],
+    batches: Sequence[Int[Tensor, "_ S"]],
+    held_out: Sequence[Int[Tensor, "_ S"]],
     *,
     options: FitOptions | None = None,
     layers: Sequence[int] | None = None,
@@ -98,7 +98,7 @@ def upcycle(
             raise ValueError(f"{name} must hold at least one batch; got none")
     model.eval()
     sites = select_sites(model, layers)
-    students = [new_router(site, config) for site in sites]
+    students = [_start(model, site, new_router(site, config)) for site in sites]
     result = UpcycleReport([])
     result.perplexity["original"] = perplexity(model, held_out)
     before = _compare(model, sites, students, held_out)
@@ -124,7 +124,7 @@ def upcycle(
 
 
 @torch.no_grad()
-def perplexity(model: Any, batches: Sequence[Int[Tensor, "B S"]]) -> float:
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
     """exp of the mean next-token cross-entropy over all batches."""
     total, count = 0.0, 0
     for ids in batches:
@@ -170,6 +170,16 @@ def divergence(
     yes, no = split(teacher), split(-teacher)
     coin = yes.exp() * (yes - split(student)) + no.exp() * (no - split(-student))
     return coin.sum(-1).mean()
+
+
+def _start(model: nn.Module, site: Site, router: Router) -> Router:
+    """A mixture of routers starts from the attention heads of its own layer, as its source does."""
+    layer = model.get_submodule(site.path.rpartition(".")[0].rpartition(".")[0])
+    attention = getattr(layer, "self_attn", None)
+    query = getattr(attention, "q_proj", None)
+    if isinstance(router, MixtureRouter) and isinstance(query, nn.Linear):
+        router.start_from_heads(query.weight.to(router.projection.weight.dtype))
+    return router
 
 
 def _fit(

@@ -60,6 +60,12 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
     return cls.Config(**{**preset, **options})
 
 
+def router_class(kind: str) -> "type[Router]":
+    """Class registered as ``kind``; raises ValueError for an unknown name."""
+    make_config(kind)
+    return _registry[kind][0]
+
+
 def kind_of(config: RouterConfig) -> str:
     """Registered name whose class and preset match the configuration."""
     for name, (cls, preset) in _registry.items():

@@ -176,7 +176,7 @@ def test_erased_boxes_have_the_stated_frequency_area_and_aspect():
     assert torch.equal(area, tall * wide)  # one full box
     assert area.min() / 2500 > 0.012 and area.max() / 2500 < 0.345
     aspect = tall / wide
-    assert aspect.min() < 0.5 and aspect.max() > 2 and 0.25 < aspect.min() and aspect.max() < 4
+    assert aspect.min() < 0.5 and aspect.max() > 2 and aspect.min() > 0.25 and aspect.max() < 4
 
 
 def mixed(count, **options):

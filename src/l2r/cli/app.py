@@ -14,6 +14,7 @@ COMMANDS = (
     "report",
     "params",
     "swap",
+    "upcycle",
     "doctor",
     "data",
     "eval",

@@ -20,7 +20,10 @@ Listing = Mapping[str, Sequence[str]]
 
 def register(app: typer.Typer) -> None:
     """Add the ``data`` group to the application."""
-    data = typer.Typer(help="Plan a subset of the OLMoE mixture and turn it into token files.")
+    data = typer.Typer(
+        help="Plan a subset of the OLMoE mixture and turn it into token files.",
+        epilog="Example: l2r data plan --tokens 200B",
+    )
     data.command()(plan)
     data.command()(prepare)
     app.add_typer(data, name="data")

@@ -98,7 +98,7 @@ def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Select
 
 def route(
     x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool,
+    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool, lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, rstd, logits and the selection; one launch where it fits."""
     rank, experts = weight.shape[0], anchors.shape[0]

@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with torch.autocast(x.device.type, enabled=False):
+        with _full_precision(x):
             return self._tempered(self.raw_logits(self._prepare(x)))
 
     def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B D"]) -> RouterOutput:
         """Route every token of x; leading dimensions are flattened to T."""
-        with torch.autocast(x.device.type, enabled=False):
+        with _full_precision(x):
             logits, weights, indices = self.routed(self._prepare(x))
         return RouterOutput(logits, weights.to(x.dtype), indices)
 
@@ -115,3 +116,11 @@ class Router(nn.Module):
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""
         return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
+
+
+def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off; nothing to enter, and no time lost, where it is off already."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

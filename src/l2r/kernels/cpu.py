@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from l2r.kernels import cpu_native as native
 from l2r.kernels.backend import Score, Selected
 from l2r.kernels.factored import (
     anchor_side,
@@ -40,6 +41,11 @@ def project(
 
 def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) -> Tensor:
     """Logits [T, N]."""
+    if rho is None and _native(query, anchors):
+        return native.forward(
+            query, None, query[:0], None, anchors, constants=constants, norm_eps=0.0, top_k=0,
+            normalize=False, sums=False,
+        )[1]
     core = _Core(_columns(query), anchors, rho, constants)
     return core.all_logits().to(query.dtype)
 
@@ -67,6 +73,16 @@ def route(
     norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool, lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, 1 / rms, logits and the selection."""
+    if _native(x, weight, anchors):
+        options = {
+            "constants": constants, "norm_eps": norm_eps, "top_k": top_k,
+            "normalize": normalize, "sums": sums,
+        }
+        if weight.shape[0] <= native.MAX_RANK:
+            query = weight.new_empty(x.shape[0], weight.shape[0])
+            return query, *native.forward(query, x, weight, gain, anchors, **options)
+        query, rstd = project(x, weight, gain, norm_eps)
+        return query, rstd, *native.forward(query, None, weight, gain, anchors, **options)[1:]
     query, rstd = _project(x, weight, gain, norm_eps)
     logits = _Core(query, anchors, None, constants).all_logits().to(weight.dtype)
     selected = select(logits, top_k, normalize=normalize, sums=sums, lse=lse)
@@ -103,6 +119,13 @@ def score_backward(
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
+    if rho is None and _native(query, anchors) and anchors.numel() <= native.MAX_ANCHOR_NUMBERS:
+        grad_a, grad_b = native.score_backward(query, anchors, logits, grad_logits, constants)
+        vectors = anchors.permute(2, 1, 0).reshape(query.shape[1], -1)
+        grad_query, _ = query_side_backward(_columns(grad_a), _columns(query), None, constants)
+        grad_keys = anchor_side_backward(grad_b.view_as(vectors), vectors, constants)
+        grad_anchors = grad_keys.view_as(grad_b).permute(2, 1, 0).contiguous()
+        return grad_query.t().contiguous(), grad_anchors, query.new_empty(0)
     core = _Core(_columns(query), anchors, rho, constants)
     grad_query, grad_anchors, grad_rho = core.backward(grad_logits, logits)
     none = query.new_empty(0)
@@ -125,6 +148,11 @@ def project_backward(
         pull = ((grad * _columns(query)).sum(dim=0) * rstd.square() * (-1 / hidden)).unsqueeze(1)
         grad = grad * rstd
     grad_x = x.new_empty(tokens if need_x else 0, hidden)
+    if _native(x, weight) and weight.shape[0] <= native.MAX_RANK:
+        grad_folded = native.project_backward(
+            x, weight, gain, grad.t().contiguous(), pull, grad_x if need_x else None
+        )
+        return _unfolded(grad_x, grad_folded, weight, gain)
     grad_folded = torch.zeros_like(folded)
     for block in _blocks(tokens, READ_NUMBERS // hidden):
         rows, columns = x[block].float(), grad[:, block]
@@ -137,10 +165,7 @@ def project_backward(
                 torch.mul(rows, pull[block], out=out).addmm_(columns.t(), folded)
             if x.dtype != torch.float32:
                 grad_x[block] = out
-    if gain is None:
-        return grad_x, grad_folded.to(weight.dtype), weight.new_empty(0)
-    grad_gain = (grad_folded * weight).sum(dim=0)
-    return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
+    return _unfolded(grad_x, grad_folded, weight, gain)
 
 
 def route_backward(
@@ -262,6 +287,23 @@ def _columns(query: Tensor) -> Tensor:
 def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
     """W_q with the gain of the norm folded in, fp32 [R, D]."""
     return weight.float() if gain is None else weight.float() * gain
+
+
+def _unfolded(
+    grad_x: Tensor, grad_folded: Tensor, weight: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Share the gradient of W_q times gain between the two."""
+    if gain is None:
+        return grad_x, grad_folded.to(weight.dtype), weight.new_empty(0)
+    grad_gain = (grad_folded * weight).sum(dim=0)
+    return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels take these tensors."""
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
+        return False
+    return native.library() is not None
 
 
 def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:

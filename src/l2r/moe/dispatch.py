@@ -43,7 +43,7 @@ def combine(
     """
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    per_token = outputs[inverse].view(*weights.shape, -1)
+    per_token = outputs[inverse].view(*weights.shape, outputs.shape[-1])
     return torch.einsum("tkd,tk->td", per_token, weights.to(outputs.dtype))
 
 

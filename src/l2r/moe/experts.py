@@ -28,7 +28,7 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: Activation = "swiglu",
+        activation: Activation | str = "swiglu",
         bias: bool = False,
         init_std: float = 0.02,
     ) -> None:

@@ -47,6 +47,12 @@ class Table:
         caption = f"<p class='caption'>{html.escape(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
 
+    def to_markdown(self) -> str:
+        """Markdown table, for pages of the documentation."""
+        rows = [self.columns, ("---",) * len(self.columns)]
+        rows += [tuple(self.show(value) for value in row) for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
     def _best_values(self) -> dict[str, float]:
         choose = {"max": max, "min": min}
         found = {}

@@ -24,8 +24,8 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring = "sips"
-    query_norm: QueryNorm = "rmsnorm"
+    scoring: Scoring | str = "sips"
+    query_norm: QueryNorm | str = "rmsnorm"
     gamma: float = 1.0
     beta: float = 1.0
     p: float = 4.0
@@ -52,7 +52,9 @@ class AnchorRouter(Router):
     def __init__(self, config: SipsConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
-        self.magnitude_norm = MagnitudeBatchNorm() if config.query_norm == "batchnorm" else None
+        # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
+        scales = config.query_norm == "batchnorm" and config.scoring == "sips"
+        self.magnitude_norm = MagnitudeBatchNorm() if scales else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -61,6 +63,10 @@ class AnchorRouter(Router):
         self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
         if self.norm is not None:
             self.norm.weight.fill_(1)
+        if self.magnitude_norm is not None:
+            self.magnitude_norm.reset_parameters()
+        if self.magnitude_norm is not None:
+            self.magnitude_norm.reset_parameters()
 
     def gain(self, dtype: torch.dtype) -> Tensor | None:
         """Gain of the input's RMSNorm, or None where the query norm is another."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.config import RouterConfig
+from l2r.routers.rules import SelectionRule
 
 
 class RouterOutput(NamedTuple):
@@ -34,6 +35,7 @@ class Router(nn.Module):
 
     Config: ClassVar[type[RouterConfig]] = RouterConfig
     config: Any
+    rule: SelectionRule | None = None  # a model family's own selection; None: ``select``
 
     def __init__(
         self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
@@ -76,7 +78,7 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with _full_precision(x):
+        with _autocast_off(x.device):
             return self._tempered(self.raw_logits(self._prepare(x)))
 
     def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
@@ -88,10 +90,19 @@ class Router(nn.Module):
         logits = self._tempered(self.raw_logits(x))
         return logits, *self.select(logits)
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> RouterOutput:
-        """Route every token of x; leading dimensions are flattened to T."""
-        with _full_precision(x):
-            logits, weights, indices = self.routed(self._prepare(x))
+    def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
+        """Route every token of x; leading dimensions are flattened to T.
+
+        ``bias`` [N] is what some model families pass for their selection ``rule``; without a
+        rule it is not used.
+        """
+        with _autocast_off(x.device):
+            flat = self._prepare(x)
+            if self.rule is None:
+                logits, weights, indices = self.routed(flat)
+            else:
+                logits = self._tempered(self.raw_logits(flat))
+                weights, indices = self.rule(self, logits, bias)
         return RouterOutput(logits, weights.to(x.dtype), indices)
 
     def extra_repr(self) -> str:
@@ -118,9 +129,11 @@ class Router(nn.Module):
         return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
 
 
-def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off; nothing to enter, and no time lost, where it is off already."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off; nothing to enter, and no time lost, where it is off already.
+
+    The meta device, on which models are counted, has no autocast.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(device.type, enabled=False)

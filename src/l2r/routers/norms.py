@@ -34,6 +34,16 @@ class MagnitudeBatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(1))
         self.register_buffer("running_var", torch.ones(1))
 
+    def reset_parameters(self) -> None:
+        """Gain 1, shift 0, running statistics of a unit normal."""
+        for tensor, value in (
+            (self.weight, 1),
+            (self.bias, 0),
+            (self.running_mean, 0),
+            (self.running_var, 1),
+        ):
+            tensor.detach().fill_(value)
+
     def forward(self, rho: Tensor) -> Tensor:
         """Standardise norms [T]; any dtype."""
         mean, var = self.running_mean, self.running_var

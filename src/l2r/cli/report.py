@@ -1,0 +1,35 @@
+"""``l2r report``: the HTML page of one run or of several."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "report",
+        epilog="Example: l2r report runs/demo --out runs/demo/report.html",
+        help="Write the report page of a run folder, or of all runs inside a folder.",
+    )(report)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
+    out: Annotated[Path | None, typer.Option(help="Page [default: FOLDER/report.html].")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Print the comparison table and write the page."""
+    from l2r.cli.console import print_table
+    from l2r.cli.vision import accuracy_over_seeds, first_seeds, patch_sections
+    from l2r.data.run_folder import find_runs
+    from l2r.report.comparison import comparison_table, in_paper_order, write_report
+
+    runs = in_paper_order(find_runs(folder))
+    shown = first_seeds(runs) or runs
+    results = accuracy_over_seeds(runs)
+    print_table(results[0] if results else comparison_table(shown), as_json=json)
+    target = out or folder / "report.html"
+    page = write_report(shown, target, results=results, more=patch_sections(shown))
+    typer.echo(f"report: {page}", err=json)

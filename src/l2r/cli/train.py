@@ -1,0 +1,51 @@
+"""``l2r train``: one recipe into one run folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "train",
+        epilog="Example: l2r train demo/l2r-sips router.rank=8 training.steps=100",
+        help="Train a recipe. The same command goes on with an unfinished run.",
+    )(train)
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
+    ] = None,
+    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,
+) -> None:
+    """Train a recipe into a run folder."""
+    from l2r.recipes.load import dump_recipe, load_recipe, recipe_header, recipe_names
+
+    if list_:
+        for name in recipe_names():
+            typer.echo(f"{name:40} {recipe_header(name).splitlines()[0]}")
+        return
+    if recipe is None:
+        raise ValueError("RECIPE is missing; l2r train --list shows the packaged ones")
+    loaded = load_recipe(recipe, changes or [])
+    if show:
+        typer.echo(dump_recipe(loaded), nl=False)
+        return
+    from l2r.training.loop import train as run_training
+
+    name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
+    folder = out or Path("runs") / name
+    result = run_training(
+        loaded, folder, label=name, report=lambda line: typer.echo(line, err=True)
+    )
+    if result.finished:
+        typer.echo(f"trained {result.steps} steps; run folder: {result.folder}")
+        return
+    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to go on")
+    raise typer.Exit(128 + (result.signal or 0))

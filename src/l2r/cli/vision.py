@@ -1,0 +1,53 @@
+"""Joins runs of image classifiers with the figures that only they have."""
+
+from collections.abc import Sequence
+
+from l2r.data.run_folder import RunFolder
+from l2r.report.page import Section
+from l2r.report.tables import Table
+
+
+def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
+    """A table of accuracy per router, mean and interval over its runs; none for language."""
+    from l2r.diagnostics.intervals import mean_interval
+    from l2r.report.accuracy import accuracy_table
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        last = (run.read_metrics("validation") or [{}])[-1]
+        if "top1" in last:
+            router = str(run.read_json(run.environment).get("router", run.name))
+            found.setdefault(router, []).append((100 * last["top1"], 100 * last["top5"]))
+    if not found:
+        return []
+    results = {}
+    for router, pairs in found.items():
+        top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
+        first, five = ((i.mean, i.high - i.mean) for i in (top1, top5))
+        results[router] = (first, five, len(pairs))
+    return [accuracy_table(results)]
+
+
+def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
+    """A section with patch figures per run; empty for runs of language models."""
+    from l2r.report.patches import patch_figure, read_patch_routing
+
+    drawn = [run for run in runs if run.patches.is_file()]
+    images = 6 if len(drawn) == 1 else 3
+    text = "Colour: the expert with the largest weight. Point at a patch to see all its experts."
+    return [
+        Section(
+            f"Patches and experts: {run.name}",
+            text,
+            [patch_figure(read_patch_routing(run.patches), images=images)],
+        )
+        for run in drawn
+    ]
+
+
+def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
+    """The runs that are not repeats of another with a different seed."""
+    return [run for run in runs if SEED_MARK not in run.name]
+
+
+SEED_MARK = ".seed-"

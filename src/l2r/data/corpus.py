@@ -1,0 +1,187 @@
+"""The embedded corpus: text to a small BPE tokenizer and memory-mapped tokens, cached.
+
+A folder per corpus: ``tokenizer/`` (Hugging Face format), ``train/`` and ``validation/`` (token
+files of l2r.data.tokens). The same sources and options give the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from l2r.data.manifest import TokenizerIdentity
+from l2r.data.sources import Files, embedded_sources, folder_sources
+from l2r.data.tokens import write_token_files
+
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
+_HELD_OUT = 10  # one file in ten goes to validation
+_VERSION = 1  # part of the cache key: raise it when the text selection changes
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """folder: a user's text folder, None for the embedded text.
+
+    vocab_size: of the byte-level BPE. characters_per_domain: domains are cut to this many
+    characters, so that the mixture is even.
+    """
+
+    folder: str | None = None
+    vocab_size: int = 4096
+    characters_per_domain: int = 4_000_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 300), ("characters_per_domain", 10_000)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Folders of a built corpus."""
+
+    root: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        """Tokenizer in Hugging Face format."""
+        return self.root / "tokenizer"
+
+    @property
+    def train(self) -> Path:
+        """Token files for training."""
+        return self.root / "train"
+
+    @property
+    def validation(self) -> Path:
+        """Token files of the held-out files."""
+        return self.root / "validation"
+
+
+def build_corpus(
+    options: CorpusOptions,
+    *,
+    cache: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Corpus:
+    """Build the corpus or find it in the cache (``L2R_CACHE``, else ``~/.cache/l2r``).
+
+    Built in a temporary folder and renamed, so a killed build leaves nothing behind that could
+    be mistaken for a corpus. Raises ValueError for an empty or missing text folder.
+    """
+    sources = embedded_sources() if options.folder is None else folder_sources(Path(options.folder))
+    cache = cache or Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    target = cache / f"corpus-{_fingerprint(options, sources)}"
+    if not (target / "corpus.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
+            folder = Path(temporary) / "corpus"
+            _build(folder, options, sources, report)
+            if target.exists():
+                shutil.rmtree(target)
+            folder.replace(target)
+    return Corpus(target)
+
+
+def _build(
+    folder: Path,
+    options: CorpusOptions,
+    sources: dict[str, Callable[[], Files]],
+    report: Callable[[str], None],
+) -> None:
+    splits: dict[str, dict[str, list[str]]] = {"train": {}, "validation": {}}
+    for domain, files in sources.items():
+        report(f"reading {domain}")
+        train, validation = split_texts(files(), options.characters_per_domain)
+        if not train or not validation:
+            raise ValueError(f"domain {domain!r} must hold at least two text files; got fewer")
+        splits["train"][domain], splits["validation"][domain] = train, validation
+    report(f"training a tokenizer of {options.vocab_size} tokens")
+    tokenizer = _train_tokenizer(splits["train"], options.vocab_size)
+    _save_tokenizer(tokenizer, folder / "tokenizer")
+    identity = TokenizerIdentity(
+        name=f"bpe-{options.vocab_size}",
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_token_id=int(tokenizer.token_to_id(END_OF_TEXT) or 0),
+        sha256=_sha256(folder / "tokenizer" / "tokenizer.json"),
+    )
+    for split, domains in splits.items():
+        report(f"tokenising {split}")
+        encoded = {
+            domain: (encoding.ids for encoding in tokenizer.encode_batch_fast(texts))
+            for domain, texts in domains.items()
+        }
+        write_token_files(folder / split, encoded, tokenizer=identity, source=asdict(options))
+    (folder / "corpus.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+
+
+def split_texts(files: Files, characters: int) -> tuple[list[str], list[str]]:
+    """Training and validation texts of a domain cut to ``characters``, by whole files."""
+    return _split(_cut(files, characters))
+
+
+def _split(files: Files) -> tuple[list[str], list[str]]:
+    """Training and validation texts, by whole files: every tenth in the order of a hash."""
+    ranked = sorted(files, key=lambda f: hashlib.sha256(f[0].encode()).digest())
+    held_out = max(1, len(ranked) // _HELD_OUT)
+    return [text for _, text in ranked[held_out:]], [text for _, text in ranked[:held_out]]
+
+
+def _cut(files: Files, characters: int) -> Iterator[tuple[str, str]]:
+    """Files in hash order until ``characters`` are reached, so that a cut domain stays mixed."""
+    for name, text in sorted(files, key=lambda f: hashlib.sha256(f"cut {f[0]}".encode()).digest()):
+        if characters <= 0:
+            return
+        yield name, text[:characters]
+        characters -= len(text)
+
+
+def _train_tokenizer(train: dict[str, list[str]], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((t for texts in train.values() for t in texts), trainer)
+    return tokenizer
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": PADDING,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]) -> str:
+    """Changes with the options, and with names and sizes of a user's files."""
+    parts: list[Any] = [_VERSION, asdict(options), sorted(sources)]
+    if options.folder is not None:
+        folder = Path(options.folder)
+        parts.append(
+            [
+                (str(p), p.stat().st_size, p.stat().st_mtime_ns)
+                for p in sorted(folder.rglob("*.txt"))
+            ]
+        )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

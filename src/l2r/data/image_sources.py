@@ -1,0 +1,209 @@
+"""Where images come from: arrays (digits, idx files) and folders of image files.
+
+``open_images`` gives the training and the validation part of one source.
+"""
+
+import gzip
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image
+
+from l2r.data.order import epoch_order
+
+# Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
+FASHION_MNIST_FOLDERS = ("/usr/share/datasets/fashion-mnist",)
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+_HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
+_IDX_BYTE = 0x08
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """Labelled images that are opened one by one."""
+
+    classes: tuple[str, ...]
+    labels: Int[np.ndarray, " n"]
+
+    def open(self, index: int) -> Image.Image:
+        """Image as stored; raises OSError or ValueError when it cannot be read."""
+
+    def name(self, index: int) -> str:
+        """What to call the image in a message."""
+
+
+class ArrayImages:
+    """Images in memory: ``pixels`` [n, H, W] grey or [n, H, W, 3] colour, bytes."""
+
+    def __init__(
+        self,
+        pixels: UInt8[np.ndarray, "n H W *C"],
+        labels: Int[np.ndarray, " n"],
+        classes: Sequence[str],
+    ) -> None:
+        if len(pixels) != len(labels):
+            raise ValueError(f"got {len(pixels)} images and {len(labels)} labels")
+        self.pixels, self.labels, self.classes = pixels, labels, tuple(classes)
+
+    def open(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+
+class FolderImages:
+    """Files below one folder per class, the ImageFolder and ImageNet layout.
+
+    classes: names that get labels 0, 1, ..., e.g. those of the training part; by default the
+    sub-folders in order of their names. Raises ValueError for a missing folder, one without
+    images, or a class that is not in ``classes``.
+    """
+
+    def __init__(self, root: Path, classes: Sequence[str] | None = None) -> None:
+        if not root.is_dir():
+            raise ValueError(f"image folder must exist; got {root}")
+        found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        self.root = root
+        self.classes = tuple(classes if classes is not None else found)
+        for name in found:
+            if name not in self.classes:
+                raise ValueError(f"{root} has the class {name!r}, which the training part has not")
+        label_of = {name: label for label, name in enumerate(self.classes)}
+        self.paths: list[str] = []
+        labels: list[int] = []
+        for name in found:
+            files = sorted(_image_files(root / name))
+            self.paths += [os.path.relpath(path, root) for path in files]
+            labels += [label_of[name]] * len(files)
+        if not self.paths:
+            suffixes = " ".join(sorted(IMAGE_SUFFIXES))
+            raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
+        self.labels = np.array(labels, dtype=np.int64)
+
+    def open(self, index: int) -> Image.Image:
+        return Image.open(self.root / self.paths[index])
+
+    def name(self, index: int) -> str:
+        return str(self.root / self.paths[index])
+
+
+class SubsetImages:
+    """Some images of another source."""
+
+    def __init__(self, source: ImageSource, indices: Int[np.ndarray, " n"]) -> None:
+        self.source, self.indices = source, indices
+        self.classes, self.labels = source.classes, source.labels[indices]
+
+    def open(self, index: int) -> Image.Image:
+        return self.source.open(int(self.indices[index]))
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.indices[index]))
+
+
+def open_images(source: str) -> tuple[ImageSource, ImageSource]:
+    """Training and validation images.
+
+    ``source``: "digits" (scikit-learn's 1797 digits), "fashion-mnist" (idx files where Debian
+    puts them), or a folder: with idx files (train-* and t10k-*, gzipped or not), with train/ and
+    val/ in ImageFolder layout, or with one sub-folder per class. Without a validation part, a
+    fifth of each class is held out, always the same images.
+
+    Raises ValueError when there is no such source or it is not in one of these layouts.
+    """
+    if source == "digits":
+        return hold_out(_digits())
+    if source == "fashion-mnist":
+        return _idx_pair(_fashion_mnist_folder())
+    root = Path(source).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
+    if any(root.glob("*-ubyte*")):
+        return _idx_pair(root)
+    if not (root / "train").is_dir():
+        return hold_out(FolderImages(root))
+    train = FolderImages(root / "train")
+    for name in ("val", "validation", "test"):
+        if (root / name).is_dir():
+            return train, FolderImages(root / name, train.classes)
+    return hold_out(train)
+
+
+def hold_out(source: ImageSource) -> tuple[ImageSource, ImageSource]:
+    """Training part and a fifth of each class for validation, the same on every machine."""
+    order = epoch_order(len(source.labels), 0, 0)
+    held = np.zeros(len(source.labels), dtype=bool)
+    for label in range(len(source.classes)):
+        members = order[source.labels[order] == label]
+        held[members[: round(len(members) * _HELD_OUT)]] = True
+    if not held.any():
+        raise ValueError("too few images to hold some out; give a folder with train/ and val/")
+    return SubsetImages(source, np.flatnonzero(~held)), SubsetImages(source, np.flatnonzero(held))
+
+
+def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+    """Array of an idx file of bytes, gzipped or not. Raises ValueError for anything else."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            data = stream.read()
+    except (OSError, EOFError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    dimensions = data[3] if len(data) > 3 else 0
+    if data[:3] != bytes([0, 0, _IDX_BYTE]) or len(data) < 4 + 4 * dimensions:
+        raise ValueError(f"{path} is not an idx file of bytes")
+    shape = np.frombuffer(data, dtype=">u4", count=dimensions, offset=4).astype(int)
+    values = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * dimensions)
+    if values.size != shape.prod():
+        raise ValueError(f"{path} must hold {shape.prod()} bytes of data; got {values.size}")
+    return values.reshape(shape)
+
+
+def _digits() -> ArrayImages:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
+    return ArrayImages(pixels, data.target, [str(name) for name in data.target_names])
+
+
+def _fashion_mnist_folder() -> Path:
+    for folder in map(Path, FASHION_MNIST_FOLDERS):
+        if folder.is_dir():
+            return folder
+    raise ValueError(
+        f"Fashion-MNIST is not in {', '.join(FASHION_MNIST_FOLDERS)}; give the folder of its idx "
+        "files instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
+    )
+
+
+def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
+    parts = []
+    for part in ("train", "t10k"):
+        pixels = read_idx(_only(root, f"{part}-images*-ubyte*"))
+        labels = read_idx(_only(root, f"{part}-labels*-ubyte*")).astype(np.int64)
+        parts.append((pixels, labels))
+    count = max(int(labels.max()) for _, labels in parts) + 1
+    train, validation = (ArrayImages(p, y, [str(c) for c in range(count)]) for p, y in parts)
+    return train, validation
+
+
+def _only(root: Path, pattern: str) -> Path:
+    paths = sorted(root.glob(pattern))
+    if not paths:
+        raise ValueError(f"{root} must hold a file like {pattern}")
+    return paths[0]
+
+
+def _image_files(folder: Path) -> list[str]:
+    # os.walk and strings: a Path for each of a million files would take minutes.
+    return [
+        f"{parent}/{name}"
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
+    ]

@@ -1,0 +1,64 @@
+"""Which shard files exist: on the Hugging Face hub or in a local folder.
+
+Both follow the hub's layout, ``data/DOMAIN/FILE`` (a local folder may leave ``data/`` out). File
+names inside a domain follow no single pattern on the hub (open-web-math mixes two), so they are
+always listed, never made up.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from l2r.data.shards import SHARD_SUFFIXES
+
+
+def by_domain(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Shard paths grouped by the folder they lie in, each group sorted.
+
+    Files that are not shards, and files that do not lie in ``DOMAIN/`` or ``data/DOMAIN/``, are
+    left out.
+    """
+    domains: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        parts = path.split("/")
+        if parts[0] == "data":
+            parts = parts[1:]
+        if len(parts) == 2 and path.endswith(SHARD_SUFFIXES):
+            domains.setdefault(parts[0], []).append(path)
+    return domains
+
+
+def folder_listing(folder: Path) -> dict[str, list[str]]:
+    """Shards below a local folder, as paths relative to it.
+
+    Raises ValueError when there are none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"source must be a folder of shards; got {folder}")
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    domains = by_domain(p.relative_to(folder).as_posix() for p in files)
+    if not domains:
+        raise ValueError(
+            f"{folder} holds no shards; expected files like data/wiki/wiki-0000.json.gz, "
+            f"ending in {' '.join(SHARD_SUFFIXES)}"
+        )
+    return domains
+
+
+def hub_listing(
+    repository: str, *, revision: str | None = None
+) -> tuple[dict[str, list[str]], str]:
+    """Shards of a dataset on the hub, and the commit they were listed at.
+
+    Raises ValueError when the hub cannot be reached or does not know the dataset.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(repository, revision=revision)
+    except Exception as error:  # its HTTP library, and so its errors, change with its version
+        raise ValueError(
+            f"cannot list {repository} on the Hugging Face hub ({type(error).__name__}: {error}); "
+            f"check the network, or name a local folder of shards"
+        ) from error
+    names = [sibling.rfilename for sibling in info.siblings or []]
+    return by_domain(names), str(info.sha)

@@ -1,0 +1,70 @@
+"""Shuffled order as a pure function of the seed: the position in training is one integer.
+
+Item number ``position`` of the endless stream is item ``position % size`` of the permutation of
+epoch ``position // size``. Nothing has to be saved but the position, and the stream does not
+depend on the number of ranks or on the batch size.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, seed: int, epoch: int) -> UInt32[np.ndarray, " size"]:
+    """Permutation of ``range(size)`` for one epoch; read-only, 4 bytes an item.
+
+    Sorts raw draws of a bit generator: numpy promises their stream for ever, but not that of
+    ``Generator.permutation``, and a resumed run must see the same order.
+
+    Raises ValueError for an empty set or a negative seed or epoch.
+    """
+    _check_size(size)
+    if seed < 0 or epoch < 0:
+        raise ValueError(f"seed and epoch must be >= 0; got seed={seed}, epoch={epoch}")
+    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
+    order = np.argsort(draws, kind="stable").astype(np.uint32)
+    order.flags.writeable = False
+    return order
+
+
+def stream_indices(size: int, position: int, count: int, *, seed: int) -> Int[np.ndarray, " count"]:
+    """Items ``position .. position + count`` of the stream. Raises ValueError for negatives."""
+    if position < 0 or count < 0:
+        raise ValueError(f"position and count must be >= 0; got {position} and {count}")
+    _check_size(size)
+    parts = []
+    while count > 0:
+        epoch, offset = divmod(position, size)
+        part = epoch_order(size, seed, epoch)[offset : offset + count]
+        parts.append(part.astype(np.int64))
+        position, count = position + len(part), count - len(part)
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def batch_indices(
+    size: int, step: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1
+) -> Int[np.ndarray, " rows"]:
+    """Items of one rank at one step: its contiguous slice of the global batch.
+
+    ``batch_size`` is the global batch: the ranks' slices, joined in rank order, are the batch
+    that a single process would take. A batch that crosses the end of an epoch goes on with the
+    next permutation.
+
+    Raises ValueError when the batch cannot be split evenly or the rank does not exist.
+    """
+    if batch_size < 1 or world_size < 1 or batch_size % world_size:
+        raise ValueError(
+            f"batch_size must be a positive multiple of world_size; got batch_size={batch_size}, "
+            f"world_size={world_size}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, {world_size}); got rank={rank}")
+    rows = batch_size // world_size
+    return stream_indices(size, step * batch_size + rank * rows, rows, seed=seed)
+
+
+def _check_size(size: int) -> None:
+    if not 1 <= size < 2**32:
+        raise ValueError(f"size must be between 1 and 2**32 - 1; got size={size}")

@@ -1,0 +1,51 @@
+"""How far the logits of experts with several anchors can drift from their tangents.
+
+With w = t(|q|) q / |q|, the logit of an expert is the convex function log sum_h exp(m_h . w).
+Shape letters: B any batch (tokens or cells), N experts, H anchors per expert, R rank.
+"""
+
+import dataclasses
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Of the anchors of every expert, under the softmax of their scores at one w.
+
+    logits [B, N]. mean [B, N, R]: gradient of the logit in w. spread [B, N]: trace of the
+    covariance. width [B, N]: largest distance of an anchor from the mean.
+    """
+
+    logits: Tensor
+    mean: Tensor
+    spread: Tensor
+    width: Tensor
+
+    @classmethod
+    def at(cls, w: Float[Tensor, "B R"], anchors: Float[Tensor, "N H R"]) -> "Moments":
+        """Moments at every w."""
+        scores = torch.einsum("br,nhr->bnh", w, anchors)
+        shares = torch.softmax(scores, dim=-1)
+        mean = torch.einsum("bnh,nhr->bnr", shares, anchors)
+        off = torch.linalg.vector_norm(anchors - mean[:, :, None], dim=-1)
+        spread = (shares * off.square()).sum(dim=-1)
+        return cls(torch.logsumexp(scores, dim=-1), mean, spread, off.amax(dim=-1))
+
+    def above_tangent(self, distance: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+        """Bound of logit minus tangent within ``distance`` of w; below it the bound is 0.
+
+        The excess is the cumulant of the anchors around their mean, E = softmax shares:
+        log E exp((m_h - mean) . d), bounded by Bennett, by Hoeffding and by its range.
+        """
+        reached = self.width * distance[:, None]
+        bennett = torch.log1p(self.spread * distance.square()[:, None] * _bennett(reached))
+        return torch.minimum(bennett, torch.minimum(reached.square() / 2, reached))
+
+
+def _bennett(x: Tensor) -> Tensor:
+    """(exp(x) - 1 - x) / x^2, increasing from 1/2; a little above it near 0."""
+    safe = x.clamp_min(1e-3)  # below this the difference cancels, and 1/2 + x/5 is above it
+    return torch.where(x < 1e-3, 0.5 + x / 5, (torch.expm1(safe) - safe) / safe.square())

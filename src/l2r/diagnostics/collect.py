@@ -1,0 +1,188 @@
+"""Collect routing statistics of any model while it runs: streaming, in bounded memory.
+
+Works on models with routers of ours and on Hugging Face MoE models whose routers return
+(logits, weights, indices). Every layer is reduced to sums and a sample inside its hook, so
+nothing of a batch outlives the batch.
+
+Shape letters: T tokens, N experts, K experts chosen per token, B sequences or images, S length.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from l2r.diagnostics import sums
+from l2r.diagnostics.robustness import evaluating, first_choice
+from l2r.diagnostics.routing_map import scoring_anchors
+from l2r.diagnostics.sample import Fields, TokenSample
+from l2r.routers import L2RRouter, Router
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclasses.dataclass
+class LayerRecord:
+    """What one router did: sums by metric (l2r.diagnostics.sums) and a sample of its tokens.
+
+    ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one.
+    """
+
+    name: str
+    router: nn.Module
+    num_experts: int
+    sums: dict[str, sums.Sums]
+    sample: Fields
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Routers by module name, in the order of the model: ours, and Hugging Face's.
+
+    A Hugging Face router sits beside ``experts`` in its block, as ``gate`` or ``router``.
+    Raises ValueError when there is none.
+    """
+    found: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)
+    }
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            for attribute in ("gate", "router"):
+                router = getattr(module, attribute, None)
+                if isinstance(router, nn.Module):
+                    found.setdefault(f"{name}.{attribute}" if name else attribute, router)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    domains: Sequence[str] = (),
+    threshold: float = 0.2,
+    sample: int = 2048,
+    seed: int = 0,
+    run: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
+    report: Callable[[int], None] = lambda batches_done: None,
+) -> list[LayerRecord]:
+    """Run ``model`` on ``batches`` and return a record per layer, in the order of the model.
+
+    A batch holds the model's inputs by name, and may hold ``domain`` [B] (positions in
+    ``domains``) and ``token_mask`` [B, S]; ``attention_mask`` [B, S] masks tokens as well.
+    ``run`` calls the model in another way than ``model(**inputs)``. The model is in evaluation
+    mode meanwhile. With torch.distributed every rank passes its own batches and all get the
+    statistics of all of them.
+
+    Raises ValueError for a model without routers or when no tokens were seen.
+    """
+    call = run or (lambda module, inputs: module(**inputs))
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    layers = {
+        name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
+        for name, router in find_routers(model).items()
+    }
+    with torch.no_grad(), evaluating(model), _hooked(layers):
+        for done, batch in enumerate(batches, start=1):
+            inputs = dict(batch)
+            domain = inputs.pop("domain", None)
+            mask = inputs.pop("token_mask", inputs.get("attention_mask"))
+            for layer in layers.values():
+                layer.mask, layer.domain = mask, domain if domains else None
+            call(model, inputs)
+            report(done)
+    return [layer.record(name) for name, layer in layers.items()]
+
+
+class _Layer:
+    """Running statistics of one router."""
+
+    def __init__(
+        self, router: nn.Module, sample: TokenSample, domains: int, threshold: float
+    ) -> None:
+        self.router = router
+        self.sample = sample
+        self.domains = domains
+        self.threshold = threshold
+        self.mask: Tensor | None = None
+        self.domain: Tensor | None = None
+        self.num_experts = 0
+        self.sums: dict[str, sums.Sums] = {}
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: reduce what the router saw and said."""
+        logits, weights, indices = _triple(module, output)
+        x = args[0].detach().reshape(-1, args[0].shape[-1])
+        domain = _per_token(self.domain, len(x))
+        keep = _token_mask(self.mask, len(x))
+        if keep is not None:
+            x, logits, weights, indices = (v[keep] for v in (x, logits, weights, indices))
+            domain = None if domain is None else domain[keep]
+        self.num_experts = logits.shape[1]
+        if len(x) == 0:
+            return
+        self._add("margin", sums.margin_sums(logits, self.threshold))
+        self._add("usage", sums.usage_sums(indices, weights, self.num_experts))
+        query = module.query(x) if isinstance(module, Router) else x
+        self._add("cosine", sums.cosine_sums(query))
+        if isinstance(module, L2RRouter):
+            # phi(|q|) > 0 scales all anchors of a token alike, so m . q ranks them.
+            scores = torch.einsum("tr,nhr->tnh", query.double(), scoring_anchors(module))
+            self._add("anchors", sums.anchor_sums(scores, indices))
+        fields = {"x": x, "first": first_choice(weights, indices)}
+        if domain is not None:
+            domain = domain.to(indices.device)
+            joint = sums.domain_sums(indices, domain, self.num_experts, self.domains)
+            self._add("domain", joint)
+            fields["domain"] = domain
+        self.sample.add(fields)
+
+    def record(self, name: str) -> LayerRecord:
+        """Statistics over all batches and ranks."""
+        reduced = {part: sums.all_reduce(self.sums[part]) for part in sorted(self.sums)}
+        if not reduced:
+            raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
+        return LayerRecord(name, self.router, self.num_experts, reduced, self.sample.gather())
+
+    def _add(self, part: str, batch: sums.Sums) -> None:
+        sums.add(self.sums.setdefault(part, {}), batch)
+
+
+@contextmanager
+def _hooked(layers: Mapping[str, _Layer]) -> Iterator[None]:
+    handles = [layer.router.register_forward_hook(layer.see) for layer in layers.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _triple(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:
+    """Check the contract of a router: logits [T, N], weights [T, K], indices [T, K]."""
+    shapes = [tuple(part.shape) for part in output if isinstance(part, Tensor)]
+    fits = len(shapes) == 3 and all(len(shape) == 2 for shape in shapes)
+    if not fits or shapes[1] != shapes[2] or output[2].is_floating_point():
+        raise ValueError(
+            f"{type(module).__name__} must return logits [T, N], weights [T, K] and indices "
+            f"[T, K]; got {shapes}"
+        )
+    logits, weights, indices = output
+    return logits, weights, indices
+
+
+def _per_token(domain: Tensor | None, tokens: int) -> Tensor | None:
+    return None if domain is None else domain.repeat_interleave(tokens // len(domain))
+
+
+def _token_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """Mask of the router's tokens, or None where all count or the mask is of something else."""
+    if mask is None or mask.numel() != tokens or bool(mask.all()):
+        return None
+    return mask.reshape(-1).bool()

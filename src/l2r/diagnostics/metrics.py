@@ -1,0 +1,216 @@
+"""Metrics of routing decisions (paper, Sections 3.2 and 4.1, Appendix A), from tensors alone.
+
+The functions that take tokens are exact over all of them; the ``*_from_sums`` forms give the
+same numbers from sums that were streamed over batches (l2r.diagnostics.sums).
+
+Shape letters: T tokens, N experts, K experts chosen per token, R size of a query, H anchors
+per expert.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from l2r.diagnostics.sums import (
+    Sums,
+    anchor_sums,
+    cosine_sums,
+    domain_sums,
+    margin_sums,
+    usage_sums,
+)
+
+ISOTROPIC_2D = 0.5  # cosine variance of directions spread evenly over the circle
+
+
+def margin_metrics(logits: Float[Tensor, "T N"], threshold: float = 0.2) -> dict[str, float]:
+    """Mean Margin and Low-Margin Rate (paper, Appendix A.1), and a margin without a scale.
+
+    mean_margin: mean gap between the two largest logits. low_margin_rate: share of tokens with
+    a gap below ``threshold``. scale_free_margin: mean of the gap divided by the standard
+    deviation of the token's logits over experts; raw gaps of different scorings cannot be
+    compared, this can.
+
+    Raises ValueError for fewer than two experts or no tokens.
+    """
+    if logits.shape[1] < 2:
+        raise ValueError(f"a margin needs num_experts >= 2; got {logits.shape[1]}")
+    return margin_from_sums(margin_sums(logits, threshold))
+
+
+def margin_from_sums(sums: Sums) -> dict[str, float]:
+    """``margin_metrics`` from streamed sums."""
+    tokens = _count(sums)
+    return {
+        "mean_margin": sums["margin"].item() / tokens,
+        "low_margin_rate": sums["low_margin"].item() / tokens,
+        "scale_free_margin": sums["scale_free_margin"].item() / tokens,
+    }
+
+
+class Usage(NamedTuple):
+    """Use of each expert [N]: share of tokens that chose it first, that chose it among their k
+    (sums to K), and its mean routing weight per token (0 where it was not chosen)."""
+
+    top1: Float[Tensor, " N"]
+    topk: Float[Tensor, " N"]
+    importance: Float[Tensor, " N"]
+
+
+def usage(indices: Int[Tensor, "T K"], weights: Float[Tensor, "T K"], num_experts: int) -> Usage:
+    """Top-1 frequency, top-k frequency and importance of every expert (paper, Figure 7)."""
+    return usage_from_sums(usage_sums(indices, weights, num_experts))
+
+
+def usage_from_sums(sums: Sums) -> Usage:
+    """``usage`` from streamed sums."""
+    tokens = _count(sums)
+    return Usage(sums["top1"] / tokens, sums["topk"] / tokens, sums["importance"] / tokens)
+
+
+def load_metrics(
+    indices: Int[Tensor, "T K"],
+    num_experts: int,
+    weights: Float[Tensor, "T K"] | None = None,
+) -> dict[str, float]:
+    """Balance of the load: number of assignments per expert over all k choices.
+
+    entropy: of the shares, divided by log N (1 is perfect balance, 0 one expert). cv: standard
+    deviation over mean. max_over_mean and min_over_mean: of the load. dead_experts: number
+    without a token. With ``weights``, importance_entropy and importance_cv say the same of the
+    summed routing weights.
+    """
+    sums = usage_sums(indices, indices.double() if weights is None else weights, num_experts)
+    result = load_from_sums(sums)
+    if weights is None:
+        del result["importance_entropy"], result["importance_cv"]
+    return result
+
+
+def load_from_sums(sums: Sums) -> dict[str, float]:
+    """``load_metrics`` with weights, from streamed sums."""
+    _count(sums)
+    load, importance = sums["topk"], sums["importance"]
+    mean = load.mean()
+    return {
+        "entropy": normalised_entropy(load),
+        "cv": _cv(load),
+        "max_over_mean": (load.max() / mean).item(),
+        "min_over_mean": (load.min() / mean).item(),
+        "dead_experts": float((load == 0).sum()),
+        "importance_entropy": normalised_entropy(importance),
+        "importance_cv": _cv(importance),
+    }
+
+
+def normalised_entropy(counts: Float[Tensor, " N"]) -> float:
+    """Entropy of counts as shares, divided by log N; 1 for one entry or an empty count."""
+    total = counts.sum().item()
+    if len(counts) < 2 or total <= 0:
+        return 1.0
+    return _entropy(counts / total) / math.log(len(counts))
+
+
+def pairwise_cosine_variance(vectors: Float[Tensor, "T R"]) -> float:
+    """Variance of the cosine over all pairs of different tokens (paper, Figure 2).
+
+    Exact, in O(T R + R^2) memory: with unit vectors u, the sum of cosines over ordered pairs is
+    |sum u|^2 - T and that of squared cosines is |sum u u^T|_F^2 - T. Population variance; 0.5
+    for directions spread evenly in two dimensions, 1 / R in R dimensions.
+
+    Raises ValueError for fewer than two tokens.
+    """
+    return cosine_variance_from_sums(cosine_sums(vectors))
+
+
+def cosine_variance_from_sums(sums: Sums) -> float:
+    """``pairwise_cosine_variance`` from streamed sums."""
+    tokens = _count(sums)
+    if tokens < 2:
+        raise ValueError("pairwise cosines need at least 2 tokens; got 1")
+    pairs = tokens * (tokens - 1)
+    mean = (sums["unit"].square().sum() - sums["own"]) / pairs
+    mean_square = (sums["gram"].square().sum() - sums["own_squared"]) / pairs
+    return max(0.0, (mean_square - mean.square()).item())
+
+
+def expert_domain_information(
+    indices: Int[Tensor, "T K"],
+    domains: Int[Tensor, " T"],
+    num_experts: int,
+    num_domains: int,
+) -> dict[str, float]:
+    """Mutual information between the domain of a token and the experts that it chose.
+
+    mutual_information in bits, counted over all T K assignments. normalised: divided by the
+    entropy of the domains (0 experts say nothing, 1 they tell the domain; 0 for one domain).
+    independent: what experts that ignore domains would show by chance in n assignments, in
+    bits: (N' - 1) (G' - 1) / (2 n ln 2) with the N' experts and G' domains that occur.
+    """
+    return domain_information_from_sums(domain_sums(indices, domains, num_experts, num_domains))
+
+
+def domain_information_from_sums(sums: Sums) -> dict[str, float]:
+    """``expert_domain_information`` from streamed sums."""
+    joint = sums["joint"]
+    total = joint.sum().item()
+    if total <= 0:
+        raise ValueError("expert-domain information needs at least 1 token; got 0")
+    share = joint / total
+    by_domain, by_expert = share.sum(dim=1), share.sum(dim=0)
+    nats = _entropy(by_domain) + _entropy(by_expert) - _entropy(share.flatten())
+    known = _entropy(by_domain)
+    used = ((by_domain > 0).sum() - 1) * ((by_expert > 0).sum() - 1)
+    bits = max(0.0, nats) / math.log(2)
+    return {
+        "mutual_information": bits,
+        "normalised": max(0.0, nats) / known if known > 0 else 0.0,
+        "independent": used.item() / (2 * total * math.log(2)),
+    }
+
+
+def anchor_use(scores: Float[Tensor, "T N H"], indices: Int[Tensor, "T K"]) -> Float[Tensor, "N H"]:
+    """How often each anchor gave the best score of an expert that was chosen."""
+    return anchor_sums(scores, indices)["anchor_wins"]
+
+
+def anchor_metrics(wins: Float[Tensor, "N H"], anchors: Float[Tensor, "N H R"]) -> dict[str, float]:
+    """Use of the anchors (heads) of the experts, from ``anchor_use`` and the anchors.
+
+    head_entropy: entropy of the wins inside an expert over log H, mean over used experts.
+    effective_heads: exp of that entropy. unused_anchors: share of all anchors that never win.
+    redundancy: mean over anchors of the cosine to the nearest other anchor of the same expert
+    (1: copies). With one head: 1, 1, unused as counted, 0.
+    """
+    experts, heads = wins.shape
+    used = [row / row.sum() for row in wins if row.sum() > 0]
+    entropies = [_entropy(row) for row in used]
+    count = max(1, len(entropies))
+    units = torch.nn.functional.normalize(anchors.double(), dim=-1)
+    cosines = units @ units.transpose(1, 2)
+    cosines.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    return {
+        "head_entropy": sum(entropies) / count / math.log(heads) if heads > 1 else 1.0,
+        "effective_heads": sum(math.exp(value) for value in entropies) / count,
+        "unused_anchors": (wins == 0).sum().item() / (experts * heads),
+        "redundancy": cosines.amax(dim=-1).mean().item() if heads > 1 else 0.0,
+    }
+
+
+def _entropy(shares: Tensor) -> float:
+    return -torch.special.xlogy(shares, shares).sum().item()
+
+
+def _cv(load: Tensor) -> float:
+    mean = load.mean()
+    return (load.std(correction=0) / mean).item() if mean > 0 else 0.0
+
+
+def _count(sums: Sums) -> float:
+    tokens = sums["tokens"].item()
+    if tokens < 1:
+        raise ValueError("routing metrics need at least 1 token; got 0")
+    return tokens

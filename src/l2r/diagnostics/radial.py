@@ -1,0 +1,84 @@
+r"""How a score depends on the size of the query: w = t(rho) u for a query q = rho u.
+
+With m = k (dot), k / |k| (cosine) or psi(|k|) k / |k| (SIPS), the score of an anchor is m . w.
+So t is rho, 1 or phi(rho_hat): all that differs between the scorings once anchors are fixed.
+"""
+
+import dataclasses
+import math
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+# max |d2 tanh| = 4 / (3 sqrt 3), and the size of the angular part of the second derivative of
+# t(rho) u along a unit direction (h_r, h_t): |(-k h_t^2, 2 k h_r h_t)| <= 2 / sqrt 3 * |k|.
+_TANH_CURVATURE = 4 / (3 * math.sqrt(3))
+_ANGULAR = 2 / math.sqrt(3)
+
+
+@runtime_checkable
+class Radial(Protocol):
+    """The function t and what bounds its change; rho, low and high are norms > 0."""
+
+    def value(self, rho: Tensor) -> Tensor:
+        """t(rho)."""
+
+    def slope(self, rho: Tensor) -> Tensor:
+        """t'(rho)."""
+
+    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
+        """Bound of the second derivative of q -> t(|q|) q / |q| for |q| in [low, high]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Dot product: w = q."""
+
+    def value(self, rho: Tensor) -> Tensor:
+        return rho
+
+    def slope(self, rho: Tensor) -> Tensor:
+        return torch.ones_like(rho)
+
+    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
+        return torch.zeros_like(low + high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Cosine: w = u."""
+
+    def value(self, rho: Tensor) -> Tensor:
+        return torch.ones_like(rho)
+
+    def slope(self, rho: Tensor) -> Tensor:
+        return torch.zeros_like(rho)
+
+    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
+        return _ANGULAR / low.square()
+
+
+@dataclasses.dataclass(frozen=True)
+class Saturated:
+    """SIPS: t = gamma (1 + beta tanh(scale rho + shift)), Eq. 9 with its norm of |q|."""
+
+    gamma: float
+    beta: float
+    scale: float = 1.0
+    shift: float = 0.0
+
+    def value(self, rho: Tensor) -> Tensor:
+        return self.gamma * (1 + self.beta * torch.tanh(self.scale * rho + self.shift))
+
+    def slope(self, rho: Tensor) -> Tensor:
+        saturation = torch.tanh(self.scale * rho + self.shift)
+        return self.gamma * self.beta * self.scale * (1 - saturation.square())
+
+    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
+        # |w''| <= |t''| + 2 / sqrt 3 * |t - rho t'| / rho^2, along any unit direction.
+        bent = self.gamma * self.beta * self.scale**2 * _TANH_CURVATURE
+        defect = torch.maximum(self.value(low), self.value(high))
+        if self.scale != 1 or self.shift != 0:  # else t - rho t' lies in [0, t]
+            defect = defect + self.gamma * self.beta * abs(self.scale) * high
+        return bent + _ANGULAR * defect / low.square()

@@ -1,0 +1,91 @@
+"""Top-1 and top-5 accuracy of an image classifier."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import nn
+
+from l2r.data.images import ImageDataset, standardise
+from l2r.data.order import epoch_order
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of ``images`` whose label is the first guess, or among the first five.
+
+    loss: mean cross-entropy of the hard labels, in nats. skipped: unreadable images, which
+    count nowhere else.
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    images: int
+    skipped: tuple[str, ...] = ()
+
+
+@torch.no_grad()
+def evaluate_accuracy(
+    model: nn.Module,
+    dataset: ImageDataset,
+    *,
+    mean: Sequence[float],
+    deviation: Sequence[float],
+    batch_size: int = 64,
+    max_images: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Accuracy:
+    """Run the model in evaluation mode over the whole set, or a fixed sample of ``max_images``.
+
+    ``model`` returns an output with ``logits`` [B, C], or the logits; give the averaged model to
+    evaluate an exponential moving average. ``progress`` gets (images done, images in all).
+    With fewer than five classes top-5 is 1. The model's mode is restored afterwards.
+
+    Raises ValueError when no image can be read or a label is outside the model's classes.
+    """
+    device = next(model.parameters()).device
+    indices = sample_indices(dataset, max_images)
+    total = len(indices)
+    first = five = count = 0
+    loss = 0.0
+    skipped: list[str] = []
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, total, batch_size):
+            batch = dataset.rows(indices[start : start + batch_size])
+            skipped += batch.skipped
+            if len(batch.labels) == 0:
+                continue
+            output = model(standardise(batch.pixels.to(device) / 255, mean, deviation))
+            logits = getattr(output, "logits", output).float()
+            labels = batch.labels.to(device)
+            if int(labels.max()) >= logits.shape[1]:
+                raise ValueError(
+                    f"the model has {logits.shape[1]} classes; got an image of class "
+                    f"{dataset.classes[int(labels.max())]!r}, number {int(labels.max())}"
+                )
+            guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+            first += int(guesses[:, 0].sum())
+            five += int(guesses.any(dim=1).sum())
+            loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+            count += len(labels)
+            if progress is not None:
+                progress(start + len(labels), total)
+    finally:
+        model.train(was_training)
+    if count == 0:
+        raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
+    return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))
+
+
+def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:
+    """All images, or ``most`` of them drawn from everywhere, ascending, the same every time.
+
+    Folders are sorted by class, so the first images would be those of the first classes.
+    """
+    count = len(dataset) if most is None else min(most, len(dataset))
+    return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

@@ -1,0 +1,51 @@
+"""Cross-entropy of a language model on token files, per domain."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l2r.data.tokens import TokenDataset
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module,
+    dataset: TokenDataset,
+    *,
+    batch_size: int = 8,
+    max_batches: int | None = None,
+    device: torch.device | None = None,
+) -> dict[str, float]:
+    """Mean next-token cross-entropy in nats per domain, and ``mean`` over the domains.
+
+    The same instances every time: with ``max_batches`` they are spread evenly over the files.
+    The model is in evaluation mode meanwhile.
+    """
+    count = len(dataset)
+    if max_batches is not None:
+        count = min(count, max_batches * batch_size)
+    chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
+    sums = dict.fromkeys(dataset.domains, 0.0)
+    seen = dict.fromkeys(dataset.domains, 0)
+    was_training = model.training
+    model.eval()
+    for start in range(0, count, batch_size):
+        batch = dataset.rows(chosen[start : start + batch_size])
+        losses = token_losses(model, batch["input_ids"].to(device)).mean(dim=1).tolist()
+        for domain, loss in zip(batch["domain"].tolist(), losses, strict=True):
+            sums[dataset.domains[domain]] += loss
+            seen[dataset.domains[domain]] += 1
+    model.train(was_training)
+    result = {domain: sums[domain] / seen[domain] for domain in sums if seen[domain]}
+    return {**result, "mean": sum(result.values()) / len(result)}
+
+
+def token_losses(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Cross-entropy [B, S - 1] of every next token, in fp32."""
+    output: Any = model(input_ids=input_ids, use_cache=False)
+    logits = output.logits[:, :-1].float()
+    targets = input_ids[:, 1:]
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(targets)

@@ -1,0 +1,44 @@
+"""The paper's full-results row (Table 14) from task results."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from l2r.evaluation.scoring import TaskResult
+from l2r.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
+
+COLUMNS = (
+    *(task.column for task in MMLU_TASKS),
+    "MMLU",
+    *(task.column for task in PAPER_TASKS[len(MMLU_TASKS) :]),
+    "Overall",
+)
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """Accuracies and standard errors in percent, by column; None where a task was not run."""
+
+    accuracy: dict[str, float | None]
+    standard_error: dict[str, float | None]
+
+
+def paper_row(results: Mapping[str, TaskResult]) -> PaperRow:
+    """Columns of the paper's table: MMLU is the mean of its four groups, Overall of all eight.
+
+    Overall counts each MMLU group as one task, as the paper's numbers do. The error of a mean
+    takes its tasks as independent.
+    """
+    accuracy: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    error: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    for task in PAPER_TASKS:
+        if task.name in results:
+            accuracy[task.column] = 100 * results[task.name].accuracy
+            error[task.column] = 100 * results[task.name].standard_error
+    for column, tasks in (("MMLU", MMLU_TASKS), ("Overall", PAPER_TASKS)):
+        found = [results[task.name] for task in tasks if task.name in results]
+        if len(found) == len(tasks):
+            accuracy[column] = 100 * sum(r.accuracy for r in found) / len(found)
+            squares = sum(r.standard_error**2 for r in found)
+            error[column] = 100 * math.sqrt(squares) / len(found)
+    return PaperRow(accuracy, error)

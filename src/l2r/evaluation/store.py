@@ -1,0 +1,63 @@
+"""Keeps scored requests on disk, so that a killed evaluation goes on where it stopped."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from l2r.data.atomic import write_json, write_text
+from l2r.evaluation.scoring import Request, TaskResult
+
+
+class TaskStore:
+    """Files of one evaluation: ``TASK.json`` when a task is done, ``TASK.partial.jsonl`` before.
+
+    settings: everything that a result depends on; files written under other settings are
+        replaced, never mixed in.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = Path(folder)
+        self.settings = dict(settings)
+
+    def finished(self, task: str) -> TaskResult | None:
+        """The result of an earlier run with the same settings."""
+        path = self.folder / f"{task}.json"
+        if not path.is_file():
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["settings"] != self.settings:
+            return None
+        return TaskResult.from_dict(values["result"])
+
+    def resume(self, task: str) -> list[Request]:
+        """Requests that an earlier run scored; a line cut by a crash is dropped."""
+        path = self._partial(task)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        head = json.dumps(self.settings)
+        kept, requests = [head], list[Request]()
+        if lines and lines[0] == head:
+            for line in lines[1:]:
+                try:
+                    requests += [Request(*values) for values in json.loads(line)]
+                except json.JSONDecodeError:
+                    break
+                kept.append(line)
+        write_text(path, "".join(f"{line}\n" for line in kept))
+        return requests
+
+    def add(self, task: str, requests: Sequence[Request]) -> None:
+        """Append one batch."""
+        with self._partial(task).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps([astuple(request) for request in requests]) + "\n")
+
+    def finish(self, task: str, result: TaskResult) -> None:
+        """Write the result and drop the partial file."""
+        write_json(
+            self.folder / f"{task}.json", {"settings": self.settings, "result": result.to_dict()}
+        )
+        self._partial(task).unlink(missing_ok=True)
+
+    def _partial(self, task: str) -> Path:
+        return self.folder / f"{task}.partial.jsonl"

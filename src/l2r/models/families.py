@@ -1,0 +1,295 @@
+"""Model families whose routers can be replaced, and the selection rule each one keeps.
+
+A family is recognised by the class name of its router, so that models built around the same
+decoder (vision-language models, classifiers) are recognised too. Every router here returns
+(logits [T, N], weights [T, K], indices [T, K]); rules are read from the router being replaced.
+``tiny`` is the configuration of a small random model, from which docs/families.md is made.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from l2r.routers.rules import Score, ScoredTopK, SelectionRule, TopKSoftmax
+
+Rule = Callable[[Any], SelectionRule]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. rule: from the old router to its selection rule.
+
+    weight: path of the old router's [N, D] matrix. tiny: keywords of a small configuration.
+    """
+
+    model_type: str
+    router: str
+    rule: Rule
+    tiny: Mapping[str, Any]
+    weight: str = "weight"
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """Phi-MoE's SparseMixer-v2: top-2, sampled in training with its own gradient estimate."""
+
+    jitter: float
+    score: Score = "softmax"
+    bias: None = None
+
+    def __call__(
+        self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+        top_k: int = router.top_k  # type: ignore[assignment]
+        weights, indices = sparsemixer(logits, self.jitter, router.training, top_k)
+        return weights, indices
+
+
+def _softmax(old: Any) -> SelectionRule:
+    """Softmax over all experts, top-k, weights as they are or renormalised by a flag."""
+    return ScoredTopK(normalize=getattr(old, "norm_topk_prob", False))
+
+
+def _softmax_normalized(old: Any) -> SelectionRule:
+    return ScoredTopK(normalize=True)
+
+
+def _chosen_softmax(old: Any) -> SelectionRule:
+    return TopKSoftmax()
+
+
+def _deepseek_v2(old: Any) -> SelectionRule:
+    limited = old.topk_method == "group_limited_greedy"
+    return ScoredTopK(
+        scale=old.routed_scaling_factor,
+        groups=old.num_group if limited else 1,
+        kept_groups=old.topk_group if limited else 1,
+        group_best=1,
+    )
+
+
+def _deepseek_v3(old: Any) -> SelectionRule:
+    return ScoredTopK(
+        score="sigmoid",
+        normalize=old.norm_topk_prob,
+        norm_eps=1e-20,
+        scale=old.routed_scaling_factor,
+        groups=old.num_group,
+        kept_groups=old.topk_group,
+        bias="e_score_correction_bias",
+    )
+
+
+def _ernie(old: Any) -> SelectionRule:
+    # The original bounds the sum from below by the same constant instead of adding it.
+    path = "moe_statics.e_score_correction_bias"
+    return ScoredTopK(normalize=True, norm_eps=old.norm_min, bias=path)
+
+
+def _sigmoid_with_block_bias(old: Any) -> SelectionRule:
+    """Sigmoid scores; the selection bias belongs to the block and comes with each call."""
+    return ScoredTopK(score="sigmoid", normalize=True)
+
+
+def _lfm2(old: Any) -> SelectionRule:
+    return ScoredTopK(
+        score="sigmoid",
+        normalize=old.norm_topk_prob,
+        norm_eps=1e-6,
+        scale=old.routed_scaling_factor,
+    )
+
+
+def _afmoe(old: Any) -> SelectionRule:
+    return ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20, scale=old.route_scale)
+
+
+def _hy_v3(old: Any) -> SelectionRule:
+    scale = old.router_scaling_factor
+    return ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20, scale=scale)
+
+
+def _laguna(old: Any) -> SelectionRule:
+    return ScoredTopK(score="sigmoid", normalize=True, bias="e_score_correction_bias")
+
+
+def _cohere2(old: Any) -> SelectionRule:
+    if old.expert_selection_fn == "softmax":
+        return TopKSoftmax()
+    return ScoredTopK(score="sigmoid", normalize=old.norm_topk_prob)
+
+
+def _phimoe(old: Any) -> SelectionRule:
+    return SparseMixer(jitter=old.router_jitter_noise)
+
+
+_E = {"num_experts": 8}
+_L = {"num_local_experts": 8}
+_HEAD = {"head_dim": 8}
+_SHARED = {"shared_expert_intermediate_size": 16}
+_FULL = {"layer_types": ["full_attention", "full_attention"]}
+_MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_GROUPS = {"n_group": 2, "topk_group": 1}
+_DEEPSEEK = {
+    **_GROUPS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_DELTA_NET = {
+    **_E,
+    **_HEAD,
+    **_SHARED,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_JAMBA = {
+    **_E,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "use_mamba_kernels": False,
+}
+_NEMOTRON = {
+    **_GROUPS,
+    **_HEAD,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 16,
+    "layers_block_type": ["attention", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+}
+_ERNIE = {
+    **_HEAD,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+}
+_HYBRID = {
+    **_L,
+    "shared_intermediate_size": 16,
+    "layer_types": ["attention", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+}
+_EXAONE = {
+    **_E,
+    **_GROUPS,
+    **_HEAD,
+    **_FULL,
+    "num_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+_LFM2 = {
+    **_E,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention"],
+    "norm_topk_prob": True,
+    "use_expert_bias": True,
+}
+_AFMOE = {**_E, **_HEAD, **_FULL, "num_dense_layers": 1, "num_shared_experts": 1}
+_HY_V3 = {**_E, **_HEAD, "first_k_dense_replace": 1, "num_shared_experts": 1}
+_DSA = {**_MLA, **_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+_DEEPSEEK_V2 = {**_MLA, **_DEEPSEEK, "topk_method": "group_limited_greedy"}
+
+TINY: Mapping[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_V3 = _deepseek_v3
+_V3_TINY = {**_DEEPSEEK, **_HEAD}
+_V3_MLA_TINY = {**_MLA, **_DEEPSEEK}
+
+_TABLE = (
+    Family("olmoe", "OlmoeTopKRouter", _softmax, _E),
+    Family("flex_olmo", "FlexOlmoTopKRouter", _softmax, _E),
+    Family("qwen2_moe", "Qwen2MoeTopKRouter", _softmax, {**_E, **_SHARED}),
+    Family("qwen3_moe", "Qwen3MoeTopKRouter", _softmax, {**_E, **_HEAD}),
+    Family("qwen3_next", "Qwen3NextTopKRouter", _softmax, _DELTA_NET),
+    Family("mellum", "MellumTopKRouter", _softmax, {**_E, **_HEAD}),
+    Family("jamba", "JambaTopKRouter", _softmax, _JAMBA),
+    Family("mixtral", "MixtralTopKRouter", _softmax_normalized, _L),
+    Family("minimax", "MiniMaxTopKRouter", _softmax_normalized, {**_L, **_HEAD, "block_size": 8}),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeTopKRouter", _softmax_normalized, _DELTA_NET),
+    Family(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1Gate",
+        _softmax_normalized,
+        {**_E, **_HEAD, "moe_topk": 2},
+        weight="wg.weight",
+    ),
+    Family("gpt_oss", "GptOssTopKRouter", _chosen_softmax, {**_L, **_HEAD}),
+    Family("granitemoe", "GraniteMoeTopKRouter", _chosen_softmax, _L),
+    Family(
+        "granitemoeshared",
+        "GraniteMoeSharedTopKRouter",
+        _chosen_softmax,
+        {**_L, "shared_intermediate_size": 16},
+    ),
+    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _chosen_softmax, _HYBRID),
+    Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2, {**_E, **_HEAD, **_FULL}),
+    Family("phimoe", "PhimoeTopKRouter", _phimoe, _L),
+    Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie, _ERNIE),
+    Family("deepseek_v2", "DeepseekV2TopkRouter", _deepseek_v2, _DEEPSEEK_V2),
+    Family("deepseek_v3", "DeepseekV3TopkRouter", _V3, _V3_MLA_TINY),
+    Family("deepseek_v32", "DeepseekV32TopkRouter", _V3, _DSA),
+    Family("glm4_moe", "Glm4MoeTopkRouter", _V3, _V3_TINY),
+    Family("glm4_moe_lite", "Glm4MoeLiteTopkRouter", _V3, _V3_MLA_TINY),
+    Family("dots1", "Dots1TopkRouter", _V3, _V3_TINY),
+    Family("solar_open", "SolarOpenTopkRouter", _V3, _V3_TINY),
+    Family("exaone_moe", "ExaoneMoeTopkRouter", _V3, _EXAONE),
+    Family("nemotron_h", "NemotronHTopkRouter", _V3, _NEMOTRON),
+    Family("laguna", "LagunaTopKRouter", _laguna, {**_E, **_HEAD, **_SHARED}),
+    Family("minimax_m2", "MiniMaxM2TopKRouter", _sigmoid_with_block_bias, {**_L, **_HEAD}),
+    Family("lfm2_moe", "Lfm2MoeTopKRouter", _lfm2, _LFM2),
+    Family("afmoe", "AfmoeTokenChoiceRouter", _afmoe, _AFMOE, weight="gate.weight"),
+    Family("hy_v3", "HYV3TopKRouter", _hy_v3, _HY_V3),
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _TABLE}
+BY_ROUTER: Mapping[str, Family] = {family.router: family for family in _TABLE}
+
+_CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"
+REFUSED: Mapping[str, str] = {
+    "llama4": "it multiplies the expert inputs, not the outputs, by a score for every expert",
+    "dbrx": "its router returns logits alone and the experts' module selects",
+    "jetmoe": "its router also sorts tokens by expert, and routes attention heads",
+    "switch_transformers": _CAPACITY,
+    "nllb-moe": _CAPACITY,
+    "zaya": "its router reads the previous layer's router state and has a skip expert",
+    "gemma4": "its router owns a learned scale per expert and returns probabilities as logits",
+}

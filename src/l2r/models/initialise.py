@@ -1,0 +1,53 @@
+"""Initial weights of routers inside Hugging Face models.
+
+Routers draw from a random stream of their own, so that models that differ in the router alone
+start from the same weights everywhere else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.routers import Router, RouterConfig, build_router
+
+_STREAM_STEP = 1_000_003  # keeps the streams of neighbouring seeds and layers apart
+
+
+def attach_router(config: RouterConfig, *, stream: int, **sizes: int) -> Router:
+    """Build the router of layer ``stream`` without advancing the global random state."""
+    with _stream(stream):
+        router = build_router(config, **sizes)
+    router.init_stream = stream  # type: ignore[assignment]
+    for child in router.modules():
+        if child is not router:
+            child._is_hf_initialized = True  # type: ignore[assignment]  # reset_missing does it
+    return router
+
+
+@torch.no_grad()
+def reset_missing(router: Router) -> None:
+    """Initialise a router after loading, leaving alone what the checkpoint filled."""
+    state: dict[str, Any] = dict(router.named_parameters()) | dict(router.named_buffers())
+    loaded = {n: t.clone() for n, t in state.items() if getattr(t, "_is_hf_initialized", False)}
+    if len(loaded) == len(state):
+        return
+    with _stream(int(getattr(router, "init_stream", 0))):
+        router.reset_parameters()
+    for name, value in loaded.items():
+        state[name].copy_(value)
+
+
+def truncated_normal(weight: Tensor, std: float) -> None:
+    """OLMoE's initial weights: normal, cut at three standard deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+@contextmanager
+def _stream(index: int) -> Iterator[None]:
+    seed = (torch.initial_seed() + (index + 1) * _STREAM_STEP) % 2**63
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,193 @@
+"""The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from l2r.routers import RouterConfig
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class OlmoeSection(Section):
+    """Architecture of the language model; defaults are OLMoE-1B-7B's in the paper's table."""
+
+    hidden_size: PositiveInt = 2048
+    num_hidden_layers: PositiveInt = 16
+    num_attention_heads: PositiveInt = 16
+    intermediate_size: PositiveInt = 1024
+    num_experts: PositiveInt = 64
+    num_experts_per_tok: PositiveInt = 8
+    vocab_size: PositiveInt | None = None  # None: that of the tokenizer
+    rms_norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10000.0
+    initializer_range: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be <= num_experts; got "
+                f"{self.num_experts_per_tok} > {self.num_experts}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads; got "
+                f"{self.hidden_size} and {self.num_attention_heads}"
+            )
+        return self
+
+
+class TextSection(Section):
+    """Where tokens come from: ``tokens`` folders if given, else a corpus built from text.
+
+    corpus: "embedded", or a folder of text files. tokens: folders written by l2r data prepare;
+    validation_tokens: the same for validation; tokenizer: its folder or tokenizer.json.
+    """
+
+    sequence_length: Annotated[int, Field(ge=8)] = 4096
+    corpus: str = "embedded"
+    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    characters_per_domain: Annotated[int, Field(ge=10_000)] = 4_000_000
+    tokens: list[str] = []
+    validation_tokens: list[str] = []
+    tokenizer: str | None = None
+
+    @model_validator(mode="after")
+    def _both_splits(self) -> Self:
+        if bool(self.tokens) != bool(self.validation_tokens):
+            raise ValueError("tokens and validation_tokens go together; give both or neither")
+        return self
+
+
+class TrainingSection(Section):
+    """How long and how: exactly one of ``steps``, ``tokens`` and ``epochs`` sets the length.
+
+    global_batch and micro_batch count sequences (or images); micro_batch is per rank, and
+    gradients are accumulated until global_batch is reached. parallel applies when torchrun
+    starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
+    exported beside them.
+    """
+
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    epochs: PositiveFloat | None = None
+    global_batch: PositiveInt = 1024
+    micro_batch: PositiveInt = 1
+    precision: Literal["fp32", "bf16"] = "bf16"
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    activation_checkpointing: bool = False
+    clip_norm: PositiveFloat = 1.0
+    deterministic: bool = False
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    log_every: PositiveInt = 10
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of steps, tokens, epochs; got {given or 'none'}")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch must be a multiple of micro_batch; got "
+                f"{self.global_batch} and {self.micro_batch}"
+            )
+        return self
+
+
+class OptimizerSection(Section):
+    """AdamW with a warmup and a cosine.
+
+    warmup: in tokens (or samples for images), from warmup_start * lr to lr; then a cosine to
+    final * lr at the end. decay_anchors, decay_norms: whether weight decay touches the anchors,
+    and the norms and biases (OLMoE decays everything; the paper does not say for anchors).
+    """
+
+    lr: PositiveFloat = 4e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    warmup: NonNegativeInt = 300_000_000
+    warmup_start: Fraction = 0.1
+    final: Fraction = 0.1
+    decay_anchors: bool = True
+    decay_norms: bool = True
+
+
+class LossSection(Section):
+    """Weights and variants of the auxiliary losses.
+
+    balance_scope: tokens that the balance statistics cover. "microbatch": those of one forward
+    on one rank, as OLMoE trains; "step": all ranks and all accumulated micro-batches, which
+    makes training independent of how a step is cut (accumulation then needs a second forward).
+    """
+
+    balance: NonNegativeFloat = 0.01
+    balance_variant: Literal["paper", "olmoe", "hf", "tutel"] = "paper"
+    balance_scope: Literal["microbatch", "step"] = "microbatch"
+    z: NonNegativeFloat = 0.001
+    z_variant: Literal["paper", "olmoe"] = "paper"
+
+
+class EvaluationSection(Section):
+    """In-training validation every ``every`` steps (0: only at the end).
+
+    tasks: downstream tasks to run as well, with ``task_limit`` documents each.
+    """
+
+    every: NonNegativeInt = 0
+    batch_size: PositiveInt = 8
+    max_batches: PositiveInt = 16
+    tasks: list[str] = []
+    task_limit: PositiveInt = 64
+
+
+class CheckpointSection(Section):
+    """Checkpoint every ``every`` steps (0: only at the end); the newest ``keep`` stay."""
+
+    every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+
+
+class Recipe(Section):
+    """What every recipe has, whatever its task."""
+
+    seed: NonNegativeInt = 0
+    router: dict[str, Any] = {"kind": "l2r_sips"}
+    training: TrainingSection
+    optimizer: OptimizerSection = OptimizerSection()
+    losses: LossSection = LossSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _router_is_known(self) -> Self:
+        self.router_config()
+        return self
+
+    def router_config(self) -> RouterConfig:
+        """The router section as a configuration."""
+        return RouterConfig.from_dict(self.router)
+
+
+class LanguageRecipe(Recipe):
+    """Causal language model on tokens."""
+
+    task: Literal["language"]
+    model: OlmoeSection = OlmoeSection()
+    data: TextSection = TextSection()

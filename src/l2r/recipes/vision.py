@@ -1,0 +1,129 @@
+"""The fields of a vision recipe; defaults are the paper's ViT table."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from l2r.recipes.schema import Fraction, Recipe, Section
+from l2r.routers import RouterConfig
+from l2r.routers.vision import vision_router
+
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class VitSection(Section):
+    """Architecture: ViT-S/16 with experts in the last 4 blocks.
+
+    moe_layers: blocks with experts, null for the last 4. moe_intermediate_size: width of an
+    expert, null for the MLP's. num_labels: null for the classes of the data. dense: folder of a
+    dense ViT to start from, every expert a copy of its MLP.
+    """
+
+    image_size: PositiveInt = 224
+    patch_size: PositiveInt = 16
+    num_channels: Literal[1, 3] = 3
+    hidden_size: PositiveInt = 384
+    num_hidden_layers: PositiveInt = 12
+    num_attention_heads: PositiveInt = 6
+    intermediate_size: PositiveInt = 1536
+    layer_norm_eps: PositiveFloat = 1e-6
+    initializer_range: PositiveFloat = 0.02
+    moe_layers: list[NonNegativeInt] | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    num_experts: PositiveInt = 16
+    num_experts_per_tok: PositiveInt = 2
+    num_labels: Annotated[int, Field(ge=2)] | None = None
+    dense: str | None = None
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        for small, large in (
+            ("patch_size", "image_size"),
+            ("num_attention_heads", "hidden_size"),
+        ):
+            if getattr(self, large) % getattr(self, small):
+                raise ValueError(
+                    f"{large} must be a multiple of {small}; got "
+                    f"{getattr(self, large)} and {getattr(self, small)}"
+                )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be <= num_experts; got "
+                f"{self.num_experts_per_tok} > {self.num_experts}"
+            )
+        if any(block >= self.num_hidden_layers for block in self.moe_layers or []):
+            raise ValueError(
+                f"moe_layers must be below num_hidden_layers={self.num_hidden_layers}; "
+                f"got {self.moe_layers}"
+            )
+        return self
+
+
+class AugmentationSection(Section):
+    """What happens to training images; zero switches a step off (l2r.data.augment)."""
+
+    flip: Fraction = 0.5
+    randaugment: NonNegativeInt = 2
+    magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
+    erasing: Fraction = 0.25
+    mixup: Annotated[float, Field(ge=0)] = 0.8
+    cutmix: Annotated[float, Field(ge=0)] = 1.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+class ImageSection(Section):
+    """Where images come from and how they are cut.
+
+    images: "digits", "fashion-mnist" or a folder (l2r.data.image_sources). workers: processes
+    that read ahead, 0 to read in the training process; the images are the same either way.
+    crop_scale, crop_aspect: random resized crop of training images. centre: share of the
+    shorter side that evaluation looks at. mean, deviation: of pixels in [0, 1], per channel.
+    """
+
+    images: str = "digits"
+    workers: NonNegativeInt = 0
+    crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
+    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
+    centre: PositiveFraction = 0.875
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    deviation: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
+    augmentation: AugmentationSection = AugmentationSection()
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> Self:
+        for name in ("crop_scale", "crop_aspect"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must ascend; got [{low}, {high}]")
+        return self
+
+
+class VisionRecipe(Recipe):
+    """Image classifier."""
+
+    task: Literal["vision"]
+    model: VitSection = VitSection()
+    data: ImageSection = ImageSection()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        channels = self.model.num_channels
+        for name in ("mean", "deviation"):
+            if len(getattr(self.data, name)) != channels:
+                raise ValueError(
+                    f"data.{name} must have model.num_channels={channels} numbers; "
+                    f"got {getattr(self.data, name)}"
+                )
+        mixing = self.data.augmentation.mixup > 0 or self.data.augmentation.cutmix > 0
+        if mixing and self.training.micro_batch % 2:
+            raise ValueError(
+                f"training.micro_batch must be even with mixup or cutmix, which pair images; "
+                f"got {self.training.micro_batch}"
+            )
+        if self.training.tokens is not None:
+            raise ValueError("training.tokens is for language; give steps or epochs")
+        return self
+
+    def router_config(self) -> RouterConfig:
+        """The router section with the paper's vision settings where it says nothing."""
+        return vision_router(self.router)

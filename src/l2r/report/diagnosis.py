@@ -1,0 +1,279 @@
+"""The page and the tables of ``l2r diagnose``, from the folders that it writes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+from safetensors.numpy import load_file
+
+from l2r.report.geometry import Cloud, Plane, cosine_variance_bars, pca_scatter, routing_planes
+from l2r.report.page import Section, write_page
+from l2r.report.robustness import Radii, certified_curves, stability_bars
+from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
+from l2r.report.tables import Table
+
+SCHEMA = 1
+
+# column -> (field, which direction is better)
+_DECISIONS: Mapping[str, tuple[str, str | None]] = {
+    "mean margin": ("mean_margin", None),
+    "margin / spread": ("scale_free_margin", "max"),
+    "low-margin rate": ("low_margin_rate", None),
+    "stability": ("stability", "max"),
+    "top-k overlap": ("topk_overlap", "max"),
+}
+_CERTIFIED: Mapping[str, tuple[str, str | None]] = {
+    "top-1 radius": ("certified_top1", "max"),
+    "top-1 found": ("found_top1", None),
+    "top-1 tightness": ("tightness_top1", None),
+    "top-1 at noise norm": ("certified_share_top1", "max"),
+    "top-k radius": ("certified_topk", "max"),
+    "top-k found": ("found_topk", None),
+    "top-k tightness": ("tightness_topk", None),
+    "top-k at noise norm": ("certified_share_topk", "max"),
+}
+_LOAD: Mapping[str, tuple[str, str | None]] = {
+    "cosine variance": ("cosine_variance", "max"),
+    "load entropy": ("entropy", "max"),
+    "load cv": ("cv", "min"),
+    "max / mean": ("max_over_mean", "min"),
+    "dead experts": ("dead_experts", "min"),
+    "domain bits": ("domain_information", None),
+    "bits by chance": ("domain_information_by_chance", None),
+    "effective heads": ("effective_heads", None),
+    "unused anchors": ("unused_anchors", None),
+    "anchor redundancy": ("redundancy", None),
+}
+_GROUPS = (
+    (
+        "Decisions and robustness",
+        _DECISIONS,
+        "Margins are gaps between the two largest logits. Raw gaps of different scorings are not "
+        "comparable (they have different units); margin / spread divides each by the standard "
+        "deviation of the token's logits over experts. Stability and overlap: under Gaussian "
+        "noise on the router input.",
+    ),
+    (
+        "Certified routing",
+        _CERTIFIED,
+        "Median l2 radius of the router input inside which the first expert, or the chosen set, "
+        "provably stays; found: smallest change that flips it, by adversarial search; the truth "
+        "lies between. Tightness: mean of radius / found. At noise norm: share of tokens whose "
+        "radius covers sigma sqrt(d), the usual norm of the stability test's noise.",
+    ),
+    (
+        "Geometry, load and anchors",
+        _LOAD,
+        "Load entropy is 1 when all experts are used equally. Domain bits: mutual information "
+        "between a token's domain and its experts; by chance: what experts that ignore domains "
+        "would show in a sample of this size.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved diagnosis: numbers per layer, their mean, and arrays by ``<layer>.<name>``."""
+
+    info: dict[str, Any]
+    layers: list[dict[str, Any]]
+    mean: dict[str, float]
+    arrays: dict[str, Shaped[np.ndarray, "..."]]
+
+    def array(self, layer: int, name: str) -> Shaped[np.ndarray, "..."]:
+        """One array of a layer."""
+        return self.arrays[f"{layer}.{name}"]
+
+
+def read_diagnosis(folder: Path) -> View:
+    """Read diagnosis.json and diagnosis.safetensors. Raises ValueError for another schema."""
+    text = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
+    if text.get("schema") != SCHEMA:
+        raise ValueError(f"schema of {folder} must be {SCHEMA}; got {text.get('schema')}")
+    arrays = load_file(folder / "diagnosis.safetensors")
+    return View(text["info"], text["layers"], text["mean"], arrays)
+
+
+def checkpoint_tables(views: Mapping[str, View]) -> list[Table]:
+    """Decisions, certificates and load: a row per checkpoint, means over layers."""
+    rows = {name: view.mean for name, view in views.items()}
+    return [
+        _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
+        for title, fields, caption in _GROUPS
+        if any(field in row for row in rows.values() for field, _ in fields.values())
+    ]
+
+
+def full_table(views: Mapping[str, View]) -> Table:
+    """Every number of ``checkpoint_tables`` in one table, for programs."""
+    fields = {**_DECISIONS, **_CERTIFIED, **_LOAD}
+    rows = {name: view.mean for name, view in views.items()}
+    records = tuple((name, *(rows[name].get(f) for f, _ in fields.values())) for name in rows)
+    return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
+
+
+def write_diagnosis(views: Mapping[str, View], path: Path) -> Path:
+    """Write the page of one checkpoint or several side by side."""
+    sections = [
+        Section("Summary", parts=checkpoint_tables(views)),
+        Section("Robustness", parts=_robustness(views)),
+        Section(
+            "Geometry",
+            "Tokens of the first, middle and last layer on their two main axes, in the space of "
+            "the router input x and of the routing query q; colour is the first expert.",
+            [cosine_variance_bars(_per_layer(views, "cosine_variance"))],
+        ),
+        *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
+        Section(
+            "Expert usage",
+            "Rows are layers, columns experts. 1 (white) is an even share.",
+            [usage_by_layer(_usage(views), kind) for kind in USAGE_TITLES],
+        ),
+    ]
+    told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
+    if told:
+        parts = [usage_by_domain(_usage_by_domain(told))]
+        sections.append(Section("Expert usage by domain", parts=parts))
+    for name, view in views.items():
+        rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
+        tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _GROUPS]
+        sections.append(Section(f"Layers of {name}", _remarks(view), tables))
+    first = next(iter(views.values()))
+    summary = (
+        f"{len(views)} checkpoint(s), {first.info['tokens']:,} tokens each; robustness on a "
+        f"uniform sample of {first.info['sampled']:,}, certificates on its first "
+        f"{first.info['settings']['certify']:,}."
+    )
+    return write_page(path, title="l2r: what the routers do", summary=summary, sections=sections)
+
+
+def _table(
+    title: str,
+    key: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, tuple[str, str | None]],
+    caption: str,
+) -> Table:
+    present = {
+        column: field
+        for column, (field, _) in fields.items()
+        if any(field in row for row in rows.values())
+    }
+    best = tuple((column, fields[column][1] or "") for column in present if fields[column][1])
+    return Table(
+        title,
+        (key, *present),
+        tuple(
+            (name, *(row.get(field) for field in present.values())) for name, row in rows.items()
+        ),
+        caption=caption,
+        best=best if len(rows) > 1 and key == "checkpoint" else (),
+    )
+
+
+def _robustness(views: Mapping[str, View]) -> list[Any]:
+    titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
+    bars = {
+        name: {field: _interval(view, field) for field in titles} for name, view in views.items()
+    }
+    parts: list[Any] = [stability_bars(bars, titles)]
+    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean}
+    if certified:
+        decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
+        panels = {
+            title: {name: _radii(view, kind) for name, view in certified.items()}
+            for kind, title in decisions.items()
+        }
+        parts.append(certified_curves(panels))
+    return parts
+
+
+def _interval(view: View, field: str) -> tuple[float, float, float]:
+    """Mean over layers, with the mean of the ends of the layers' intervals."""
+    ends = [layer[f"{field}_interval"] for layer in view.layers]
+    low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
+    return view.mean[field], low, high
+
+
+def _radii(view: View, kind: str) -> Radii:
+    layers = range(len(view.layers))
+    hidden = view.array(0, "sample_x").shape[1]
+    return Radii(
+        np.concatenate([view.array(i, f"certified_{kind}") for i in layers]),
+        np.concatenate([view.array(i, f"found_{kind}") for i in layers]),
+        view.info["settings"]["sigma"] * hidden**0.5,
+    )
+
+
+def _geometry(view: View) -> list[Any]:
+    chosen = _chosen(view)
+    experts = view.info["experts"]
+    rows: list[list[Cloud]] = []
+    for space, name in (("x", "sample_x"), ("q", "sample_query")):
+        has = [i for i in chosen if f"{i}.{name}" in view.arrays]
+        if has:
+            rows.append(
+                [
+                    Cloud(f"{space}, layer {i}", view.array(i, name), view.array(i, "sample_first"))
+                    for i in has
+                ]
+            )
+    parts: list[Any] = [pca_scatter(rows, experts)]
+    planes = [
+        Plane(
+            f"Routing plane, layer {i}",
+            view.array(i, "plane_axis"),
+            view.array(i, "plane_first"),
+            view.array(i, "anchors"),
+            view.array(i, "sample_query"),
+        )
+        for i in chosen
+        if f"{i}.plane_first" in view.arrays
+    ]
+    return [*parts, routing_planes(planes)] if planes else parts
+
+
+def _chosen(view: View) -> list[int]:
+    """First, middle and last layer."""
+    return sorted({0, len(view.layers) // 2, len(view.layers) - 1})
+
+
+def _per_layer(views: Mapping[str, View], field: str) -> dict[str, list[float]]:
+    return {name: [layer[field] for layer in view.layers] for name, view in views.items()}
+
+
+def _usage(views: Mapping[str, View]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"usage": {kind: _grid(view, kind) for kind in USAGE_TITLES}}
+        for name, view in views.items()
+    }
+
+
+def _grid(view: View, kind: str) -> list[list[float]]:
+    return [view.array(i, kind).tolist() for i in range(len(view.layers))]
+
+
+def _usage_by_domain(views: Mapping[str, View]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "usage_by_domain": {
+                domain: [
+                    view.array(i, "usage_by_domain")[row].tolist() for i in range(len(view.layers))
+                ]
+                for row, domain in enumerate(view.info["domains"])
+            }
+        }
+        for name, view in views.items()
+    }
+
+
+def _remarks(view: View) -> str:
+    """Why a layer has no certificate, where it has none."""
+    remarks: Sequence[str] = sorted(
+        {row["certificate"] for row in view.layers if "certificate" in row}
+    )
+    return "; ".join(remarks)

@@ -1,0 +1,209 @@
+"""Figures of routing geometry: PCA scatter plots, the routing plane of rank 2, cosine variance."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+from plotly.subplots import make_subplots
+
+from l2r.report.style import expert_colours, layout, router_colour
+
+_POINTS = 600  # tokens drawn per panel
+_ISOTROPIC_2D = 0.5
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Tokens of one layer: points [S, D] and the first expert of each [S]."""
+
+    title: str
+    points: Float[np.ndarray, "S D"]
+    first: Int[np.ndarray, " S"]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Routing plane of one layer of rank 2.
+
+    axis [G]; regions [G, G]: first expert at (y, x); anchors [N, H, 2]; queries [S, 2].
+    """
+
+    title: str
+    axis: Float[np.ndarray, " G"]
+    regions: Int[np.ndarray, "G G"]
+    anchors: Float[np.ndarray, "N H 2"]
+    queries: Float[np.ndarray, "S 2"]
+
+
+def principal_axes(
+    points: Float[np.ndarray, "S D"],
+) -> tuple[Float[np.ndarray, "S 2"], Float[np.ndarray, " 2"]]:
+    """Coordinates on the first two principal axes, and their shares of the variance."""
+    centred = np.asarray(points, dtype=np.float64)
+    centred = centred - centred.mean(axis=0)
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    order = values.argsort()[::-1][:2]
+    shares = values[order] / max(values.sum(), 1e-300)
+    return centred @ vectors[:, order], shares
+
+
+def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
+    """A panel per cloud, a row of panels per inner sequence; colour is the first expert.
+
+    Axes leave out the outermost percent on each side (scroll or double-click to see it).
+    """
+    titles = [cloud.title for row in rows for cloud in row]
+    columns = max(len(row) for row in rows)
+    figure = make_subplots(
+        rows=len(rows),
+        cols=columns,
+        subplot_titles=titles,
+        horizontal_spacing=0.08,
+        vertical_spacing=0.2 / len(rows),
+    )
+    for number, row in enumerate(rows, start=1):
+        for column, cloud in enumerate(row, start=1):
+            flat, shares = principal_axes(cloud.points)
+            figure.add_scatter(
+                x=_round(flat[:_POINTS, 0]),
+                y=_round(flat[:_POINTS, 1]),
+                mode="markers",
+                marker={"size": 5, "color": cloud.first[:_POINTS], "coloraxis": "coloraxis"},
+                hovertemplate="expert %{marker.color}<br>(%{x}, %{y})<extra></extra>",
+                showlegend=False,
+                row=number,
+                col=column,
+            )
+            names = [f"PC{i + 1} ({share:.0%} of variance)" for i, share in enumerate(shares)]
+            place = {"title_standoff": 4, "row": number, "col": column}
+            figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
+            figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
+    bar = _expert_axis(num_experts, "first expert")
+    figure.update_layout(**layout(height=60 + 400 * len(rows), coloraxis=bar))
+    return figure
+
+
+def routing_planes(planes: Sequence[Plane]) -> go.Figure:
+    """Decision regions of rank-2 routers: background first expert, rings anchors, dots tokens."""
+    figure = make_subplots(
+        rows=1, cols=len(planes), subplot_titles=[plane.title for plane in planes]
+    )
+    experts = max(len(plane.anchors) for plane in planes)
+    for column, plane in enumerate(planes, start=1):
+        figure.add_heatmap(
+            x=_round(plane.axis),
+            y=_round(plane.axis),
+            z=plane.regions,
+            coloraxis="coloraxis",
+            opacity=0.45,
+            hovertemplate="first expert %{z}<br>q = (%{x}, %{y})<extra></extra>",
+            row=1,
+            col=column,
+        )
+        figure.add_scatter(
+            x=_round(plane.queries[:_POINTS, 0]),
+            y=_round(plane.queries[:_POINTS, 1]),
+            mode="markers",
+            name="tokens",
+            marker={"size": 3, "color": "#1f2933"},
+            hoverinfo="skip",
+            showlegend=column == 1,
+            row=1,
+            col=column,
+        )
+        count, heads, _ = plane.anchors.shape
+        flat = plane.anchors.reshape(-1, 2)
+        expert = np.repeat(np.arange(count), heads)
+        figure.add_scatter(
+            x=_round(flat[:, 0]),
+            y=_round(flat[:, 1]),
+            mode="markers",
+            name="anchors",
+            marker={
+                "size": 8,
+                "color": expert,
+                "coloraxis": "coloraxis",
+                "line": {"width": 1, "color": "#1f2933"},
+            },
+            customdata=np.stack([expert, np.tile(np.arange(heads), count)], axis=1),
+            hovertemplate="expert %{customdata[0]}, anchor %{customdata[1]}<extra></extra>",
+            showlegend=column == 1,
+            row=1,
+            col=column,
+        )
+        reach = float(plane.axis[-1])
+        figure.update_xaxes(title_text="q1", range=[-reach, reach], row=1, col=column)
+        figure.update_yaxes(
+            title_text="q2" if column == 1 else None,
+            range=[-reach, reach],
+            scaleanchor=f"x{column if column > 1 else ''}",
+            constrain="domain",
+            row=1,
+            col=column,
+        )
+    legend = {"orientation": "h", "y": -0.2, "x": 0}
+    bar = _expert_axis(experts, "first expert")
+    figure.update_layout(**layout(height=440, coloraxis=bar, legend=legend))
+    return figure
+
+
+def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Variance of pairwise token cosines per checkpoint: bar mean over layers, dots layers."""
+    figure = go.Figure()
+    names = list(variances)
+    means = [float(np.mean(variances[name])) for name in names]
+    labels = {name: f"{name}<br>{mean:.3f}" for name, mean in zip(names, means, strict=True)}
+    figure.add_bar(
+        x=list(labels.values()),
+        y=means,
+        marker_color=[router_colour(name, i) for i, name in enumerate(names)],
+        opacity=0.75,
+        showlegend=False,
+    )
+    figure.add_scatter(
+        x=[labels[name] for name in names for _ in variances[name]],
+        y=[value for name in names for value in variances[name]],
+        mode="markers",
+        marker={"color": "#1f2933", "size": 6, "symbol": "line-ew-open", "line": {"width": 2}},
+        name="each layer",
+    )
+    figure.add_hline(
+        y=_ISOTROPIC_2D,
+        line_dash="dash",
+        annotation_text="directions spread evenly in 2 dimensions: 0.5",
+        annotation_position="top left",
+    )
+    top = max(0.6, 1.1 * max(max(values) for values in variances.values()))
+    figure.update_yaxes(title_text="variance of pairwise cosines", range=[0, top])
+    figure.update_layout(**layout(height=380, legend={"orientation": "h", "y": 1.12, "x": 0.7}))
+    return figure
+
+
+def _expert_axis(count: int, title: str) -> dict[str, Any]:
+    """Colour axis with one flat colour per expert, readable at 64 experts and more."""
+    scale: list[list[Any]] = []
+    for expert, colour in enumerate(expert_colours(count)):
+        scale += [[expert / count, colour], [(expert + 1) / count, colour]]
+    every = max(1, -(-count // 16))
+    ticks = list(range(0, count, every))
+    return {
+        "colorscale": scale,
+        "cmin": -0.5,
+        "cmax": count - 0.5,
+        "colorbar": {"title": title, "tickvals": ticks, "len": 0.9},
+    }
+
+
+def _most(values: Float[np.ndarray, " S"]) -> list[float]:
+    """Axis range of all but a few outliers, which would press the rest into a corner."""
+    low, high = np.quantile(values, [0.01, 0.99])
+    room = 0.25 * max(high - low, 1e-12)
+    return [float(low - room), float(high + room)]
+
+
+def _round(values: Float[np.ndarray, "..."]) -> list[float]:
+    """Four digits are enough on a screen, and keep the page small."""
+    return [float(f"{value:.4g}") for value in values]

@@ -1,0 +1,102 @@
+"""Score landscapes over the routing plane for a fixed anchor (paper, Figures 3 and 8)."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import plotly.graph_objects as go
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+
+from l2r.report.style import layout
+
+
+def landscapes_2d(
+    axis: Float[np.ndarray, " G"],
+    scores: Mapping[str, Float[np.ndarray, "G G"]],
+    anchor: tuple[float, float],
+) -> go.Figure:
+    """Heatmaps of the score at q = (x, y), with level lines and the anchor marked."""
+    figure = make_subplots(
+        rows=1, cols=len(scores), subplot_titles=list(scores), horizontal_spacing=0.16
+    )
+    for column, (name, grid) in enumerate(scores.items(), start=1):
+        right = figure.layout[f"xaxis{column if column > 1 else ''}"].domain[1]
+        figure.add_contour(
+            x=axis,
+            y=axis,
+            z=_round(grid),
+            colorscale="RdBu_r",
+            zmid=0,
+            contours={"coloring": "heatmap"},
+            ncontours=21,
+            line={"width": 0.6, "color": "rgba(31,41,51,0.5)"},
+            colorbar={"x": right + 0.01, "len": 0.9, "thickness": 14, "title": "score"},
+            hovertemplate="q = (%{x:.2f}, %{y:.2f})<br>score %{z:.3f}<extra>" + name + "</extra>",
+            row=1,
+            col=column,
+        )
+        figure.add_scatter(
+            x=[0, anchor[0]],
+            y=[0, anchor[1]],
+            mode="lines+markers",
+            marker={"size": [0, 11], "symbol": "star", "color": "#1f2933"},
+            line={"color": "#1f2933", "width": 2},
+            name=f"anchor k = [{anchor[0]:g}, {anchor[1]:g}]",
+            showlegend=column == 1,
+            row=1,
+            col=column,
+        )
+        figure.update_xaxes(title_text="q1", row=1, col=column)
+        figure.update_yaxes(
+            title_text="q2",
+            scaleanchor=f"x{column if column > 1 else ''}",
+            constrain="domain",
+            row=1,
+            col=column,
+        )
+    figure.update_layout(
+        **layout(height=500, legend={"orientation": "h", "y": -0.16, "x": 0.5, "xanchor": "center"})
+    )
+    return figure
+
+
+def landscapes_3d(
+    axis: Float[np.ndarray, " G"], scores: Mapping[str, Float[np.ndarray, "G G"]]
+) -> go.Figure:
+    """Surfaces of the score at q = (x, y), three to a row, each with its own height scale."""
+    columns = min(3, len(scores))
+    rows = -(-len(scores) // columns)
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        specs=[[{"type": "surface"}] * columns] * rows,
+        subplot_titles=list(scores),
+        horizontal_spacing=0.02,
+        vertical_spacing=0.06,
+    )
+    for number, (name, grid) in enumerate(scores.items()):
+        figure.add_surface(
+            x=axis,
+            y=axis,
+            z=_round(grid),
+            colorscale="RdBu_r",
+            cmid=0,
+            showscale=False,
+            hovertemplate="q = (%{x:.2f}, %{y:.2f})<br>score %{z:.3f}<extra>" + name + "</extra>",
+            row=number // columns + 1,
+            col=number % columns + 1,
+        )
+    scene = {
+        "xaxis": {"title": {"text": "q1"}, "nticks": 5},
+        "yaxis": {"title": {"text": "q2"}, "nticks": 5},
+        "zaxis": {"title": {"text": "score"}, "nticks": 6},
+        "camera": {"eye": {"x": 1.7, "y": -1.7, "z": 1.0}, "center": {"z": -0.15}},
+        "aspectmode": "cube",
+    }
+    figure.update_scenes(scene)
+    figure.update_layout(**layout(height=430 * rows, margin={"l": 10, "r": 10, "t": 70, "b": 10}))
+    return figure
+
+
+def _round(grid: Float[np.ndarray, "G G"]) -> Float[np.ndarray, "G G"]:
+    return np.round(grid.astype(np.float64), 4)

@@ -1,0 +1,144 @@
+"""Figure of patch routing: experts drawn over the image."""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from l2r.report.style import expert_colours, layout
+
+Routing = Mapping[str, Any]
+_ARRAYS = {
+    "layers",
+    "experts",
+    "weights",
+    "images",
+    "labels",
+    "predictions",
+    "classes",
+    "num_experts",
+}
+_TILE = 150  # pixels per drawn image
+
+
+def read_patch_routing(path: Path) -> Routing:
+    """Arrays of a file that ``l2r diagnose`` wrote for images.
+
+    Raises ValueError when the file is missing or not one of them.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            arrays = dict(data)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read patch routing from {path}: {error}") from error
+    missing = _ARRAYS - set(arrays)
+    if missing:
+        raise ValueError(f"{path} holds no patch routing: {', '.join(sorted(missing))} missing")
+    return arrays
+
+
+def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
+    """Rows: images. Columns: the image, then each layer with every patch in the colour of its
+    heaviest expert; pointing at a patch shows its experts and weights."""
+    count = min(images, len(routing["images"]))
+    layers = [_short(str(name)) for name in routing["layers"]]
+    figure = make_subplots(
+        rows=count,
+        cols=1 + len(layers),
+        column_titles=["image", *layers],
+        row_titles=[_row_title(routing, row) for row in range(count)],
+        horizontal_spacing=0.008,
+        vertical_spacing=0.012,
+    )
+    for row in range(count):
+        pixels = routing["images"][row]
+        source = _png(pixels)
+        for column in range(1 + len(layers)):
+            place = {"row": row + 1, "col": column + 1}
+            figure.add_trace(go.Image(source=source, hoverinfo="skip"), **place)
+            if column:
+                figure.add_trace(_overlay(routing, column - 1, row, pixels.shape), **place)
+    experts = int(routing["num_experts"])
+    figure.update_annotations(font_size=12)
+    figure.update_xaxes(visible=False, constrain="domain")
+    figure.update_yaxes(visible=False)
+    figure.update_layout(
+        layout(
+            title="Which expert each patch goes to",
+            height=110 + _TILE * count,
+            width=160 + _TILE * (1 + len(layers)),
+            coloraxis={
+                "colorscale": _steps(experts),
+                "cmin": -0.5,
+                "cmax": experts - 0.5,
+                "colorbar": {"title": "expert", "tickvals": list(range(experts)), "x": 1.06},
+            },
+            margin={"l": 10, "r": 40, "t": 80, "b": 20},
+        )
+    )
+    return figure
+
+
+def _overlay(routing: Routing, layer: int, row: int, shape: tuple[int, ...]) -> go.Heatmap:
+    experts, weights = routing["experts"][layer, row], routing["weights"][layer, row]
+    down, across = experts.shape[:2]
+    text = [
+        [
+            "<br>".join(
+                f"expert {e}: {w:.3f}" for e, w in zip(experts[p, q], weights[p, q], strict=True)
+            )
+            for q in range(across)
+        ]
+        for p in range(down)
+    ]
+    # An image's pixel i covers [i - 0.5, i + 0.5]; patch centres follow from that.
+    high, wide = shape[0] / down, shape[1] / across
+    return go.Heatmap(
+        z=experts[..., 0],
+        x=(np.arange(across) + 0.5) * wide - 0.5,
+        y=(np.arange(down) + 0.5) * high - 0.5,
+        text=text,
+        hovertemplate="%{text}<extra></extra>",
+        coloraxis="coloraxis",
+        opacity=0.55,
+        xgap=1,
+        ygap=1,
+    )
+
+
+def _png(pixels: np.ndarray) -> str:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    grey = pixels.shape[-1] == 1
+    Image.fromarray(pixels[..., 0] if grey else pixels).convert("RGB").save(stream, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def _steps(experts: int) -> list[list[Any]]:
+    """A colour scale in steps: one flat colour per expert."""
+    scale: list[list[Any]] = []
+    for number, colour in enumerate(expert_colours(experts)):
+        scale += [[number / experts, colour], [(number + 1) / experts, colour]]
+    return scale
+
+
+def _row_title(routing: Routing, row: int) -> str:
+    name = _class_name(routing, int(routing["labels"][row]))
+    guess = _class_name(routing, int(routing["predictions"][row]))
+    return name if guess == name else f"{name}<br>taken for {guess}"
+
+
+def _class_name(routing: Routing, label: int) -> str:
+    return str(routing["classes"][label])
+
+
+def _short(name: str) -> str:
+    """``vit.layers.8.mlp.router`` as ``layer 8``."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return f"layer {numbers[0]}" if numbers else name

@@ -1,0 +1,117 @@
+"""Expert usage of several runs side by side, by layer and by domain, and their robustness."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from l2r.report.style import layout, router_colour
+
+USAGE_TITLES = {
+    "top1": "Top-1 frequency",
+    "topk": "Top-k frequency",
+    "importance": "Importance (mean routing weight)",
+}
+
+
+def usage_by_layer(summaries: Mapping[str, dict[str, Any]], kind: str) -> go.Figure:
+    """Layer x expert heatmap per run; 1 is the layer's mean over experts."""
+    grids = {name: _relative(summary["usage"][kind]) for name, summary in summaries.items()}
+    labels = {name: [str(i) for i in range(len(grid))] for name, grid in grids.items()}
+    return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
+
+
+def usage_by_domain(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
+    """Domain x expert heatmaps of the first, middle and last layer, a panel per run."""
+    grids, labels = {}, {}
+    for name, summary in summaries.items():
+        by_domain: dict[str, list[list[float]]] = summary["usage_by_domain"]
+        depth = len(next(iter(by_domain.values())))
+        layers = sorted({0, depth // 2, depth - 1})
+        rows = [(domain, layer) for layer in layers for domain in by_domain]
+        grids[name] = _relative([by_domain[domain][layer] for domain, layer in rows])
+        labels[name] = [f"{layer} · {domain}" for domain, layer in rows]
+    return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
+
+
+def robustness_bars(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
+    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run."""
+    fields = {
+        "mean_margin": "Mean margin (logits)",
+        "low_margin_rate": "Low-margin rate",
+        "stability": "Stability",
+        "topk_overlap": "Top-k overlap",
+    }
+    figure = make_subplots(rows=1, cols=len(fields), subplot_titles=list(fields.values()))
+    for column, field in enumerate(fields, start=1):
+        values = [summary["mean"][field] for summary in summaries.values()]
+        figure.add_bar(
+            x=list(summaries),
+            y=values,
+            text=[f"{value:.3f}" for value in values],
+            marker_color=[router_colour(name, i) for i, name in enumerate(summaries)],
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+    figure.update_layout(**layout(height=380, margin={"t": 60, "b": 90}))
+    return figure
+
+
+def _relative(grid: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each row divided by its mean."""
+    rows = []
+    for row in grid:
+        mean = sum(row) / len(row)
+        rows.append([value / mean if mean else 0.0 for value in row])
+    return rows
+
+
+def _heatmaps(
+    grids: Mapping[str, list[list[float]]],
+    labels: Mapping[str, list[str]],
+    title: str,
+    y_title: str,
+) -> go.Figure:
+    columns = min(3, len(grids))
+    rows = -(-len(grids) // columns)
+    tallest = max(len(grid) for grid in grids.values())
+    height = max(190, 24 * tallest + 110)
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        subplot_titles=list(grids),
+        horizontal_spacing=0.1,
+        vertical_spacing=min(0.25, 80 / (rows * height)),
+    )
+    for number, (name, grid) in enumerate(grids.items()):
+        row, column = number // columns + 1, number % columns + 1
+        figure.add_heatmap(
+            z=grid,
+            y=labels[name],
+            coloraxis="coloraxis",
+            hovertemplate="%{y}, expert %{x}: %{z:.2f} x mean<extra>" + name + "</extra>",
+            row=row,
+            col=column,
+        )
+        figure.update_yaxes(autorange="reversed", type="category", row=row, col=column)
+        figure.update_xaxes(title_text="expert", row=row, col=column)
+        if column == 1:
+            figure.update_yaxes(title_text=y_title, row=row, col=column)
+    colours = {
+        "colorscale": "RdBu_r",
+        "cmin": 0,
+        "cmid": 1,
+        "cmax": 3,
+        "colorbar": {
+            "title": "x mean",
+            "tickvals": [0, 1, 2, 3],
+            "ticktext": ["0", "1", "2", "3+"],
+        },
+    }
+    text = f"{title}: use of each expert relative to the layer's mean"
+    figure.update_layout(
+        **layout(height=rows * height + 90, title=text, coloraxis=colours, margin={"t": 90})
+    )
+    return figure

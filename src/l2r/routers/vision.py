@@ -1,0 +1,23 @@
+"""What the paper changes in a router for vision models."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from l2r.routers.config import RouterConfig
+from l2r.routers.registry import make_config
+
+# BatchNorm of |q| instead of RMSNorm of the input (Section 3.3), 4 anchors (Section 4.3).
+_DEFAULTS = {"query_norm": "batchnorm", "heads": 4}
+
+
+def vision_router(values: Mapping[str, Any]) -> RouterConfig:
+    """RouterConfig from its dictionary form, with the vision settings where none are given.
+
+    Raises ValueError for unknown kinds or options.
+    """
+    if "kind" not in values:
+        return RouterConfig.from_dict(values)
+    known = {field.name for field in dataclasses.fields(make_config(values["kind"]))}
+    missing = {name: value for name, value in _DEFAULTS.items() if name in known}
+    return RouterConfig.from_dict({**missing, **values})

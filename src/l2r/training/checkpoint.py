@@ -1,0 +1,174 @@
+"""Checkpoints by torch.distributed.checkpoint in safetensors: exact, atomic, never unpickled.
+
+A checkpoint is a folder ``step-N`` with the shards of every rank and ``state.json``. Names are
+flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads under FSDP2.
+"""
+
+import json
+import shutil
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from l2r.data.atomic import flush_to_disk, publish, write_json
+from l2r.data.run_folder import RunFolder
+from l2r.training.ranks import Ranks
+
+
+def save_checkpoint(
+    run: RunFolder,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    *,
+    keep: int,
+    extra: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write ``step-N`` under a hidden name, rename it, then drop all but the newest ``keep``.
+
+    Raises OSError when the disk is full; the previous checkpoints are untouched then.
+    """
+    target = run.checkpoints / f"step-{step:08d}"
+    temporary = run.checkpoints / f".{target.name}.part"
+    if ranks.first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    ranks.wait()
+    state = {**_tensors(model, optimizer), **(extra or {}), **_random_state(ranks)}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = HuggingFaceStorageWriter(path=str(temporary), save_distributed=True)
+            save(state, storage_writer=writer, no_dist=ranks.world == 1)
+    except BaseException as error:
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError | CheckpointException | RuntimeError):
+            raise OSError(f"cannot write checkpoint {target}: {_cause(error)}") from error
+        raise
+    if ranks.first:
+        sums = {}
+        for shard in sorted(temporary.iterdir()):
+            with shard.open("rb") as stream:
+                flush_to_disk(stream.fileno())
+            sums[shard.name] = _checksum(shard)
+        facts = {"step": step, "world": ranks.world, "crc32": sums}
+        write_json(temporary / "state.json", facts)
+        shutil.rmtree(target, ignore_errors=True)
+        publish(temporary, target)
+        for old in run.complete_checkpoints()[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    ranks.wait()
+    return target
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+) -> int:
+    """Fill model, optimizer, ``extra`` and random state from ``folder``; return its step.
+
+    Random states return only where the number of ranks is that of the saved run; nothing else
+    depends on it. Raises ValueError for a damaged checkpoint or one of another model.
+    """
+    try:
+        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {folder} has no readable state.json: {error}") from error
+    if ranks.first:
+        for name, expected in sums.items():
+            shard = folder / Path(name).name
+            if not shard.is_file() or _checksum(shard) != expected:
+                raise ValueError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
+    _create_optimizer_state(optimizer)
+    tensors = {**_tensors(model, optimizer), **(extra or {})}
+    random = _random_state(ranks) if world == ranks.world else {}
+    state = {**tensors, **random}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            reader = HuggingFaceStorageReader(path=str(folder))
+            load(state, storage_reader=reader, no_dist=ranks.world == 1)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
+    _restore_random_state({name: state[name] for name in random}, ranks)
+    return step
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of the run under a flat name; the same names under DDP and FSDP2."""
+    values: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions())
+    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
+    state = {f"model.{name}": value for name, value in values.items()}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            state[f"optimizer.{names[id(parameter)]}.{slot}"] = value
+    return state
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW its slots before loading, by a step that changes nothing."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+def _random_state(ranks: Ranks) -> dict[str, Tensor]:
+    state = {f"random.{ranks.rank}.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        state[f"random.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return state
+
+
+def _restore_random_state(state: dict[str, Any], ranks: Ranks) -> None:
+    if not state:
+        return
+    torch.set_rng_state(state[f"random.{ranks.rank}.cpu"])
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(state[f"random.{ranks.rank}.cuda"], ranks.device)
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: finds flipped bits at the speed of the disk."""
+    value = 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _cause(error: BaseException) -> str:
+    """First line of the innermost message; DCP wraps causes per rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

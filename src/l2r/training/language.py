@@ -1,0 +1,104 @@
+"""The language task: OLMoE on packed tokens."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.tokens import TokenDataset
+from l2r.evaluation.perplexity import token_losses, validation_loss
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.models.loading import hide_progress_bars
+from l2r.recipes.schema import LanguageRecipe
+from l2r.training.ranks import Ranks
+from l2r.training.task import Batch
+
+
+class LanguageTask:
+    """Tokens in, next-token cross-entropy out."""
+
+    unit = "tokens"
+
+    def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
+        self.recipe = recipe
+        hide_progress_bars()
+        data = recipe.data
+        self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
+        if data.tokens:
+            train: Any = data.tokens
+            validation: Any = data.validation_tokens
+        else:
+            options = CorpusOptions(
+                folder=None if data.corpus == "embedded" else data.corpus,
+                vocab_size=data.vocab_size,
+                characters_per_domain=data.characters_per_domain,
+            )
+            corpus = build_corpus(options, report=report)
+            train, validation, self.tokenizer = corpus.train, corpus.validation, corpus.tokenizer
+        self.train = TokenDataset(train, data.sequence_length)
+        self.validation = TokenDataset(validation, data.sequence_length)
+        self.item_size = data.sequence_length
+        self.items = len(self.train)
+
+    def build_model(self) -> nn.Module:
+        return L2rOlmoeForCausalLM(self.model_config())
+
+    def model_config(self) -> L2rOlmoeConfig:
+        """Model configuration of the recipe with the tokenizer's vocabulary."""
+        identity = self.train.tokenizer
+        section = self.recipe.model.model_dump(exclude={"rope_theta", "vocab_size"})
+        return L2rOlmoeConfig(
+            **section,
+            vocab_size=self.recipe.model.vocab_size or identity.vocab_size,
+            max_position_embeddings=self.recipe.data.sequence_length,
+            rope_parameters={"rope_type": "default", "rope_theta": self.recipe.model.rope_theta},
+            eos_token_id=identity.eos_token_id,
+            pad_token_id=1,
+            router=self.recipe.router_config().to_dict(),
+        )
+
+    def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
+        training = self.recipe.training
+        indices = self.train.batch(
+            step,
+            training.global_batch,
+            self.recipe.seed,
+            rank=ranks.rank,
+            world_size=ranks.world,
+        )
+        rows = self.train.rows(indices)["input_ids"].to(ranks.device)
+        return [{"input_ids": part} for part in torch.split(rows, training.micro_batch)]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return token_losses(model, batch["input_ids"]).mean()
+
+    def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        section = self.recipe.evaluation
+        losses = validation_loss(
+            model,
+            self.validation,
+            batch_size=section.batch_size,
+            max_batches=section.max_batches,
+            device=device,
+        )
+        return {f"ce/{domain}": loss for domain, loss in losses.items()}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        if self.tokenizer is not None:
+            source = self.tokenizer if self.tokenizer.is_dir() else self.tokenizer.parent
+            for path in source.glob("*token*.json"):
+                shutil.copyfile(path, folder / path.name)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "train_tokens": len(self.train) * self.item_size,
+            "validation_tokens": len(self.validation) * self.item_size,
+            "domains": list(self.train.domains),
+            "tokenizer": self.train.tokenizer.name,
+            "vocab_size": self.train.tokenizer.vocab_size,
+        }

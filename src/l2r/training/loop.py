@@ -1,0 +1,305 @@
+"""The training loop, for every task: read it top to bottom.
+
+One step: micro-batches of this rank -> task loss + lambda_bal L_bal + lambda_z L_z (Eq. 14) ->
+gradient, clipped -> AdamW. The data order is a function of the step, so a run resumes to the
+same bits from weights, optimiser slots, random state and one integer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.data.run_folder import RunFolder
+from l2r.recipes.load import AnyRecipe, dump_recipe
+from l2r.routers import capture
+from l2r.training.average import WeightAverage
+from l2r.training.checkpoint import load_checkpoint, save_checkpoint
+from l2r.training.environment import describe_environment
+from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.monitor import Monitor, Speed, progress_bar
+from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
+from l2r.training.optimizer import build_optimizer, learning_rate
+from l2r.training.parallel import (
+    accumulate,
+    gathered_weights,
+    precision,
+    spread,
+    unchanged_buffers,
+    whole_model,
+)
+from l2r.training.ranks import Ranks, join_ranks
+from l2r.training.signals import stop_on_signals
+from l2r.training.task import Batch, Task
+from l2r.training.tasks import build_task
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: ``finished`` is false when a signal stopped it early."""
+
+    folder: Path
+    step: int
+    steps: int
+    finished: bool
+    signal: int | None = None
+
+
+def train(
+    recipe: AnyRecipe,
+    folder: str | Path,
+    *,
+    label: str = "train",
+    show_progress: bool = True,
+    report: Callable[[str], None] = lambda line: None,
+) -> RunResult:
+    """Train a recipe into a run folder, going on from its newest checkpoint if it has one.
+
+    Under torchrun every rank calls this. Raises ValueError when the folder holds a run of
+    another recipe or is in use, NonFiniteError (a ValueError) at a NaN or infinity, OSError
+    when the folder cannot be written.
+    """
+    run = RunFolder(folder)
+    with join_ranks() as ranks:
+        if ranks.first:
+            run.create()
+        ranks.wait()
+        with _lock(run, ranks), progress_bar(show=show_progress and ranks.first) as progress:
+            task = build_task(recipe, report)
+            trainer = _Trainer(recipe, run, task, ranks)
+            monitor = Monitor(run, progress, label, trainer.steps) if ranks.first else None
+            return trainer.fit(monitor)
+
+
+class _Trainer:
+    """State of one run on one rank."""
+
+    def __init__(self, recipe: AnyRecipe, run: RunFolder, task: Task, ranks: Ranks) -> None:
+        self.recipe, self.run, self.task, self.ranks = recipe, run, task, ranks
+        training = recipe.training
+        if training.global_batch % (training.micro_batch * ranks.world):
+            raise ValueError(
+                f"global_batch must be a multiple of micro_batch * ranks; got "
+                f"{training.global_batch}, {training.micro_batch} and {ranks.world}"
+            )
+        self.units_per_step = training.global_batch * task.item_size
+        self.steps = _steps(recipe, task)
+        self.end = self.steps * self.units_per_step
+        _claim(run, recipe, ranks)
+        torch.manual_seed(recipe.seed)
+        torch.use_deterministic_algorithms(training.deterministic)
+        model = task.build_model()
+        if training.activation_checkpointing:
+            options = {"use_reentrant": False}  # the reentrant kind drops the routers' gradients
+            model.activation_checkpointing_enable(options)  # type: ignore[operator]
+        if ranks.first:
+            facts = describe_environment(model, recipe, task.describe(), ranks.world)
+            run.write_json(run.environment, facts)
+        self.model = spread(model, training.parallel, ranks)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        decay = training.ema_decay
+        self.average = WeightAverage(self.model, decay) if decay else None
+
+    def fit(self, monitor: Monitor | None) -> RunResult:
+        step = self._resume(monitor)
+        every, keep = self.recipe.checkpoint.every, self.recipe.checkpoint.keep
+        speed = Speed()
+        with stop_on_signals() as stop:
+            while step < self.steps:
+                logged = (step + 1) % self.recipe.training.log_every == 0 or step + 1 == self.steps
+                record = self._step(step, summarise=logged)
+                step += 1
+                speed.add(self.units_per_step)
+                if logged and monitor is not None:
+                    record["per_second"] = speed.read()
+                    monitor.record(record)
+                    rate = f"{record['per_second']:,.0f} {self.task.unit}/s"
+                    monitor.advance(step, f"loss {record['ce']:.3f}  {rate}")
+                if self._due(step, self.recipe.evaluation.every):
+                    self._validate(step, monitor)
+                    speed.read()
+                stopping = self.ranks.any(bool(stop))
+                if stopping or self._due(step, every):
+                    save_checkpoint(
+                        self.run,
+                        step,
+                        self.model,
+                        self.optimizer,
+                        self.ranks,
+                        keep=keep,
+                        extra=self._average_tensors(),
+                    )
+                    speed.read()
+                if stopping and step < self.steps:
+                    return RunResult(self.run.path, step, self.steps, False, stop.signal)
+        self._export()
+        return RunResult(self.run.path, step, self.steps, finished=True)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def _step(self, step: int, *, summarise: bool) -> dict[str, Any]:
+        """One optimiser step; the record has the step's losses and, if asked, routing numbers."""
+        rate = learning_rate(self.recipe.optimizer, step * self.units_per_step, self.end)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        batches = self.task.micro_batches(step, self.ranks)
+        usage = self._usage_of_step(batches)
+        totals: dict[str, Tensor] = {}
+        summary: dict[str, Any] = {}
+        for number, batch in enumerate(batches):
+            last = number + 1 == len(batches)
+            with accumulate(self.model, last=last):
+                losses, summary = self._backward(step, batch, usage, len(batches), last=last)
+            for name, value in losses.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
+        norm = self._clip(step)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.model, step)
+        if not summarise:
+            return {}
+        means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
+        position = (step + 1) * self.units_per_step
+        head = {"kind": "train", "step": step + 1, self.task.unit: position}
+        return {**head, **means, "lr": rate, "grad_norm": norm, **summary}
+
+    def _backward(
+        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, last: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        section = self.recipe.losses
+        with precision(self.recipe.training.precision, self.ranks.device):
+            with capture(self.model) as captured:
+                task_loss = self.task.loss(self.model, batch)
+            if usage is None and section.balance_scope == "step":
+                usage = self._over_ranks(layer_usage(captured, section))
+            extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
+            loss = task_loss + extra
+        if not bool(torch.isfinite(loss)):
+            raise NonFiniteError(
+                explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)
+                + self._last_checkpoint()
+            )
+        (loss / parts).backward()  # type: ignore[no-untyped-call]
+        summary = routing_summary(captured) if last else {}
+        return {"ce": task_loss.detach(), **parts_of_extra}, summary
+
+    def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
+        """f_i over all micro-batches of the step, which only a forward before them can tell."""
+        if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
+            return None
+        sums: list[Tensor] = []
+        with torch.no_grad(), unchanged_buffers(self.model):
+            for batch in batches:
+                autocast = precision(self.recipe.training.precision, self.ranks.device)
+                with autocast, capture(self.model) as captured:
+                    self.task.loss(self.model, batch)
+                parts = layer_usage(captured, self.recipe.losses)
+                sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        return self._over_ranks([total / len(batches) for total in sums])
+
+    def _over_ranks(self, usage: list[Tensor]) -> list[Tensor]:
+        return [self.ranks.sum(part) / self.ranks.world for part in usage]
+
+    def _clip(self, step: int) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.recipe.training.clip_norm
+        )
+        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not value < float("inf"):
+            message = explain_gradient(self.model, step, value)
+            raise NonFiniteError(message + self._last_checkpoint())
+        return value
+
+    def _validate(self, step: int, monitor: Monitor | None) -> None:
+        with torch.no_grad(), precision(self.recipe.training.precision, self.ranks.device):
+            numbers = self.task.validate(whole_model(self.model), self.ranks.device)
+            if self.average is not None:
+                with self.average.applied(self.model):
+                    found = self.task.validate(whole_model(self.model), self.ranks.device)
+                numbers |= {f"ema/{name}": value for name, value in found.items()}
+        if monitor is not None:
+            position = step * self.units_per_step
+            head = {"kind": "validation", "step": step, self.task.unit: position}
+            monitor.record({**head, **numbers})
+
+    def _resume(self, monitor: Monitor | None) -> int:
+        checkpoints = self.run.complete_checkpoints()
+        step = 0
+        if checkpoints:
+            step = load_checkpoint(
+                checkpoints[-1],
+                self.model,
+                self.optimizer,
+                self.ranks,
+                extra=self._average_tensors(),
+            )
+        if self.ranks.first:
+            self.run.cut_metrics(step)
+        if monitor is not None and step:
+            monitor.say(f"going on from step {step} of {self.steps}")
+            monitor.advance(step, "")
+        return step
+
+    def _export(self) -> None:
+        """Hugging Face export of the final weights, and of their average if there is one."""
+        self._export_weights(self.run.model)
+        if self.average is not None:
+            with self.average.applied(self.model):
+                self._export_weights(self.run.averaged_model)
+
+    def _export_weights(self, folder: Path) -> None:
+        weights = gathered_weights(self.model)
+        if self.ranks.first and not (folder / "config.json").is_file():
+            torch.manual_seed(self.recipe.seed)
+            model = self.task.build_model()
+            model.load_state_dict(weights)
+            temporary = folder.with_name(f".{folder.name}.part")
+            self.task.export(model, temporary)
+            temporary.replace(folder)
+        self.ranks.wait()
+
+    def _average_tensors(self) -> dict[str, Tensor]:
+        return {} if self.average is None else self.average.tensors()
+
+    def _last_checkpoint(self) -> str:
+        checkpoints = self.run.complete_checkpoints()
+        return f"; last good checkpoint: {checkpoints[-1]}" if checkpoints else ""
+
+
+def _steps(recipe: AnyRecipe, task: Task) -> int:
+    training = recipe.training
+    if training.steps is not None:
+        return training.steps
+    units = training.global_batch * task.item_size
+    if training.tokens is not None:
+        return max(1, round(training.tokens / units))
+    assert training.epochs is not None
+    return max(1, round(training.epochs * (task.items // training.global_batch)))
+
+
+def _claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
+    """Write the recipe into the folder, or check that the folder's own is the same."""
+    text = dump_recipe(recipe)
+    if run.recipe.is_file() and run.recipe.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"output folder {run.path} holds a run of another recipe; choose another folder"
+        )
+    ranks.wait()
+    if ranks.first and not run.recipe.is_file():
+        run.recipe.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    if not ranks.first:
+        yield
+        return
+    with run.lock():
+        yield

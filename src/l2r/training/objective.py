@@ -1,0 +1,49 @@
+"""The auxiliary objective from recorded router outputs, and the routing numbers to log (Eq. 14)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from l2r.functional import expert_usage, load_balancing_loss, router_z_loss
+from l2r.recipes.schema import LossSection
+from l2r.routers import Captured
+
+
+def auxiliary_losses(
+    captured: Captured,
+    section: LossSection,
+    *,
+    usage: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, dict[str, Float[Tensor, ""]]]:
+    """Weighted sum lambda_bal L_bal + lambda_z L_z, and both losses unweighted.
+
+    ``usage`` gives the f_i of every layer for statistics over a whole step.
+    Raises ValueError when a weight is positive but no router was recorded.
+    """
+    logits, indices = captured.logits(), captured.indices()
+    if not logits:
+        raise ValueError("auxiliary losses have weights, but the model recorded no router outputs")
+    balance = load_balancing_loss(logits, indices, variant=section.balance_variant, usage=usage)
+    z = router_z_loss(logits, variant=section.z_variant, top_k=indices[0].shape[1])
+    return section.balance * balance + section.z * z, {"balance": balance.detach(), "z": z.detach()}
+
+
+def layer_usage(captured: Captured, section: LossSection) -> list[Float[Tensor, " N"]]:
+    """f_i of every layer, counted as the balance variant counts."""
+    first = section.balance_variant == "tutel"
+    pairs = zip(captured.logits(), captured.indices(), strict=True)
+    return [expert_usage(i[:, :1] if first else i, z.shape[1]) for z, i in pairs]
+
+
+def routing_summary(captured: Captured) -> dict[str, list[float] | list[int]]:
+    """Per layer: load entropy in [0, 1], max / mean load and the number of unused experts."""
+    entropy, peak, dead = [], [], []
+    for logits, indices in zip(captured.logits(), captured.indices(), strict=True):
+        share = expert_usage(indices, logits.shape[1]) / indices.shape[1]
+        entropy.append(float(torch.special.entr(share).sum() / math.log(max(2, len(share)))))
+        peak.append(float(share.max() * len(share)))
+        dead.append(int((share == 0).sum()))
+    return {"load_entropy": entropy, "max_over_mean": peak, "dead_experts": dead}

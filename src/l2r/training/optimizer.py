@@ -1,0 +1,47 @@
+"""AdamW with its parameter groups, and the learning rate as a function of the position."""
+
+import math
+
+import torch
+from torch import nn
+
+from l2r.recipes.schema import OptimizerSection
+
+
+def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW in two groups, decayed and not; OLMoE decays every parameter."""
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_anchor = name.endswith(".anchors")
+        is_norm = parameter.dim() < 2
+        skip = (is_anchor and not section.decay_anchors) or (is_norm and not section.decay_norms)
+        (kept if skip else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": section.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        fused=True,
+    )
+
+
+def learning_rate(section: OptimizerSection, position: int, end: int) -> float:
+    """Learning rate after ``position`` of ``end`` tokens (or samples).
+
+    Linear from warmup_start * lr to lr, then a cosine to final * lr. A warmup longer than the
+    whole run is cut to it.
+    """
+    warmup = min(section.warmup, end)
+    if position < warmup:
+        share = section.warmup_start + (1 - section.warmup_start) * position / warmup
+        return section.lr * share
+    progress = min(1.0, (position - warmup) / max(1, end - warmup))
+    share = section.final + (1 - section.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    return section.lr * share

@@ -1,0 +1,78 @@
+"""Spread a model over the ranks: DDP, or FSDP2 per block; and the switches of both."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from l2r.training.ranks import Ranks
+
+
+def spread(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
+    """The model ready for training on this rank's device; unchanged in a single process."""
+    model = model.to(ranks.device)
+    if ranks.world == 1:
+        return model
+    if kind == "ddp":
+        ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        # Running statistics of the norm's BatchNorm are already the same on every rank.
+        return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model inside a DDP wrapper, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextmanager
+def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Keep gradients on this rank until the last micro-batch of a step."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    yield
+
+
+def gathered_weights(model: nn.Module) -> dict[str, Any]:
+    """Full weights on the CPU of rank 0; empty on other ranks. A collective call."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Transformer blocks: the entries of the longest ModuleList."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len) if lists else []
+
+
+def precision(name: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast for bf16, nothing for fp32."""
+    if name == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Put running statistics back after a forward that does not count."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.copy_(value)

@@ -1,0 +1,65 @@
+"""The processes of one run: who am I, which device, and the few collectives the loop needs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among ``world`` processes."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum of a tensor over all ranks, no gradient."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank raised its flag."""
+        if self.world == 1:
+            return flag
+        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+
+    def wait(self) -> None:
+        """Barrier."""
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join_ranks() -> Iterator[Ranks]:
+    """Join the processes torchrun started, or be the only one.
+
+    One GPU per process when there are any, else the CPU with gloo.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if world == 1:
+        yield Ranks(0, 1, device)
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank, world, device)
+        dist.barrier()  # gloo processes can abort when one leaves before the others are done
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""What the loop needs to know about a task; language and vision each give one."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from l2r.training.ranks import Ranks
+
+Batch = dict[str, Tensor]
+
+
+class Task(Protocol):
+    """Data, model and loss of one run. ``unit`` and ``item_size`` say how progress is counted.
+
+    unit: "tokens" or "images". item_size: units per sequence or image. items: items per epoch.
+    """
+
+    unit: str
+    item_size: int
+    items: int
+
+    def build_model(self) -> nn.Module:
+        """A freshly initialised model on the CPU."""
+        ...
+
+    def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
+        """This rank's micro-batches of the global batch at ``step``; a pure function of both."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean task loss of a micro-batch, with its graph."""
+        ...
+
+    def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """Validation numbers by name."""
+        ...
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the model in Hugging Face format."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the data for environment.json."""
+        ...

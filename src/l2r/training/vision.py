@@ -1,0 +1,136 @@
+"""The vision task: ViT on images."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.data.augment import Augmentation, augment
+from l2r.data.image_loader import ImageLoader
+from l2r.data.image_sources import open_images
+from l2r.data.images import CentreCrop, ImageDataset, RandomCrop
+from l2r.evaluation.accuracy import evaluate_accuracy
+from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
+from l2r.recipes.vision import VisionRecipe
+from l2r.training.ranks import Ranks
+from l2r.training.task import Batch
+
+
+class VisionTask:
+    """Images in, cross-entropy of soft targets out."""
+
+    unit = "images"
+    item_size = 1
+
+    def __init__(self, recipe: VisionRecipe, report: Callable[[str], None]) -> None:
+        self.recipe = recipe
+        self.report = report
+        data, model = recipe.data, recipe.model
+        train, validation = open_images(data.images)
+        if model.num_labels not in (None, len(train.classes)):
+            raise ValueError(
+                f"model.num_labels must be the number of classes of the data, "
+                f"{len(train.classes)}, or null; got {model.num_labels}"
+            )
+        self.train = ImageDataset(
+            train,
+            size=model.image_size,
+            channels=model.num_channels,
+            crop=RandomCrop(scale=data.crop_scale, aspect=data.crop_aspect),
+            seed=recipe.seed,
+        )
+        self.validation = ImageDataset(
+            validation,
+            size=model.image_size,
+            channels=model.num_channels,
+            crop=CentreCrop(share=data.centre),
+        )
+        self.options = Augmentation(
+            **data.augmentation.model_dump(), mean=data.mean, deviation=data.deviation
+        )
+        self.items = len(self.train)
+        self.skipped: set[str] = set()
+        self._loader: ImageLoader | None = None
+
+    def build_model(self) -> nn.Module:
+        config = self.model_config()
+        if self.recipe.model.dense is None:
+            return L2rViTForImageClassification(config)
+        return L2rViTForImageClassification.from_dense(self.recipe.model.dense, config)
+
+    def model_config(self) -> L2rViTConfig:
+        """Model configuration of the recipe with the names of the classes."""
+        names = dict(enumerate(self.train.classes))
+        return L2rViTConfig(
+            **self.recipe.model.model_dump(exclude={"num_labels", "dense"}),
+            id2label=names,
+            label2id={name: label for label, name in names.items()},
+            router=self.recipe.router_config().to_dict(),
+        )
+
+    def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
+        training = self.recipe.training
+        if self._loader is None:
+            self._loader = ImageLoader(
+                self.train,
+                training.global_batch,
+                rank=ranks.rank,
+                world_size=ranks.world,
+                workers=self.recipe.data.workers,
+            )
+        batch = self._loader.batch(step)
+        self._note(batch.skipped)
+        images, targets = augment(
+            batch.pixels.to(ranks.device),
+            batch.labels.to(ranks.device),
+            batch.positions,
+            classes=len(self.train.classes),
+            options=self.options,
+            seed=self.recipe.seed,
+        )
+        size = training.micro_batch
+        parts = zip(torch.split(images, size), torch.split(targets, size), strict=True)
+        return [{"pixel_values": x, "targets": y} for x, y in parts]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        return nn.functional.cross_entropy(logits.float(), batch["targets"])
+
+    def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        section = self.recipe.evaluation
+        found = evaluate_accuracy(
+            model,
+            self.validation,
+            mean=self.recipe.data.mean,
+            deviation=self.recipe.data.deviation,
+            batch_size=section.batch_size,
+            max_images=section.batch_size * section.max_batches,
+        )
+        self._note(found.skipped)
+        return {
+            "ce": found.loss,
+            "top1": found.top1,
+            "top5": found.top5,
+            "evaluated": found.images,
+            "skipped": len(self.skipped),
+        }
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        model.save_pretrained(folder)  # type: ignore[operator]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "train_images": len(self.train),
+            "validation_images": len(self.validation),
+            "classes": len(self.train.classes),
+            "source": self.recipe.data.images,
+        }
+
+    def _note(self, skipped: tuple[str, ...]) -> None:
+        """Name every unreadable image once, with the count so far."""
+        for name in skipped:
+            if name not in self.skipped:
+                self.skipped.add(name)
+                self.report(f"skipped unreadable image {name} ({len(self.skipped)} so far)")

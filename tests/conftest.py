@@ -1,0 +1,58 @@
+"""Shared by all tests: one thread, fixed seeds, small fixtures."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
+settings.load_profile("l2r")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two domains of six small text files each."""
+    root = tmp_path_factory.mktemp("text")
+    words = {"animals": ["cat", "dog", "bird", "fish"], "numbers": ["one", "two", "three", "four"]}
+    for domain, choices in words.items():
+        (root / domain).mkdir()
+        for number in range(6):
+            text = " ".join(choices[(i * (number + 1) + i // 3) % 4] for i in range(900))
+            (root / domain / f"{number}.txt").write_text(text)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_changes(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Changes that shrink a demo recipe to a model that trains in a second."""
+    os.environ["L2R_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    return [
+        f"data.corpus={text_folder}",
+        "data.vocab_size=300",
+        "data.characters_per_domain=30000",
+        "data.sequence_length=32",
+        "model.hidden_size=32",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=2",
+        "model.intermediate_size=16",
+        "model.num_experts=8",
+        "model.num_experts_per_tok=2",
+        "training.steps=6",
+        "training.global_batch=8",
+        "training.micro_batch=8",
+        "training.log_every=1",
+        "optimizer.warmup=512",
+        "evaluation.every=3",
+        "evaluation.batch_size=4",
+        "evaluation.max_batches=2",
+        "checkpoint.every=2",
+    ]

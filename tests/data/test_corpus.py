@@ -1,0 +1,83 @@
+"""The corpus: deterministic, cached, held out by whole files, clear errors."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.sources import embedded_sources
+from l2r.data.tokens import TokenDataset, read_documents
+
+
+def options(folder, **changes):
+    return CorpusOptions(**{"folder": str(folder), "vocab_size": 300, **changes})
+
+
+def digest(root: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(root.rglob("*"))
+        if p.is_file()
+    }
+
+
+def test_same_text_gives_the_same_bytes_and_the_second_time_nothing_is_built(text_folder, tmp_path):
+    first = build_corpus(options(text_folder), cache=tmp_path / "a")
+    second = build_corpus(options(text_folder), cache=tmp_path / "b")
+    assert digest(first.root) == digest(second.root) and len(digest(first.root)) > 6
+    said: list[str] = []
+    again = build_corpus(options(text_folder), cache=tmp_path / "a", report=said.append)
+    assert again.root == first.root and said == []
+
+
+def test_validation_files_are_whole_files_that_training_never_sees(text_folder, tmp_path):
+    corpus = build_corpus(options(text_folder), cache=tmp_path)
+    train, validation = TokenDataset(corpus.train, 16), TokenDataset(corpus.validation, 16)
+    assert train.domains == validation.domains == ("animals", "numbers")
+    texts = [p.read_text() for p in sorted((text_folder / "animals").glob("*.txt"))]
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json"))
+    held_out = [
+        tokenizer.decode(ids[:-1]) for d, ids in read_documents(corpus.validation) if d == "animals"
+    ]
+    seen = [tokenizer.decode(ids[:-1]) for d, ids in read_documents(corpus.train) if d == "animals"]
+    assert len(held_out) == 1 and held_out[0] in texts
+    assert sorted(held_out + seen) == sorted(texts)
+
+
+def test_changed_text_is_another_corpus(text_folder, tmp_path):
+    first = build_corpus(options(text_folder), cache=tmp_path)
+    other = build_corpus(options(text_folder, vocab_size=310), cache=tmp_path)
+    assert first.root != other.root
+
+
+def test_embedded_text_is_there_without_a_network():
+    for domain, files in embedded_sources().items():
+        name, text = next(iter(files()))
+        assert name and len(text) > 100, domain
+
+
+def test_a_killed_build_leaves_no_corpus(text_folder, tmp_path):
+    def stop(line: str) -> None:
+        if line.startswith("tokenising"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(options(text_folder), cache=tmp_path, report=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_missing_or_empty_folder_is_named(tmp_path, make):
+    folder = tmp_path / "nothing"
+    if make:
+        folder.mkdir()
+    with pytest.raises(ValueError, match=f"corpus folder must .*; got {folder}"):
+        build_corpus(options(folder), cache=tmp_path / "cache")
+
+
+def test_one_file_cannot_be_split(tmp_path):
+    (tmp_path / "only.txt").write_text("word " * 5000)
+    with pytest.raises(ValueError, match="at least two text files"):
+        build_corpus(options(tmp_path), cache=tmp_path / "cache")

@@ -1,0 +1,192 @@
+"""Shards to token files: the same bytes whatever happens on the way."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from l2r.data.listing import folder_listing
+from l2r.data.manifest import read_manifest
+from l2r.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
+from l2r.data.prepare import prepare, shard_tasks
+from l2r.data.shards import BadShardError
+from l2r.data.tokens import TokenDataset, read_documents
+
+
+def tasks_of(folder, plan=None):
+    return shard_tasks(folder_listing(folder), f"{folder}/", plan=plan)
+
+
+def bytes_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_token_files_hold_every_document_in_order(
+    shard_folder, documents, tokenizer_file, tmp_path
+):
+    seen = []
+    manifest = prepare(
+        tasks_of(shard_folder),
+        tmp_path / "tokens",
+        tokenizer=tokenizer_file,
+        workers=2,
+        on_progress=seen.append,
+    )
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    expected = [
+        (domain, [*tokenizer.encode(text).ids, 0])
+        for seed, domain in enumerate(["dclm", "dclm", "pes2o", "wiki"])
+        for text in documents(seed, 150)
+    ]
+    got = [(domain, ids.tolist()) for domain, ids in read_documents(tmp_path / "tokens")]
+    assert got == expected
+    assert manifest == read_manifest(tmp_path / "tokens")
+    assert [f.name for f in manifest.files] == [
+        "dclm-00000", "dclm-00001", "pes2o-00000", "wiki-00000",
+    ]  # fmt: skip
+    assert TokenDataset(tmp_path / "tokens", 16, verify=True).domains == ("dclm", "pes2o", "wiki")
+    assert (seen[0].shards, seen[-1].shards, seen[-1].shards_total) == (0, 4, 4)
+    assert seen[-1].bytes_read == seen[-1].bytes_total
+    assert seen[-1].tokens == manifest.tokens
+    assert [p.bytes_read for p in seen] == sorted(p.bytes_read for p in seen)
+
+    # Again: nothing is left to do, and one worker gives the bytes that two gave.
+    before = bytes_of(tmp_path / "tokens")
+    again = []
+    prepare(
+        tasks_of(shard_folder),
+        tmp_path / "tokens",
+        tokenizer=tokenizer_file,
+        on_progress=again.append,
+    )
+    assert [p.shards for p in again] == [4]
+    assert bytes_of(tmp_path / "tokens") == before
+    # ... and so does reading through fsspec, which streams from the hub.
+    urls = shard_tasks(folder_listing(shard_folder), f"file://{shard_folder}/")
+    prepare(urls, tmp_path / "one", tokenizer=tokenizer_file, workers=1)
+    assert bytes_of(tmp_path / "one") == before
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from l2r.data.listing import folder_listing
+from l2r.data.prepare import prepare, shard_tasks
+if __name__ == "__main__":
+    shards, out, tokenizer = map(Path, sys.argv[1:])
+    prepare(shard_tasks(folder_listing(shards), f"{shards}/"), out, tokenizer=tokenizer, workers=2)
+"""
+
+
+def test_killed_twice_and_resumed_gives_the_same_bytes(
+    documents, write_shard, tokenizer_file, tmp_path
+):
+    shards = tmp_path / "shards"
+    for number in range(12):
+        write_shard(shards / f"data/dclm/dclm-{number:04d}.json.gz", documents(number, 4000))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def finished(out):
+        return len(list(out.glob("receipts/*.json")))
+
+    out, rng = tmp_path / "killed", random.Random(0)
+    left = []
+    for goal in (2, 6):
+        process = subprocess.Popen([sys.executable, script, shards, out, tokenizer_file])
+        while finished(out) < goal and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(0.02 * rng.random())
+        workers = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert psutil.wait_procs(workers, timeout=10)[1] == []  # workers die with their parent
+        left.append(finished(out))
+        assert not (out / "manifest.json").exists()
+    # Both kills hit a run that had done something and had something left to do.
+    assert 2 <= left[0] < left[1] < 12
+    prepare(tasks_of(shards), out, tokenizer=tokenizer_file, workers=2)
+    prepare(tasks_of(shards), tmp_path / "whole", tokenizer=tokenizer_file, workers=1)
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+def test_corrupt_shard_is_refused_or_skipped_by_choice(shard_folder, tokenizer_file, tmp_path):
+    bad = shard_folder / "data/dclm/dclm-0000.json.zst"
+    bad.write_bytes(bad.read_bytes()[:-30])
+    out = tmp_path / "tokens"
+    with pytest.raises(BadShardError, match=r"shard data/dclm/dclm-0000.json.zst is truncated"):
+        prepare(tasks_of(shard_folder), out, tokenizer=tokenizer_file)
+    assert not (out / "manifest.json").exists()
+    assert not list(out.glob("dclm-00000*"))
+    manifest = prepare(tasks_of(shard_folder), out, tokenizer=tokenizer_file, on_bad_shard="skip")
+    assert [f.name for f in manifest.files] == ["dclm-00001", "pes2o-00000", "wiki-00000"]
+    skipped = json.loads((out / "manifest.json").read_text())["source"]["skipped"]
+    assert list(skipped) == ["data/dclm/dclm-0000.json.zst"]
+    assert not list(out.glob(".*.part"))
+
+
+def test_other_tokenizer_in_the_same_folder_is_refused(shard_folder, tokenizer_file, tmp_path):
+    one = shard_tasks({"wiki": ["data/wiki/wiki-0000.json.gz"]}, f"{shard_folder}/")
+    prepare(one, tmp_path / "tokens", tokenizer=tokenizer_file)
+    with pytest.raises(ValueError, match=r"by tokenizer 'tokenizer.json'; write .* to another"):
+        prepare(one, tmp_path / "tokens")
+    other = [dataclasses.replace(one[0], file="data/wiki/other.json.gz")]
+    with pytest.raises(ValueError, match=r"holds tokens of data/wiki/wiki-0000.json.gz"):
+        prepare(other, tmp_path / "tokens", tokenizer=tokenizer_file)
+    (tmp_path / "tokens" / "wiki-00000.bin").write_bytes(b"\0\0")
+    with pytest.raises(ValueError, match=r"wiki-00000.bin must have \d+ bytes; got 2"):
+        prepare(one, tmp_path / "tokens", tokenizer=tokenizer_file)
+
+
+def test_bad_options_are_refused(tokenizer_file, tmp_path):
+    with pytest.raises(ValueError, match="workers must be >= 1; got 0"):
+        prepare([], tmp_path, tokenizer=tokenizer_file, workers=0)
+    with pytest.raises(ValueError, match="no shard could be read"):
+        prepare([], tmp_path, tokenizer=tokenizer_file)
+
+
+MIXTURE = Mixture("a/b", (Domain("dclm", 4, 4e6), Domain("wiki", 2, 2e6)))
+LISTING = {
+    "dclm": [f"data/dclm/{i}.jsonl" for i in range(4)],
+    "wiki": ["data/wiki/a.jsonl", "data/wiki/b.jsonl"],
+}
+
+
+def test_plan_chooses_by_position_or_by_name():
+    plan = plan_subset(3_000_000, mixture=MIXTURE)
+    tasks = shard_tasks(LISTING, "hf://datasets/a/b@c0ffee/", plan=plan)
+    assert [len(d.shards) for d in plan.domains] == [2, 1]
+    expected = [LISTING[d.name][s.index] for d in plan.domains for s in d.shards]
+    assert [t.url for t in tasks] == [f"hf://datasets/a/b@c0ffee/{file}" for file in expected]
+    # A partial local copy without data/ serves a plan that names its files.
+    named = name_shards(plan, LISTING)
+    local = {d.name: [s.file.removeprefix("data/") for s in d.shards] for d in named.domains}
+    assert [t.name for t in shard_tasks(local, "x/", plan=named)] == [t.name for t in tasks]
+    assert [t.url for t in shard_tasks(local, "x/", plan=named)] == [
+        "x/" + file.removeprefix("data/") for file in expected
+    ]
+
+
+def test_plan_that_the_source_cannot_serve_is_refused():
+    plan = plan_subset(3_000_000, mixture=MIXTURE)
+    with pytest.raises(
+        ValueError, match="counts shards of dclm in a listing of 4; the source has 1"
+    ):
+        shard_tasks({"dclm": ["data/dclm/0.jsonl"]}, "x/", plan=plan)
+    missing = dataclasses.replace(
+        plan.domains[1], shards=(PlannedShard(0, "data/wiki/gone.jsonl"),)
+    )
+    with pytest.raises(ValueError, match=r"lacks data/wiki/gone.jsonl"):
+        shard_tasks(LISTING, "x/", plan=dataclasses.replace(plan, domains=(missing,)))

@@ -1,0 +1,74 @@
+"""Validation cross-entropy against a loop in float64."""
+
+import pytest
+import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+from l2r.data.manifest import TokenizerIdentity
+from l2r.data.tokens import TokenDataset, write_token_files
+from l2r.evaluation.perplexity import token_losses, validation_loss
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    config = OlmoeConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+        initializer_range=0.3, pad_token_id=1,
+    )  # fmt: skip
+    return OlmoeForCausalLM(config)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+
+    def documents(count):
+        return [torch.randint(2, VOCAB, (11,), generator=generator).tolist() for _ in range(count)]
+
+    identity = TokenizerIdentity("tiny", VOCAB, eos_token_id=0)
+    write_token_files(tmp_path, {"web": documents(7), "code": documents(3)}, tokenizer=identity)
+    return TokenDataset(tmp_path, 6)
+
+
+def loop_loss(model, dataset, index):
+    """Mean negative log-probability of the next tokens of one instance."""
+    ids = dataset[index]["input_ids"]
+    with torch.no_grad():
+        logits = model.eval()(ids[None]).logits[0].double()
+    total = 0.0
+    for position in range(len(ids) - 1):
+        probabilities = logits[position].exp() / logits[position].exp().sum()
+        total -= probabilities[ids[position + 1]].log().item()
+    return total / (len(ids) - 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 50])
+def test_loss_is_the_mean_per_domain(tiny, dataset, batch_size):
+    expected = {domain: [] for domain in dataset.domains}
+    for index in range(len(dataset)):
+        domain = dataset.domains[dataset[index]["domain"]]
+        expected[domain].append(loop_loss(tiny, dataset, index))
+    tiny.train()
+    got = validation_loss(tiny, dataset, batch_size=batch_size)
+    assert tiny.training
+    means = {domain: sum(v) / len(v) for domain, v in expected.items()}
+    assert got.pop("mean") == pytest.approx(sum(means.values()) / 2, rel=1e-5)
+    assert got == pytest.approx(means, rel=1e-5)
+
+
+def test_limited_batches_are_spread_over_the_files(tiny, dataset):
+    first, last = loop_loss(tiny, dataset, 0), loop_loss(tiny, dataset, len(dataset) - 1)
+    got = validation_loss(tiny, dataset, batch_size=2, max_batches=1)
+    domains = [dataset.domains[dataset[i]["domain"]] for i in (0, len(dataset) - 1)]
+    assert {d: got[d] for d in domains} == pytest.approx(
+        dict(zip(domains, (first, last), strict=True)), rel=1e-5
+    )
+
+
+def test_token_losses_have_one_value_per_next_token(tiny, dataset):
+    rows = dataset.rows([0, 1])["input_ids"]
+    assert token_losses(tiny.eval(), rows).shape == (2, 5)

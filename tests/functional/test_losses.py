@@ -1,0 +1,104 @@
+"""Load balance in its four variants, z-loss and masks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+from l2r.functional import expert_usage, load_balancing_loss, mean_probs, router_z_loss
+from tests import reference
+
+
+def layer(seed, tokens=20, experts=6, top_k=2):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
+    return logits, logits.topk(top_k).indices
+
+
+@pytest.mark.parametrize("variant", ["paper", "olmoe", "tutel"])
+@given(seed=st.integers(0, 1000))
+def test_balance_equals_loops(variant, seed):
+    logits, indices = layer(seed)
+    expected = reference.balance_loss(logits.numpy(), indices.numpy(), variant)
+    assert load_balancing_loss(logits, indices, variant=variant).item() == pytest.approx(expected)
+
+
+@given(seed=st.integers(0, 1000))
+def test_z_loss_equals_loops(seed):
+    logits, _ = layer(seed)
+    assert router_z_loss(logits).item() == pytest.approx(reference.z_loss(logits.numpy()))
+    assert router_z_loss(logits, variant="olmoe", top_k=2).item() == pytest.approx(
+        reference.z_loss(logits.numpy()) / 2
+    )
+
+
+def test_hf_variant_equals_transformers():
+    layers = [layer(seed) for seed in range(3)]
+    ours = load_balancing_loss([z for z, _ in layers], [i for _, i in layers], variant="hf")
+    theirs = load_balancing_loss_func(tuple(z.float() for z, _ in layers), 6, 2)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_perfect_balance_has_the_documented_values():
+    experts, top_k = 8, 2
+    logits = torch.zeros(experts, experts)
+    indices = torch.stack([torch.arange(experts), (torch.arange(experts) + 1) % experts], dim=1)
+    values = {"paper": top_k, "hf": top_k, "olmoe": 1, "tutel": 1}
+    for variant, value in values.items():
+        assert load_balancing_loss(logits, indices, variant=variant).item() == pytest.approx(value)
+
+
+def test_layers_that_collapse_differently_look_balanced_to_hf_alone():
+    one_hot = torch.eye(4) * 100
+    logits = [one_hot[i].repeat(12, 1) for i in range(4)]
+    indices = [torch.full((12, 1), i) for i in range(4)]
+    assert load_balancing_loss(logits, indices, variant="hf").item() == pytest.approx(1)
+    assert load_balancing_loss(logits, indices, variant="paper").item() == pytest.approx(4)
+
+
+@pytest.mark.parametrize("variant", ["paper", "olmoe", "hf", "tutel"])
+def test_masked_tokens_change_nothing(variant):
+    logits, indices = layer(5)
+    mask = torch.ones(26, dtype=torch.bool)
+    mask[20:] = False
+    padded = torch.cat([logits, torch.full((6, 6), 1e3, dtype=torch.float64)])
+    padded_indices = torch.cat([indices, torch.zeros(6, 2, dtype=torch.long)])
+    plain = load_balancing_loss(logits, indices, variant=variant)
+    masked = load_balancing_loss(padded, padded_indices, variant=variant, mask=mask)
+    torch.testing.assert_close(masked, plain)
+    torch.testing.assert_close(router_z_loss(padded, mask=mask), router_z_loss(logits))
+
+
+def test_gradient_reaches_the_logits_and_is_exact():
+    logits, indices = layer(7)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: load_balancing_loss(z, indices), (logits,))
+    assert torch.autograd.gradcheck(router_z_loss, (logits,))
+
+
+def test_usage_and_shares_sum_to_k_and_one():
+    logits, indices = layer(9)
+    assert expert_usage(indices, 6).sum().item() == pytest.approx(2)
+    assert mean_probs(logits).sum().item() == pytest.approx(1)
+
+
+def test_given_usage_replaces_the_layers_own():
+    logits, indices = layer(11)
+    usage = [torch.full((6,), 2 / 6)]
+    assert load_balancing_loss(logits, indices, usage=usage).item() == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda z, i: load_balancing_loss(z, i, variant="switch"), "variant must be one of paper"),
+        (lambda z, i: load_balancing_loss([z, z], [i]), "lists of one length"),
+        (lambda z, i: load_balancing_loss(z, i, mask=torch.ones(3)), "one entry per token"),
+        (lambda z, i: router_z_loss(z, variant="olmoe"), "top_k is needed"),
+        (lambda z, i: router_z_loss(z, variant="x"), "variant must be one of paper, olmoe"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*layer(1))

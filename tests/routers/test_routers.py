@@ -1,0 +1,305 @@
+"""Every router against an independent float64 reference, forward and gradient; the contract."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import OlmoeConfig
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+
+from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
+from l2r.routers import LinearRouter, Router, make_config, router_names
+from l2r.routers.registry import PAPER_ROUTERS
+from tests import reference
+
+SIZES = [(16, 4, 2), (24, 9, 3), (8, 2, 1)]  # hidden size, experts, top-k
+
+
+def reference_logits(router, x):
+    """Logits of a router of ours in numpy, from its parameters by name."""
+    state = {name: value.detach().double().numpy() for name, value in router.state_dict().items()}
+    config = router.config
+    if "weight" in state:
+        return x @ state["weight"].T
+    hidden = x
+    if "norm.weight" in state:
+        hidden = reference.rms_normalised(x, state["norm.weight"], config.norm_eps)
+    query = hidden @ state["projection.weight"].T if "projection.weight" in state else hidden
+    options = {"eps": config.eps}
+    kind = getattr(config, "scoring", "cosine")
+    if kind == "sips":
+        options |= {"gamma": config.gamma, "beta": config.beta, "p": config.p}
+    return reference.expert_logits(kind, query, state["anchors"], **options)
+
+
+def spread(router, seed):
+    """Move the parameters away from their initial values, so that gains and norms matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise)
+    return router
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_router_equals_the_reference(kind, sizes):
+    hidden, experts, top_k = sizes
+    options = {"rank": 3, "heads": 4} if kind.startswith("l2r") else {}
+    router = build_router(
+        kind, hidden_size=hidden, num_experts=experts, top_k=top_k, **options
+    ).double()
+    spread(router, seed=hidden)
+    x = np.random.default_rng(experts).normal(size=(11, hidden)) * 3
+    output = router(torch.tensor(x))
+    expected = reference_logits(router, x)
+    np.testing.assert_allclose(output.logits.detach(), expected, atol=1e-10)
+    probs = reference.softmax(expected)
+    order = np.argsort(-probs, axis=1, kind="stable")[:, :top_k]
+    np.testing.assert_array_equal(output.indices, order)
+    np.testing.assert_allclose(
+        output.weights.detach(), np.take_along_axis(probs, order, 1), atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+def test_gradients_equal_finite_differences_of_the_reference(kind):
+    options = {"rank": 2, "heads": 3} if kind.startswith("l2r") else {}
+    router = build_router(kind, hidden_size=6, num_experts=4, top_k=2, **options).double()
+    spread(router, seed=4)
+    x = np.random.default_rng(1).normal(size=(5, 6))
+    direction = np.random.default_rng(2).normal(size=(5, 4))
+    (router.logits(torch.tensor(x)) * torch.tensor(direction)).sum().backward()
+    step = 1e-6
+    for name, parameter in router.named_parameters():
+        flat = parameter.data.view(-1)
+        for position in range(0, flat.numel(), max(1, flat.numel() // 7)):
+            values = []
+            for sign in (1, -1):
+                flat[position] += sign * step
+                values.append((reference_logits(router, x) * direction).sum())
+                flat[position] -= sign * step
+            expected = (values[0] - values[1]) / (2 * step)
+            found = parameter.grad.view(-1)[position].item()
+            assert found == pytest.approx(expected, abs=1e-6, rel=1e-6), (name, position)
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+def test_gradcheck(kind):
+    router = build_router(kind, hidden_size=5, num_experts=4, top_k=2).double()
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(router.logits, (x,))
+
+
+def test_linear_equals_the_hugging_face_router():
+    config = OlmoeConfig(hidden_size=32, num_experts=8, num_experts_per_tok=3)
+    theirs = OlmoeTopKRouter(config)
+    torch.nn.init.normal_(theirs.weight)
+    ours = build_router("linear", hidden_size=32, num_experts=8, top_k=3)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7, 32)
+    for mine, other in zip(ours(x), theirs(x), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_one_head_equals_a_single_anchor_without_pooling():
+    router = build_router("l2r_sips", hidden_size=16, num_experts=5, top_k=2, heads=1)
+    x = torch.randn(9, 16)
+    from l2r.functional import sips_scores
+
+    expected = sips_scores(router.query(x), router.anchors)[..., 0]
+    torch.testing.assert_close(router.logits(x), expected)
+
+
+def test_beta_zero_is_gamma_psi_cosine():
+    sizes = {"hidden_size": 16, "num_experts": 5, "top_k": 2, "heads": 1}
+    sips = build_router("l2r_sips", **sizes, beta=0.0, gamma=1.5)
+    cosine = build_router("l2r_cosine", **sizes)
+    cosine.load_state_dict(sips.state_dict())
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(sips.logits(x), 1.5 * cosine.logits(x))  # psi is 1 at the start
+
+
+def test_anchors_start_on_the_unit_sphere():
+    router = build_router("l2r_sips", hidden_size=64, num_experts=8, top_k=2, rank=4, heads=16)
+    torch.testing.assert_close(router.anchors.norm(dim=-1), torch.ones(8, 16))
+
+
+def test_batchnorm_of_the_magnitude_uses_batch_then_running_statistics():
+    router = build_router(
+        "l2r_sips", hidden_size=16, num_experts=4, top_k=2, query_norm="batchnorm"
+    ).double()
+    x = torch.randn(50, 16, dtype=torch.float64)
+    rho = router.query(x).norm(dim=-1)
+    hat = (rho - rho.mean()) / (rho.var(unbiased=False) + 1e-5).sqrt()
+    anchors = router.anchors.detach().numpy()
+    expected = reference.expert_logits(
+        "sips", router.query(x).detach().numpy(), anchors, rho_hat=hat.detach().numpy()
+    )
+    np.testing.assert_allclose(router.logits(x).detach(), expected, atol=1e-9)
+    norm = router.magnitude_norm
+    assert norm.running_mean.item() == pytest.approx(0.1 * rho.mean().item())
+    assert norm.running_var.item() == pytest.approx(0.9 + 0.1 * rho.var().item())
+    router.eval()
+    before = norm.running_mean.clone()
+    single = torch.cat([router.logits(row[None]) for row in x])
+    torch.testing.assert_close(single, router.logits(x))
+    assert torch.equal(before, norm.running_mean)
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+def test_half_precision_inputs_are_routed_in_fp32_and_autocast_is_off(kind):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    x = torch.randn(6, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = router(x)
+    assert output.logits.dtype == torch.float32 and output.weights.dtype == torch.bfloat16
+    torch.testing.assert_close(output.logits, router(x.float()).logits)
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_empty_and_single_token_batches(kind, tokens):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    output = router(torch.randn(tokens, 16))
+    assert output.logits.shape == (tokens, 4) and output.indices.shape == (tokens, 2)
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e18, -1e18])
+def test_extreme_inputs_give_finite_routing(kind, value):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    x = torch.full((3, 16), value, requires_grad=True)
+    output = router(x)
+    assert torch.isfinite(output.weights).all() and torch.isfinite(output.logits).all()
+    output.logits.sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_temperature_divides_logits_and_can_be_learned():
+    sizes = {"hidden_size": 16, "num_experts": 4, "top_k": 2}
+    plain = build_router("l2r_sips", **sizes)
+    x = torch.randn(5, 16)
+    for options in ({"temperature": 0.5}, {"temperature": 0.5, "learn_temperature": True}):
+        router = build_router("l2r_sips", **sizes, **options)
+        router.load_state_dict(plain.state_dict(), strict=False)
+        torch.testing.assert_close(router.logits(x), plain.logits(x) / 0.5)
+    router.logits(x).square().sum().backward()
+    assert router.log_temperature.grad.abs() > 0
+
+
+def test_normalised_weights_sum_to_one():
+    router = build_router("linear", hidden_size=8, num_experts=6, top_k=3, normalize_weights=True)
+    sums = router(torch.randn(5, 8)).weights.sum(dim=1)
+    torch.testing.assert_close(sums, torch.ones(5))
+
+
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+def test_config_and_weights_make_the_round_trip(kind):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    config = RouterConfig.from_dict(router.config.to_dict())
+    assert config == router.config and config.kind == kind
+    again = build_router(config, hidden_size=16, num_experts=4, top_k=2)
+    again.load_state_dict(router.state_dict())
+    x = torch.randn(3, 16)
+    assert torch.equal(again.logits(x), router.logits(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_config("l2r_sip"), "unknown router 'l2r_sip' .did you mean 'l2r_sips'"),
+        (lambda: make_config("l2r_sips", rnk=2), "no option 'rnk' .did you mean 'rank'"),
+        (lambda: make_config("l2r_sips", rank=0), "rank must be >= 1; got rank=0"),
+        (lambda: make_config("l2r_sips", scoring="dot"), "fixes scoring='sips'"),
+        (lambda: make_config("l2r_sips", beta=1.5), "beta must be between 0 and 1"),
+        (lambda: make_config("l2r_sips", p=0.5), "p must be >= 1"),
+        (lambda: make_config("l2r_sips", rank="two"), "wrong type"),
+        (lambda: make_config("linear", temperature=float("nan")), "temperature must be > 0"),
+        (lambda: make_config("xmoe", gate="relu"), "gate must be softmax or sigmoid"),
+        (lambda: XMoEConfig.preset("mesh"), "preset must be one of torchscale"),
+        (lambda: RouterConfig.from_dict({"rank": 2}), "kind is missing"),
+        (lambda: build_router("linear", hidden_size=8, num_experts=4, top_k=5), "top_k must be"),
+        (lambda: build_router("linear", hidden_size=8, num_experts=4, top_k=0), "top_k must be"),
+        (
+            lambda: build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2, rank=9),
+            "rank must be <= hidden_size; got rank=9, hidden_size=8; lower rank",
+        ),
+        (
+            lambda: build_router(
+                "linear", hidden_size=8, num_experts=4, top_k=1, normalize_weights=True
+            ),
+            "stops the router's gradient",
+        ),
+        (
+            lambda: build_router("linear", hidden_size=8, num_experts=4, top_k=2)(
+                torch.randn(3, 7)
+            ),
+            "hidden_size=8 as its last dimension",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = build_router("linear", hidden_size=8, num_experts=4, top_k=2)
+        self.second = build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2)
+
+    def forward(self, x):
+        return self.first(x).logits.sum() + self.second(x).logits.sum()
+
+
+def test_capture_collects_outputs_in_order_with_their_graph_and_lets_go():
+    model = Block()
+    x = torch.randn(3, 8)
+    with capture(model, inputs=True) as captured:
+        model(x)
+        model(x)
+    assert list(captured.outputs) == ["first", "second"]
+    assert len(captured.logits()) == 4 and torch.equal(captured.inputs["first"][0], x)
+    captured.logits()[0].sum().backward()
+    assert model.first.weight.grad is not None
+    model(x)
+    assert len(captured.logits()) == 4
+
+
+def test_capture_refuses_a_model_without_routers():
+    with (
+        pytest.raises(ValueError, match="Linear contains no l2r Router"),
+        capture(torch.nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_a_new_router_is_one_class_and_one_decorator():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class UniformConfig(RouterConfig):
+        level: float = 0.0
+
+    @register_router("test_uniform")
+    class UniformRouter(Router):
+        Config = UniformConfig
+
+        def raw_logits(self, x):
+            return x.new_full((len(x), self.num_experts), self.config.level)
+
+    router = build_router("test_uniform", hidden_size=4, num_experts=4, top_k=2, level=1.0)
+    assert router(torch.randn(3, 4)).logits.unique().item() == 1.0
+    assert "test_uniform" in router_names() and router.config.kind == "test_uniform"
+    with pytest.raises(ValueError, match="is taken by"):
+        register_router("test_uniform")(LinearRouter)
+
+
+def test_l2r_config_selects_its_name_by_scoring():
+    assert [L2RConfig(scoring=s).kind for s in ("dot", "cosine", "sips")] == [
+        "l2r_dot",
+        "l2r_cosine",
+        "l2r_sips",
+    ]

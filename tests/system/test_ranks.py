@@ -1,0 +1,66 @@
+"""Two gloo processes started by torchrun give what one process gives."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from l2r.data.run_folder import RunFolder
+
+
+def launch(ranks, folder, changes, *extra):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "l2r", "train", "demo/l2r-sips"]
+    command += [*changes, "losses.balance_scope=step", "training.micro_batch=4", *extra]
+    done = subprocess.run(
+        [*command, "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return RunFolder(folder)
+
+
+def assert_same(first, second):
+    one, two = (load_file(r.model / "model.safetensors") for r in (first, second))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+    for a, b in zip(first.read_metrics("train"), second.read_metrics("train"), strict=True):
+        for loss in ("ce", "balance", "z", "grad_norm"):
+            assert a[loss] == pytest.approx(b[loss], abs=1e-4 if loss == "grad_norm" else 1e-5)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
+def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
+    query_norm = f"router.query_norm={norm}"
+    whole = "training.micro_batch=8"  # BatchNorm sees the batch of all ranks, not of a part
+    one = launch(1, tmp_path / "one", tiny_changes, query_norm, whole)
+    for parallel in ("ddp", "fsdp2"):
+        two = launch(
+            2, tmp_path / parallel, tiny_changes, query_norm, f"training.parallel={parallel}"
+        )
+        assert_same(one, two)
+
+
+def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):
+    """Three ways to the same weights: unbroken, and DDP for 2 steps then FSDP2."""
+    one = launch(1, tmp_path / "one", tiny_changes)
+    broken = launch(2, tmp_path / "two", tiny_changes)
+    for checkpoint in broken.complete_checkpoints()[1:]:
+        for path in checkpoint.iterdir():
+            path.unlink()
+        checkpoint.rmdir()
+    (broken.model / "config.json").unlink()
+    recipe = broken.recipe.read_text().replace("parallel: ddp", "parallel: fsdp2")
+    broken.recipe.write_text(recipe)
+    for path in broken.model.iterdir():
+        path.unlink()
+    broken.model.rmdir()
+    two = launch(2, tmp_path / "two", tiny_changes, "training.parallel=fsdp2")
+    assert_same(one, two)

@@ -1,0 +1,233 @@
+"""The loop: exact resume, accumulation, NaN, refused folders. Tiny model, real text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from l2r.data.run_folder import RunFolder
+from l2r.recipes.load import load_recipe
+from l2r.training import loop
+from l2r.training.health import NonFiniteError
+
+
+def run(folder, changes, *extra, recipe="demo/l2r-sips"):
+    return loop.train(load_recipe(recipe, [*changes, *extra]), folder, show_progress=False)
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model" / "model.safetensors")
+
+
+def same_bits(first, second) -> bool:
+    one, two = weights(first), weights(second)
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def records(folder):
+    """metrics.jsonl without the speed, which no two runs share."""
+    return [
+        {k: v for k, v in r.items() if k != "per_second"} for r in RunFolder(folder).read_metrics()
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_changes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    result = run(folder, tiny_changes)
+    assert result.finished and result.step == 6
+    return folder
+
+
+def test_a_run_writes_the_documented_folder(unbroken):
+    folder = RunFolder(unbroken)
+    assert folder.is_run() and (folder.model / "config.json").is_file()
+    assert (folder.model / "tokenizer.json").is_file()
+    facts = folder.read_json(folder.environment)
+    assert facts["router"] == "l2r_sips" and facts["moe_layers"] == 2
+    assert [r["step"] for r in folder.read_metrics("train")] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in folder.read_metrics("validation")] == [3, 6]
+    train = folder.read_metrics("train")[0]
+    assert train["tokens"] == 8 * 32 and len(train["load_entropy"]) == 2
+    assert {"ce", "balance", "z", "lr", "grad_norm", "max_over_mean", "dead_experts"} <= set(train)
+    assert {"ce/animals", "ce/numbers", "ce/mean"} <= set(folder.read_metrics("validation")[0])
+    assert [p.name for p in folder.complete_checkpoints()] == ["step-00000004", "step-00000006"]
+
+
+def test_training_learns(tiny_changes, tmp_path):
+    run(tmp_path / "run", tiny_changes, "training.steps=40", "optimizer.lr=0.01")
+    losses = [r["ce"] for r in RunFolder(tmp_path / "run").read_metrics("train")]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_run_that_dies_resumes_to_the_same_bits(
+    after, unbroken, tiny_changes, tmp_path, monkeypatch
+):
+    step = loop._Trainer._step
+
+    def dying(self, number, **options):
+        if number == after:
+            raise RuntimeError("the machine is gone")
+        return step(self, number, **options)
+
+    monkeypatch.setattr(loop._Trainer, "_step", dying)
+    with pytest.raises(RuntimeError, match="gone"):
+        run(tmp_path / "run", tiny_changes)
+    monkeypatch.undo()
+    torch.manual_seed(1234)
+    assert run(tmp_path / "run", tiny_changes).finished
+    assert same_bits(unbroken, tmp_path / "run")
+    assert records(unbroken) == records(tmp_path / "run")
+
+
+def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):
+    before = (unbroken / "model" / "model.safetensors").stat().st_mtime_ns
+    assert run(unbroken, tiny_changes).finished
+    assert (unbroken / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes, tmp_path):
+    scope = "losses.balance_scope=step"
+    run(tmp_path / "whole", tiny_changes, scope)
+    run(tmp_path / "parts", tiny_changes, scope, "training.micro_batch=2")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0)
+    first, second = (RunFolder(tmp_path / n).read_metrics("train") for n in ("whole", "parts"))
+    for one, two in zip(first, second, strict=True):
+        for loss in ("ce", "balance", "z"):
+            assert one[loss] == pytest.approx(two[loss], abs=1e-5)
+
+
+def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):
+    run(tmp_path / "parts", tiny_changes, "training.micro_batch=2", "training.steps=1")
+    record = RunFolder(tmp_path / "parts").read_metrics("train")[0]
+    assert 2 <= record["balance"] < 3  # k = 2 at balance; a sum over 4 parts would be above 8
+
+
+def test_routers_share_initial_weights_and_batches(tiny_changes, tmp_path):
+    for recipe in ("demo/linear", "demo/l2r-sips"):
+        run(tmp_path / recipe, tiny_changes, "optimizer.lr=1e-12", recipe=recipe)
+    first, second = weights(tmp_path / "demo/linear"), weights(tmp_path / "demo/l2r-sips")
+    shared = [name for name in first if ".gate." not in name]
+    assert shared
+    for name in shared:
+        torch.testing.assert_close(first[name], second[name], atol=1e-6, rtol=0)
+
+
+def test_activation_checkpointing_changes_nothing(unbroken, tiny_changes, tmp_path):
+    run(tmp_path / "run", tiny_changes, "training.activation_checkpointing=true")
+    one, two = weights(unbroken), weights(tmp_path / "run")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+
+
+def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(
+    tiny_changes, tmp_path, monkeypatch
+):
+    build = loop.build_task
+
+    def poisoned(recipe, report):
+        task = build(recipe, report)
+        original = task.micro_batches
+
+        def batches(step, ranks):
+            if step == 3:
+                with torch.no_grad():
+                    trainer_model[0].model.layers[1].mlp.experts.down_proj[2, 0, 0] = float("inf")
+            return original(step, ranks)
+
+        task.micro_batches = batches
+        return task
+
+    trainer_model: list = []
+    spread = loop.spread
+    monkeypatch.setattr(loop, "spread", lambda m, *a: trainer_model.append(m) or spread(m, *a))
+    monkeypatch.setattr(loop, "build_task", poisoned)
+    with pytest.raises(NonFiniteError) as error:
+        run(tmp_path / "run", tiny_changes)
+    message = str(error.value)
+    assert "step 3" in message and "layers.1.mlp.experts.down_proj" in message
+    assert message.endswith("step-00000002")
+
+
+def test_overflow_names_the_first_module(tiny_changes, tmp_path):
+    with pytest.raises(NonFiniteError, match=r"step \d+: (loss|gradient norm) is"):
+        run(tmp_path / "run", tiny_changes, "optimizer.lr=1e30", "optimizer.warmup=0")
+
+
+def test_another_recipe_in_the_same_folder_is_refused(unbroken, tiny_changes):
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        run(unbroken, tiny_changes, "seed=7")
+
+
+def test_a_folder_in_use_is_refused(tiny_changes, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with folder.lock(), pytest.raises(ValueError, match="is in use by another run"):
+        run(tmp_path / "run", tiny_changes)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "state", "missing"])
+def test_a_damaged_checkpoint_is_named(damage, unbroken, tiny_changes, tmp_path):
+    import shutil
+
+    shutil.copytree(unbroken, tmp_path / "run")
+    newest = RunFolder(tmp_path / "run").complete_checkpoints()[-1]
+    shard = next(newest.glob("*.safetensors"))
+    if damage == "truncate":
+        shard.write_bytes(shard.read_bytes()[:500])
+    elif damage == "flip":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 0x01
+        shard.write_bytes(bytes(data))
+    elif damage == "state":
+        (newest / "state.json").write_text("{")
+    else:
+        shard.unlink()
+    with pytest.raises(ValueError, match=f"checkpoint {newest} (cannot be loaded|has no readable)"):
+        run(tmp_path / "run", tiny_changes)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(unbroken, tiny_changes, tmp_path, monkeypatch):
+    from l2r.training import checkpoint
+
+    save, calls = checkpoint.save, []
+
+    def full(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return save(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(OSError, match=r"cannot write checkpoint .*step-00000004: .*No space left"):
+        run(tmp_path / "run", tiny_changes)
+    assert [p.name for p in RunFolder(tmp_path / "run").complete_checkpoints()] == ["step-00000002"]
+    monkeypatch.undo()
+    run(tmp_path / "run", tiny_changes)
+    assert same_bits(unbroken, tmp_path / "run")
+
+
+def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
+    folder = RunFolder(tmp_path)
+    lines = (unbroken / "metrics.jsonl").read_text().splitlines()
+    folder.metrics.write_text("\n".join([*lines[:3], lines[3][:20]]))
+    assert folder.read_metrics() == [json.loads(line) for line in lines[:3]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["training.micro_batch=3"], "global_batch must be a multiple of micro_batch"),
+        (["training.tokens=100"], "exactly one of steps, tokens, epochs"),
+        (["data.sequence_length=1000000"], "lower sequence_length"),
+        (["data.corpus=/nonexistent"], "corpus folder must exist"),
+    ],
+)
+def test_bad_recipes_are_named(changes, message, tiny_changes, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", tiny_changes, *changes)

@@ -1,0 +1,97 @@
+"""Schedule, parameter groups and objective of the loop."""
+
+import pytest
+import torch
+
+from l2r import build_router, capture
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.recipes.schema import LossSection, OptimizerSection
+from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
+from l2r.training.optimizer import build_optimizer, learning_rate
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        make = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+        self.routers = torch.nn.ModuleList(build_router("l2r_sips", **make) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        for router in self.routers:
+            router(x)
+        return x
+
+
+def test_learning_rate_follows_the_papers_schedule():
+    section = OptimizerSection()  # 4e-4, 3e8 warmup tokens, to 10%
+    end = 10_000_000_000
+    assert learning_rate(section, 0, end) == pytest.approx(4e-5)
+    assert learning_rate(section, 150_000_000, end) == pytest.approx(4e-4 * 0.55)
+    assert learning_rate(section, 300_000_000, end) == pytest.approx(4e-4)
+    assert learning_rate(section, (end + 300_000_000) // 2, end) == pytest.approx(4e-4 * 0.55)
+    assert learning_rate(section, end, end) == pytest.approx(4e-5)
+
+
+def test_warmup_longer_than_the_run_is_cut():
+    section = OptimizerSection(warmup=1000)
+    assert learning_rate(section, 100, 100) == pytest.approx(section.lr)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, set()),
+        ({"decay_anchors": False}, {"anchors"}),
+        ({"decay_norms": False}, {"norm"}),
+        ({"decay_anchors": False, "decay_norms": False}, {"anchors", "norm"}),
+    ],
+)
+def test_weight_decay_groups(changes, kept):
+    model = Layers()
+    optimizer = build_optimizer(model, OptimizerSection(**changes))
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    for name, parameter in model.named_parameters():
+        kind = "anchors" if name.endswith("anchors") else "norm" if parameter.dim() < 2 else "other"
+        assert (id(parameter) in decayed) == (kind not in kept), name
+
+
+def test_auxiliary_losses_are_the_weighted_means_over_layers():
+    model = Layers()
+    with capture(model) as captured:
+        model(torch.randn(9, 8))
+    total, parts = auxiliary_losses(captured, LossSection(balance=0.5, z=0.25))
+    balance = load_balancing_loss(captured.logits(), captured.indices())
+    z = router_z_loss(captured.logits())
+    torch.testing.assert_close(total, 0.5 * balance + 0.25 * z)
+    torch.testing.assert_close(parts["balance"], balance.detach())
+    total.backward()
+    assert all(r.anchors.grad.abs().sum() > 0 for r in model.routers)
+
+
+def test_weights_without_router_outputs_are_an_error():
+    model = Layers()
+    with capture(model) as captured:
+        pass
+    with pytest.raises(ValueError, match="recorded no router outputs"):
+        auxiliary_losses(captured, LossSection())
+
+
+def test_routing_summary_of_a_collapsed_and_a_balanced_layer():
+    from l2r.routers import Captured, RouterOutput
+
+    logits, weights = torch.zeros(4, 4), torch.ones(4, 1)
+    collapsed = RouterOutput(logits, weights, torch.zeros(4, 1, dtype=torch.long))
+    balanced = RouterOutput(logits, weights, torch.arange(4)[:, None])
+    summary = routing_summary(Captured({"a": [collapsed], "b": [balanced]}))
+    assert summary["load_entropy"] == pytest.approx([0.0, 1.0])
+    assert summary["max_over_mean"] == [4.0, 1.0] and summary["dead_experts"] == [3, 0]
+
+
+def test_usage_counts_as_the_variant_counts():
+    model = Layers()
+    with capture(model) as captured:
+        model(torch.randn(9, 8))
+    assert layer_usage(captured, LossSection())[0].sum().item() == pytest.approx(2)
+    first = layer_usage(captured, LossSection(balance_variant="tutel"))
+    assert first[0].sum().item() == pytest.approx(1)

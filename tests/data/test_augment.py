@@ -89,7 +89,10 @@ def test_translation_moves_by_a_share_of_the_size_and_fills_with_grey(name, axis
     moved = torch.roll(x[0], 8, dims=axis - 1)
     inside = torch.arange(8, size)
     torch.testing.assert_close(
-        out[0].index_select(axis - 1, inside), moved.index_select(axis - 1, inside), atol=1e-4, rtol=0
+        out[0].index_select(axis - 1, inside),
+        moved.index_select(axis - 1, inside),
+        atol=1e-4,
+        rtol=0,
     )
     assert (out[0].index_select(axis - 1, torch.arange(8)) - 0.5).abs().max() < 1e-4
     assert (out[1].index_select(axis - 1, torch.arange(size - 8, size)) - 0.5).abs().max() < 1e-4

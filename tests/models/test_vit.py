@@ -31,7 +31,11 @@ def small(kind="l2r_sips", **changes):
 
 def test_defaults_are_the_papers_vit_s():
     config = L2rViTConfig()
-    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (12, 384, 6)
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (
+        12,
+        384,
+        6,
+    )
     assert (config.image_size, config.patch_size, config.hidden_act) == (224, 16, "gelu")
     assert (config.num_experts, config.num_experts_per_tok) == (16, 2)
     assert config.moe_layers == [8, 9, 10, 11]
@@ -151,7 +155,9 @@ def test_bad_configurations_are_refused_in_one_line(changes, words):
 def test_upcycling_refuses_other_sizes():
     dense = ViTForImageClassification(ViTConfig(**SMALL))
     with pytest.raises(ValueError, match=r"same sizes; .*up_proj is \(16, 48, 32\) there"):
-        L2rViTForImageClassification.from_dense(dense, L2rViTConfig(**{**SMALL, "intermediate_size": 64}))
+        L2rViTForImageClassification.from_dense(
+            dense, L2rViTConfig(**{**SMALL, "intermediate_size": 64})
+        )
 
 
 def test_no_averaged_weights_is_one_clear_line(tmp_path):

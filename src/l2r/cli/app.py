@@ -11,9 +11,11 @@ import typer
 COMMANDS = (
     "train",
     "compare",
+    "sweep",
     "report",
     "params",
     "swap",
+    "upcycle",
     "doctor",
     "data",
     "eval",

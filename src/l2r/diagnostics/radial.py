@@ -6,7 +6,7 @@ So t is rho, 1 or phi(rho_hat): all that differs between the scorings once ancho
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ _TANH_CURVATURE = 4 / (3 * math.sqrt(3))
 _ANGULAR = 2 / math.sqrt(3)
 
 
+@runtime_checkable
 class Radial(Protocol):
     """The function t and what bounds its change; rho, low and high are norms > 0."""
 

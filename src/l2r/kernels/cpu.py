@@ -72,8 +72,16 @@ def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Select
 
 
 def route(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    *,
+    norm_eps: float,
+    constants: Score,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, 1 / rms, logits and the selection."""
     query, rstd = project(x, weight, gain, norm_eps)
@@ -82,8 +90,14 @@ def route(
 
 
 def select_backward(
-    logits: Tensor, selected: Selected, *, normalize: bool, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None,
+    logits: Tensor,
+    selected: Selected,
+    *,
+    normalize: bool,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
 ) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
     weights, indices, lse, _ = selected
@@ -107,7 +121,11 @@ def select_backward(
 
 
 def score_backward(
-    grad_logits: Tensor, query: Tensor, anchors: Tensor, rho: Tensor | None, logits: Tensor,
+    grad_logits: Tensor,
+    query: Tensor,
+    anchors: Tensor,
+    rho: Tensor | None,
+    logits: Tensor,
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
@@ -127,8 +145,14 @@ def score_backward(
 
 
 def project_backward(
-    grad_query: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, query: Tensor,
-    rstd: Tensor, *, need_x: bool,
+    grad_query: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    query: Tensor,
+    rstd: Tensor,
+    *,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
     tokens, hidden = x.shape
@@ -155,15 +179,32 @@ def project_backward(
 
 
 def route_backward(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, logits: Tensor,
-    selected: Selected, query: Tensor, rstd: Tensor, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None, *,
-    constants: Score, normalize: bool, need_x: bool,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    logits: Tensor,
+    selected: Selected,
+    query: Tensor,
+    rstd: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
+    *,
+    constants: Score,
+    normalize: bool,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
     grad = select_backward(
-        logits, selected, normalize=normalize, grad_logits=grad_logits,
-        grad_weights=grad_weights, grad_lse=grad_lse, grad_share=grad_share,
+        logits,
+        selected,
+        normalize=normalize,
+        grad_logits=grad_logits,
+        grad_weights=grad_weights,
+        grad_lse=grad_lse,
+        grad_share=grad_share,
     )
     grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
     grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)

@@ -121,15 +121,39 @@ def route(
     fused = _fused(x, projection, anchors, experts=experts, heads=heads, rank=rank)
     if fused is None:
         return plain.route(
-            x, projection, gain, anchors, scoring=scoring, top_k=top_k, norm_eps=norm_eps,
-            gamma=gamma, beta=beta, p=p, eps=eps, temperature=temperature, normalize=normalize,
+            x,
+            projection,
+            gain,
+            anchors,
+            scoring=scoring,
+            top_k=top_k,
+            norm_eps=norm_eps,
+            gamma=gamma,
+            beta=beta,
+            p=p,
+            eps=eps,
+            temperature=temperature,
+            normalize=normalize,
             sums=sums,
         )
     from l2r.kernels import ops
 
     logits, weights, indices, lse, totals, _, _ = ops.route(
-        x, projection, gain, anchors, norm_eps, scoring, gamma, beta, p, eps, 1 / temperature,
-        top_k, normalize, sums, fused,
+        x,
+        projection,
+        gain,
+        anchors,
+        norm_eps,
+        scoring,
+        gamma,
+        beta,
+        p,
+        eps,
+        1 / temperature,
+        top_k,
+        normalize,
+        sums,
+        fused,
     )
     return Routed(logits, weights, indices, lse, totals if sums else None)
 

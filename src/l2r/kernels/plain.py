@@ -125,9 +125,7 @@ def route(
     of the load-balancing loss.
     """
     query = routing_query(x, projection, gain, eps=norm_eps)
-    logits = anchor_logits(
-        query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, eps=eps
-    )
+    logits = anchor_logits(query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, eps=eps)
     logits = logits if temperature == 1.0 else logits / temperature
     weights, indices = softmax_top_k(logits, top_k, normalize=normalize)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

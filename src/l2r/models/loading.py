@@ -5,8 +5,17 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from l2r.models.pretrained import checkpoint_folder, load_pretrained
+
+__all__ = ["checkpoint_folder", "load_causal_lm"]
+
+
+def hide_progress_bars() -> None:
+    """Silence transformers' own bars and load report; our commands print what matters."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def load_causal_lm(

@@ -37,8 +37,7 @@ def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
 
     Raises ValueError when ``out`` holds something already.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder; got {out}")
+    check_new_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
         part = Path(temporary) / "part"
@@ -46,6 +45,12 @@ def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         part.replace(out)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ValueError when ``out`` holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -12,6 +12,7 @@ from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.models.loading import hide_progress_bars
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
 from l2r.training.task import Batch
@@ -24,6 +25,7 @@ class LanguageTask:
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
         self.recipe = recipe
+        hide_progress_bars()
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.

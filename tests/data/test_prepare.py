@@ -73,7 +73,9 @@ def test_token_files_hold_every_document_in_order(
     )
     assert [p.shards for p in again] == [4]
     assert bytes_of(tmp_path / "tokens") == before
-    prepare(tasks_of(shard_folder), tmp_path / "one", tokenizer=tokenizer_file, workers=1)
+    # ... and so does reading through fsspec, which streams from the hub.
+    urls = shard_tasks(folder_listing(shard_folder), f"file://{shard_folder}/")
+    prepare(urls, tmp_path / "one", tokenizer=tokenizer_file, workers=1)
     assert bytes_of(tmp_path / "one") == before
 
 
@@ -97,16 +99,13 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def start(out):
-        return subprocess.Popen([sys.executable, script, shards, out, tokenizer_file])
-
     def finished(out):
         return len(list(out.glob("receipts/*.json")))
 
     out, rng = tmp_path / "killed", random.Random(0)
     left = []
     for goal in (2, 6):
-        process = start(out)
+        process = subprocess.Popen([sys.executable, script, shards, out, tokenizer_file])
         while finished(out) < goal and process.poll() is None:
             time.sleep(0.005)
         time.sleep(0.02 * rng.random())
@@ -118,8 +117,8 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
         assert not (out / "manifest.json").exists()
     # Both kills hit a run that had done something and had something left to do.
     assert 2 <= left[0] < left[1] < 12
-    assert start(out).wait() == 0
-    assert start(tmp_path / "whole").wait() == 0
+    prepare(tasks_of(shards), out, tokenizer=tokenizer_file, workers=2)
+    prepare(tasks_of(shards), tmp_path / "whole", tokenizer=tokenizer_file, workers=1)
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 

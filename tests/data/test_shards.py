@@ -58,6 +58,16 @@ def test_url_and_path_are_read_alike(tmp_path):
             assert list(read_texts(stream, url)) == TEXTS
 
 
+def test_hub_urls_name_repository_commit_and_file():
+    import fsspec
+    from huggingface_hub import HfFileSystem
+
+    url = "hf://datasets/allenai/OLMoE-mix-0924@c0ffee/data/wiki/wiki-0000.json.gz"
+    filesystem, path = fsspec.core.url_to_fs(url)
+    assert isinstance(filesystem, HfFileSystem)
+    assert path == url.removeprefix("hf://")
+
+
 def flipped(data):
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]

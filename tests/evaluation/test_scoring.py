@@ -50,6 +50,15 @@ def test_requests_are_build_tasks_own(model):
     assert build_requests(task, READER, limit=3).samples == whole.samples[:6]
 
 
+def test_long_contexts_are_cut_as_build_task_cuts_them():
+    (task,) = select_tasks("mmlu_humanities")
+    whole = build_task("mmlu_humanities_mc_5shot", READER, model_ctx_len=2048)
+    ours = build_requests(task, READER, max_length=2048)
+    assert ours.samples == whole.samples
+    cut = {s["doc_id"] for s in ours.samples if s["ctx_len"] < len(s["ctx"])}
+    assert len(cut) == 41
+
+
 def test_piqa_score_is_mean_log_probability_per_character(model):
     """Independent of the library: one answer, float64, token by token."""
     dataset, ours, _ = own_and_library(model, "piqa", limit=2)

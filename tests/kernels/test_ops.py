@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from routing_cases import Case, leaves
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from l2r.kernels import dispatch, ops, plain
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
-from routing_cases import Case, leaves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["triton"]
+BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
 CASE = Case(6, 12, 5, 2, 2, 2)
 SCORE = ("sips", 1.0, 1.0, 4.0, 1e-6, 1.0)
 
@@ -79,9 +79,9 @@ def test_routers_give_the_plain_result(name: str, kind: str, dtype: torch.dtype)
 def test_learned_temperature_and_batch_norm_use_the_steps(name: str) -> None:
     for options in ({"learn_temperature": True, "temperature": 0.5}, {"query_norm": "batchnorm"}):
         torch.manual_seed(0)
-        router = build_router(
-            "l2r_sips", hidden_size=24, num_experts=8, top_k=3, **options
-        ).to(DEVICE)
+        router = build_router("l2r_sips", hidden_size=24, num_experts=8, top_k=3, **options).to(
+            DEVICE
+        )
         x = torch.randn(7, 24, device=DEVICE)
         results = []
         for which in ("plain", name):

@@ -4,15 +4,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from routing_cases import Case, cases, double, error, leaves, mixed_loss
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.kernels import dispatch, plain
 from l2r.kernels.dispatch import implementation
-from routing_cases import Case, cases, double, error, leaves, mixed_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 quick = settings(
-    deadline=None, max_examples=12 if DEVICE == "cpu" else 60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=12 if DEVICE == "cpu" else 60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 EDGES = [

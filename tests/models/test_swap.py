@@ -24,8 +24,22 @@ def swapped(name: str, **options: object) -> nn.Module:
     return swap_routers(tiny_model(FAMILIES[name]), CONFIG, **options)
 
 
+def own_olmoe() -> L2rOlmoeForCausalLM:
+    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    return L2rOlmoeForCausalLM(L2rOlmoeConfig(**sizes, num_experts=4, router={"kind": "linear"}))
+
+
 def test_there_are_at_least_twenty_families():
     assert len(FAMILIES) >= 20
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_router_logits_of_our_own_olmoe_are_recorded_once_after_a_swap(warm):
+    model = own_olmoe().eval()
+    if warm:
+        model(sample_tokens(), output_router_logits=True)
+    swap_routers(model, CONFIG)
+    assert len(model(sample_tokens(), output_router_logits=True).router_logits) == 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -138,9 +152,7 @@ def test_swapping_twice_keeps_the_rule_and_the_selection_bias():
 
 
 def test_our_own_olmoe_takes_the_new_router_into_its_configuration():
-    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
-    config = L2rOlmoeConfig(**sizes, num_experts=4, router={"kind": "linear"})
-    model = swap_routers(L2rOlmoeForCausalLM(config), CONFIG)
+    model = swap_routers(own_olmoe(), CONFIG)
     assert model.config.router == CONFIG.to_dict()
     assert not hasattr(model.config, "l2r_swap")
     swap_routers(model, XMoEConfig(rank=4), layers=[1])

@@ -80,7 +80,9 @@ def contenders(
     for label, (kind, options) in routers.items():
         torch.manual_seed(0)
         router = build_router(kind, **sizes, **options).to(device)
-        forms = ["plain", "fused", *(["compiled"] if compiled else [])]
+        forms = ["plain", "fused"]
+        if compiled and label in ("linear", "l2r_sips H16"):  # seconds to compile, each
+            forms.append("compiled")
         if label == "linear" and device == "cpu":
             forms.remove("fused")  # the same code on a CPU
         found += [Contender(f"{label}, {form}", router, form) for form in forms]

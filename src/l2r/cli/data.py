@@ -20,7 +20,10 @@ Listing = Mapping[str, Sequence[str]]
 
 def register(app: typer.Typer) -> None:
     """Add the ``data`` group to the application."""
-    data = typer.Typer(help="Plan a subset of the OLMoE mixture and turn it into token files.")
+    data = typer.Typer(
+        help="Plan a subset of the OLMoE mixture and turn it into token files.",
+        epilog="Example: l2r data plan --tokens 200B",
+    )
     data.command()(plan)
     data.command()(prepare)
     app.add_typer(data, name="data")
@@ -36,7 +39,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 6).
+    """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 11).
 
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """

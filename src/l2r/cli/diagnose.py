@@ -25,12 +25,15 @@ def diagnose(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Text file, folder of *.txt, or token files [the embedded corpus]."),
+        typer.Option(
+            help="Text file, folder of *.txt, or token files [the embedded corpus]; for image "
+            "classifiers digits, fashion-mnist or a folder [the run's own images]."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
         "diagnosis"
     ),
-    instances: Annotated[int, typer.Option(help="Rows of text, over all domains.")] = 64,
+    instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,
@@ -43,16 +46,16 @@ def diagnose(
     device: Annotated[str, typer.Option(help="Device of the model, e.g. cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Run every checkpoint on the same text, save its diagnosis, print tables, write the page."""
+    """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
     import torch
     from rich.progress import Progress
 
     from l2r.cli.console import print_table
-    from l2r.cli.text_input import open_text
+    from l2r.cli.subjects import open_subject
+    from l2r.cli.vision import write_patch_page
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
-    from l2r.models import load_causal_lm
     from l2r.report.diagnosis import (
         checkpoint_tables,
         full_table,
@@ -66,35 +69,36 @@ def diagnose(
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views = {}
     for name, checkpoint in names(checkpoints).items():
-        model, tokenizer = load_causal_lm(checkpoint)
-        model.to(torch.device(device))
-        text = open_text(
+        subject = open_subject(
+            checkpoint,
             data,
-            tokenizer,
-            vocab_size=model.config.vocab_size,
             instances=instances,
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
         with Progress(transient=True, disable=json) as progress:
-            reading = progress.add_task(f"{name}: text", total=-(-len(text.rows) // batch_size))
+            steps = -(-subject.items // batch_size)
+            reading = progress.add_task(f"{name}: data", total=steps)
             records = collect(
-                model,
-                text.batches(batch_size, torch.device(device)),
-                domains=text.domains,
+                subject.model.to(torch.device(device)),
+                subject.batches(batch_size, torch.device(device)),
+                domains=subject.domains,
                 threshold=threshold,
                 sample=sample,
                 seed=seed,
-                run=lambda module, inputs: module(**inputs, use_cache=False),
+                run=subject.run,
                 report=advance(progress, reading),
             )
             measuring = progress.add_task(f"{name}: layers", total=len(records))
             diagnosis = measure(
                 records,
-                domains=text.domains,
+                domains=subject.domains,
                 settings=settings,
                 report=advance(progress, measuring),
             )
+        if subject.images is not None:
+            page = write_patch_page(out / name, subject.model, subject.images)
+            typer.echo(f"patches: {page}", err=json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
         views[name] = read_diagnosis(out / name)

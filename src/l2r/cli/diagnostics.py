@@ -10,9 +10,6 @@ from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 
-_SHOWN_CLASSES = 20  # classes with a row of their own in figures; the rest share one
-_DRAWN_IMAGES = 8
-
 
 def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> dict[str, Any]:
     """Routing summary of a finished run on its own validation data."""
@@ -20,6 +17,7 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]:
+    from l2r.diagnostics.collect import collect
     from l2r.diagnostics.summary import summarise_routing
     from l2r.models import load_causal_lm
     from l2r.training.language import LanguageTask
@@ -30,41 +28,31 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
     count = min(len(dataset), section.max_batches * section.batch_size)
     chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
     parts = np.array_split(chosen, max(1, count // section.batch_size))
-    batches = ({**dataset.rows(part), "use_cache": False} for part in parts)
-    return summarise_routing(model, batches, dataset.domains)
+    records = collect(
+        model,
+        (dataset.rows(part) for part in parts),
+        domains=dataset.domains,
+        run=lambda module, inputs: module(**inputs, use_cache=False),
+    )
+    return summarise_routing(records, dataset.domains)
 
 
 def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
     """The same with the class of an image as its domain; writes patches.npz beside it."""
-    from l2r.data.images import standardise
-    from l2r.diagnostics.patches import patch_routing, save_patch_routing
+    from l2r.cli.image_input import open_image_input, save_patches
+    from l2r.diagnostics.collect import collect
     from l2r.diagnostics.summary import summarise_routing
-    from l2r.evaluation.accuracy import sample_indices
     from l2r.models import load_image_classifier
-    from l2r.training.vision import VisionTask
 
     model = load_image_classifier(run.path)
-    dataset = VisionTask(recipe, lambda line: None).validation
-    data, section = recipe.data, recipe.evaluation
-    names = dataset.classes
-    if len(names) > _SHOWN_CLASSES:
-        names = (*names[: _SHOWN_CLASSES - 1], "other")
-    chosen = sample_indices(dataset, section.max_batches * section.batch_size)
-    parts = np.array_split(chosen, max(1, len(chosen) // section.batch_size))
-
-    def inputs(indices: Any) -> dict[str, Any]:
-        batch = dataset.rows(indices)
-        images = standardise(batch.pixels / 255, data.mean, data.deviation)
-        return {"pixel_values": images, "domain": batch.labels.clamp_max(len(names) - 1)}
-
-    side = recipe.model.image_size // recipe.model.patch_size
-    batch = dataset.rows(chosen[:: max(1, len(chosen) // _DRAWN_IMAGES)][:_DRAWN_IMAGES])
-    images = standardise(batch.pixels / 255, data.mean, data.deviation)
-    routing = patch_routing(model, images, (side, side))
-    save_patch_routing(
-        run.patches, routing, batch.pixels.numpy(), batch.labels.numpy(), dataset.classes
+    images = open_image_input(run.path, model.config, None)
+    save_patches(run.patches, model, images, count=8)
+    section = recipe.evaluation
+    batches = images.batches(
+        section.max_batches * section.batch_size, section.batch_size, model.device
     )
-    return summarise_routing(model, (inputs(part) for part in parts), names)
+    records = collect(model, batches, domains=images.domains)
+    return summarise_routing(records, images.domains)
 
 
 _DIAGNOSE: dict[type[Any], Callable[..., dict[str, Any]]] = {

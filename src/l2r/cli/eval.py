@@ -1,4 +1,4 @@
-"""``l2r eval``: the paper's downstream tasks on any causal language model."""
+"""``l2r eval``: the paper's downstream tasks on a language model, accuracy on an image one."""
 
 import hashlib
 from pathlib import Path
@@ -20,13 +20,15 @@ def register(app: typer.Typer) -> None:
         "eval",
         epilog="Example: l2r eval runs/my-run --tasks paper --limit 100",
         help="Evaluate a checkpoint on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the "
-        "paper's full-results row. Run again to go on after a kill.",
+        "paper's full-results row (run again to go on after a kill), or an image classifier on "
+        "its validation images.",
     )(evaluate)
 
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Run folder, or Hugging Face folder of a causal language model.")
+        Path,
+        typer.Argument(help="Run folder, or Hugging Face folder of a language or image model."),
     ],
     *,
     tasks: Annotated[
@@ -49,13 +51,39 @@ def evaluate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ... or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    data: Annotated[
+        str | None,
+        typer.Option(help="Images: digits, fashion-mnist or a folder [those of the run]."),
+    ] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="Images: the moving average of the weights.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON.")] = False,
 ) -> None:
     """Score every candidate answer and print accuracies in percent with standard errors."""
     from l2r.cli.console import print_table
     from l2r.data.atomic import write_json
     from l2r.evaluation.results import paper_row
+    from l2r.models import is_image_classifier
 
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    device = pick_device(device)
+    if is_image_classifier(checkpoint):
+        from l2r.cli.eval_images import evaluate_images
+
+        evaluate_images(
+            checkpoint,
+            data=data,
+            averaged=average,
+            limit=limit,
+            batch_size=batch_size,
+            out=out or checkpoint,
+            device=device,
+            dtype=dtype,
+            as_json=as_json,
+        )
+        return
     if split not in ("val", "test"):
         raise ValueError(f"split must be val or test; got {split!r}")
     folder = out or checkpoint
@@ -100,13 +128,10 @@ def _run(
     from l2r.evaluation.downstream import evaluate_tasks
     from l2r.evaluation.store import TaskStore
     from l2r.evaluation.tasks import select_tasks
-    from l2r.models.loading import checkpoint_folder, load_causal_lm
+    from l2r.models.loading import load_causal_lm
+    from l2r.models.pretrained import checkpoint_folder
 
     select_tasks(tasks)  # a misspelt name should not cost loading a model
-    if settings["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {settings['dtype']!r}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, settings["dtype"]))
     identity = {**settings, "weights": _fingerprint(checkpoint_folder(checkpoint))}
     options = {k: v for k, v in settings.items() if k != "dtype"}
@@ -127,6 +152,15 @@ def _run(
             on_progress=update,
             **options,
         )
+
+
+def pick_device(name: str) -> str:
+    """``auto`` is a GPU where there is one."""
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -1,8 +1,11 @@
 """``l2r params``: router parameters as the paper counts them."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from l2r.report.tables import Table
 
 
 def register(app: typer.Typer) -> None:
@@ -20,6 +23,9 @@ def params(
     layers: Annotated[int, typer.Option(help="MoE layers.")] = 16,
     ranks: Annotated[str, typer.Option(help="Comma-separated ranks r.")] = "2,4,8,16,32",
     heads: Annotated[str, typer.Option(help="Comma-separated heads H.")] = "1,2,4,8,16",
+    vit: Annotated[
+        bool, typer.Option("--vit", help="The paper's whole ViT-S instead, every router.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print the router-parameter table (paper, Appendix D)."""
@@ -27,6 +33,9 @@ def params(
     from l2r.report.parameters import parameter_table
     from l2r.routers.count import router_parameters
 
+    if vit:
+        print_table(vit_table(), as_json=json)
+        return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)
     linear = layers * router_parameters("linear", **sizes)
@@ -36,6 +45,21 @@ def params(
         for head in head_list
     }
     print_table(parameter_table(cells, linear), as_json=json)
+
+
+def vit_table() -> "Table":
+    """Parameters and operations of vit-s with every router, and of the dense ViT-S."""
+    import dataclasses
+
+    from l2r.models.vit import L2rViTConfig
+    from l2r.models.vit_cost import vit_cost
+    from l2r.report.vit import cost_table
+    from l2r.routers import router_names
+
+    configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
+    for kind in router_names():
+        configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
+    return cost_table({n: dataclasses.astuple(vit_cost(c)) for n, c in configs.items()})
 
 
 def numbers(name: str, text: str) -> list[int]:

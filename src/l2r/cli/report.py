@@ -24,9 +24,9 @@ def report(
     from l2r.cli.console import print_table
     from l2r.cli.vision import accuracy_over_seeds, first_seeds, patch_sections
     from l2r.data.run_folder import find_runs
-    from l2r.report.comparison import comparison_table, write_report
+    from l2r.report.comparison import comparison_table, in_paper_order, write_report
 
-    runs = find_runs(folder)
+    runs = in_paper_order(find_runs(folder))
     shown = first_seeds(runs) or runs
     results = accuracy_over_seeds(runs)
     print_table(results[0] if results else comparison_table(shown), as_json=json)

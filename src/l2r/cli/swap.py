@@ -50,10 +50,11 @@ def swap(
         raise ValueError("swap needs CHECKPOINT and --out FOLDER, or --families")
     from l2r.cli.router_options import layer_list, router_config
     from l2r.models import load_causal_lm, swap_routers
-    from l2r.models.pretrained import save_model
+    from l2r.models.pretrained import check_new_folder, save_model
     from l2r.models.swap import router_sites
 
     config = router_config(router, rank, heads, option or [])
+    check_new_folder(out)
     model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
     before = {site.path: site for site in router_sites(model)}
     swap_routers(model, config, layers=layer_list(layers), selection=selection)
@@ -66,14 +67,14 @@ def family_table(only: str | None) -> "Table":
     """Check the families one after another, with a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import track
-    from transformers.utils import logging
 
     from l2r.models.families import FAMILIES
     from l2r.models.family_check import COLUMNS, check_families
+    from l2r.models.loading import hide_progress_bars
     from l2r.report.tables import Table
 
     names = list(FAMILIES) if only is None else only.split(",")
-    logging.disable_progress_bar()
+    hide_progress_bars()
     results = track(
         check_families(names), "families", total=len(names), console=Console(stderr=True)
     )

@@ -1,10 +1,20 @@
 """Joins runs of image classifiers with the figures that only they have."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from l2r.data.run_folder import RunFolder
 from l2r.report.page import Section
 from l2r.report.tables import Table
+
+if TYPE_CHECKING:
+    from l2r.cli.image_input import ImageInput
+
+SEED_MARK = ".seed-"  # in the names of runs that repeat another with a different seed
+_HOW_TO_READ = (
+    "Colour: the expert with the largest weight. Point at a patch to see all its experts."
+)
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
@@ -34,20 +44,32 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
 
     drawn = [run for run in runs if run.patches.is_file()]
     images = 6 if len(drawn) == 1 else 3
-    text = "Colour: the expert with the largest weight. Point at a patch to see all its experts."
     return [
         Section(
             f"Patches and experts: {run.name}",
-            text,
+            _HOW_TO_READ,
             [patch_figure(read_patch_routing(run.patches), images=images)],
         )
         for run in drawn
     ]
 
 
+def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
+    """patches.npz and patches.html of some validation images in ``folder``."""
+    from l2r.cli.image_input import save_patches
+    from l2r.report.page import write_page
+    from l2r.report.patches import patch_figure, read_patch_routing
+
+    routing = read_patch_routing(save_patches(folder / "patches.npz", model, images, count=12))
+    section = Section("Patches and experts", _HOW_TO_READ, [patch_figure(routing, images=12)])
+    return write_page(
+        folder / "patches.html",
+        title=folder.name,
+        summary=str(type(model).__name__),
+        sections=[section],
+    )
+
+
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """The runs that are not repeats of another with a different seed."""
     return [run for run in runs if SEED_MARK not in run.name]
-
-
-SEED_MARK = ".seed-"

@@ -99,7 +99,7 @@ def _build(
     splits: dict[str, dict[str, list[str]]] = {"train": {}, "validation": {}}
     for domain, files in sources.items():
         report(f"reading {domain}")
-        train, validation = _split(_cut(files(), options.characters_per_domain))
+        train, validation = split_texts(files(), options.characters_per_domain)
         if not train or not validation:
             raise ValueError(f"domain {domain!r} must hold at least two text files; got fewer")
         splits["train"][domain], splits["validation"][domain] = train, validation
@@ -120,6 +120,11 @@ def _build(
         }
         write_token_files(folder / split, encoded, tokenizer=identity, source=asdict(options))
     (folder / "corpus.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+
+
+def split_texts(files: Files, characters: int) -> tuple[list[str], list[str]]:
+    """Training and validation texts of a domain cut to ``characters``, by whole files."""
+    return _split(_cut(files, characters))
 
 
 def _split(files: Files) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ import gzip
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -22,6 +22,7 @@ _HELD_OUT = 0.2  # of each class, where the source has no validation part of its
 _IDX_BYTE = 0x08
 
 
+@runtime_checkable
 class ImageSource(Protocol):
     """Labelled images that are opened one by one."""
 
@@ -46,7 +47,7 @@ class ArrayImages:
     ) -> None:
         if len(pixels) != len(labels):
             raise ValueError(f"got {len(pixels)} images and {len(labels)} labels")
-        self.pixels, self.labels, self.classes = pixels, labels.astype(np.int64), tuple(classes)
+        self.pixels, self.labels, self.classes = pixels, labels, tuple(classes)
 
     def open(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index])
@@ -184,7 +185,7 @@ def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
     parts = []
     for part in ("train", "t10k"):
         pixels = read_idx(_only(root, f"{part}-images*-ubyte*"))
-        labels = read_idx(_only(root, f"{part}-labels*-ubyte*"))
+        labels = read_idx(_only(root, f"{part}-labels*-ubyte*")).astype(np.int64)
         parts.append((pixels, labels))
     count = max(int(labels.max()) for _, labels in parts) + 1
     train, validation = (ArrayImages(p, y, [str(c) for c in range(count)]) for p, y in parts)

@@ -1,6 +1,6 @@
 """The paper's subset of the OLMoE mixture: whole shards, matched to the full distribution.
 
-Appendix B of the paper: draw whole shards per domain, without replacement, with a fixed seed,
+Appendix F of the paper: draw whole shards per domain, without replacement, with a fixed seed,
 so that the tokens of every domain keep their share of the whole mixture. The rule
 ``n_d = max(1, round(S_d * T / total))`` gives the paper's shard column for T = 200B.
 """
@@ -47,7 +47,7 @@ class Mixture:
         return sum(domain.tokens for domain in self.domains)
 
 
-# Tokens are the dataset card's (three digits), shards the paper's Table 6; their quotients are
+# Tokens are the dataset card's (three digits), shards the paper's Table 11; their quotients are
 # the paper's token column. NOTE: the paper says 4.07T in all; these six domains sum to 4.05T. The
 # card's 4.07T includes 21.1B of arXiv, which the repository does not hold. With 4.07T the rule
 # would give 42 starcoder shards, with 4.05T it gives the paper's 43.

@@ -45,14 +45,13 @@ def evaluate_tasks(
     Raises ValueError for unknown tasks, impossible sizes, or a tokenizer that does not fit.
     """
     chosen = select_tasks(tasks)
-    for name, value in (("batch_size", batch_size), ("max_length", max_length), ("limit", limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1; got {value}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
     if limit is not None and requests is not None:
         raise ValueError(f"give limit or requests, not both; got {limit} and {requests}")
     config: Any = model.config
     reader = task_tokenizer(tokenizer, vocab_size=config.get_text_config().vocab_size)
-    length = max_length or model_length(config)
+    length = model_length(config) if max_length is None else max_length
     results = {}
     was_training = model.training
     model.eval()
@@ -126,7 +125,7 @@ def _evaluate(
             store.add(task.name, new)
         done = sum(len(b) for b in batches[: step + ranks])
         on_progress(task.name, len(seen) + done, len(samples))
-    cut = sum(len(s["ctx"]) + s["cont_len"] - 1 > dataset.model_ctx_len for s in samples)
+    cut = sum(s["ctx_len"] < len(s["ctx"]) for s in samples)
     result = summarise(task.name, _from_all_ranks(scored), truncated=cut)
     if store is not None:
         store.finish(task.name, result)

@@ -1,4 +1,4 @@
-"""The paper's full-results row (Table 10) from task results."""
+"""The paper's full-results row (Table 14) from task results."""
 
 import math
 from collections.abc import Mapping

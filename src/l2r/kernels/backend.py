@@ -53,7 +53,7 @@ def name_for(tensor: Tensor) -> str:
         return Choice.forced
     if tensor.is_cuda:
         return "triton" if has_triton() else "plain"
-    return "plain"
+    return "cpu" if tensor.device.type == "cpu" else "plain"
 
 
 def module(name: str) -> ModuleType:

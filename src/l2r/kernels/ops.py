@@ -18,7 +18,6 @@ from l2r.kernels.backend import Score, Selected, module
 Grads = tuple[Tensor | None, ...]
 
 
-
 # --- query -----------------------------------------------------------------------------------
 
 
@@ -41,20 +40,37 @@ def _(
 
 @torch.library.custom_op("l2r::routing_query_backward", mutates_args=())
 def routing_query_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, query: Tensor, rstd: Tensor,
-    need_x: bool, backend: str,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    query: Tensor,
+    rstd: Tensor,
+    need_x: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), weight and gain (empty without one)."""
     return module(backend).project_backward(
-        grad.contiguous(), x.contiguous(), weight.contiguous(), _dense(gain), query, rstd,
+        grad.contiguous(),
+        x.contiguous(),
+        weight.contiguous(),
+        _dense(gain),
+        query,
+        rstd,
         need_x=need_x,
     )
 
 
 @routing_query_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, query: Tensor, rstd: Tensor,
-    need_x: bool, backend: str,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    query: Tensor,
+    rstd: Tensor,
+    need_x: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape if need_x else (0, x.shape[1])),
@@ -80,9 +96,7 @@ def _query_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Grads:
     return (grad_x if need_x else None), grad_weight, grad_gain, None, None
 
 
-torch.library.register_autograd(
-    "l2r::routing_query", _query_backward, setup_context=_query_setup
-)
+torch.library.register_autograd("l2r::routing_query", _query_backward, setup_context=_query_setup)
 
 
 # --- logits ----------------------------------------------------------------------------------
@@ -90,39 +104,81 @@ torch.library.register_autograd(
 
 @torch.library.custom_op("l2r::anchor_logits", mutates_args=())
 def anchor_logits(
-    query: Tensor, anchors: Tensor, rho_hat: Tensor | None,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float, backend: str,
+    query: Tensor,
+    anchors: Tensor,
+    rho_hat: Tensor | None,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    backend: str,
 ) -> Tensor:
     """Pooled logits [T, N]."""
     constants = Score(scoring, gamma, beta, p, eps, scale)
-    return module(backend).score(query.contiguous(), anchors.contiguous(), _dense(rho_hat), constants)
+    return module(backend).score(
+        query.contiguous(), anchors.contiguous(), _dense(rho_hat), constants
+    )
 
 
 @anchor_logits.register_fake
 def _(
-    query: Tensor, anchors: Tensor, rho_hat: Tensor | None,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float, backend: str,
+    query: Tensor,
+    anchors: Tensor,
+    rho_hat: Tensor | None,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    backend: str,
 ) -> Tensor:
     return query.new_empty(query.shape[0], anchors.shape[0])
 
 
 @torch.library.custom_op("l2r::anchor_logits_backward", mutates_args=())
 def anchor_logits_backward(
-    grad: Tensor, query: Tensor, anchors: Tensor, rho_hat: Tensor | None, logits: Tensor,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float, backend: str,
+    grad: Tensor,
+    query: Tensor,
+    anchors: Tensor,
+    rho_hat: Tensor | None,
+    logits: Tensor,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
     constants = Score(scoring, gamma, beta, p, eps, scale)
     return module(backend).score_backward(
-        grad.contiguous(), query.contiguous(), anchors.contiguous(), _dense(rho_hat), logits,
+        grad.contiguous(),
+        query.contiguous(),
+        anchors.contiguous(),
+        _dense(rho_hat),
+        logits,
         constants,
     )
 
 
 @anchor_logits_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, anchors: Tensor, rho_hat: Tensor | None, logits: Tensor,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float, backend: str,
+    grad: Tensor,
+    query: Tensor,
+    anchors: Tensor,
+    rho_hat: Tensor | None,
+    logits: Tensor,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(query, memory_format=torch.contiguous_format),
@@ -144,9 +200,7 @@ def _logits_backward(ctx: Any, grad: Tensor) -> Grads:
     return grad_query, grad_anchors, (None if rho_hat is None else grad_rho), *[None] * 7
 
 
-torch.library.register_autograd(
-    "l2r::anchor_logits", _logits_backward, setup_context=_logits_setup
-)
+torch.library.register_autograd("l2r::anchor_logits", _logits_backward, setup_context=_logits_setup)
 
 
 # --- selection -------------------------------------------------------------------------------
@@ -169,23 +223,41 @@ def _(
 
 @torch.library.custom_op("l2r::select_backward", mutates_args=())
 def select_backward(
-    logits: Tensor, weights: Tensor, indices: Tensor, lse: Tensor, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None,
-    normalize: bool, backend: str,
+    logits: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
+    normalize: bool,
+    backend: str,
 ) -> Tensor:
     """Gradient of the logits, fp32."""
     return module(backend).select_backward(
-        logits.contiguous(), Selected(weights, indices, lse, lse), normalize=normalize,
-        grad_logits=_dense(grad_logits), grad_weights=_dense(grad_weights),
-        grad_lse=_dense(grad_lse), grad_share=_dense(grad_share),
+        logits.contiguous(),
+        Selected(weights, indices, lse, lse),
+        normalize=normalize,
+        grad_logits=_dense(grad_logits),
+        grad_weights=_dense(grad_weights),
+        grad_lse=_dense(grad_lse),
+        grad_share=_dense(grad_share),
     )
 
 
 @select_backward.register_fake
 def _(
-    logits: Tensor, weights: Tensor, indices: Tensor, lse: Tensor, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None,
-    normalize: bool, backend: str,
+    logits: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
+    normalize: bool,
+    backend: str,
 ) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
@@ -199,13 +271,24 @@ def _select_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _select_backward(
-    ctx: Any, grad_weights: Tensor | None, _: Tensor | None, grad_lse: Tensor | None,
+    ctx: Any,
+    grad_weights: Tensor | None,
+    _: Tensor | None,
+    grad_lse: Tensor | None,
     grad_sums: Tensor | None,
 ) -> Grads:
     logits, weights, indices, lse = ctx.saved_tensors
     grad = select_backward(
-        logits, weights, indices, lse, None, grad_weights, grad_lse, _share(grad_sums),
-        ctx.normalize, ctx.backend,
+        logits,
+        weights,
+        indices,
+        lse,
+        None,
+        grad_weights,
+        grad_lse,
+        _share(grad_sums),
+        ctx.normalize,
+        ctx.backend,
     )
     return grad.to(logits.dtype), None, None, None, None
 
@@ -218,24 +301,54 @@ torch.library.register_autograd("l2r::select", _select_backward, setup_context=_
 
 @torch.library.custom_op("l2r::route", mutates_args=())
 def route(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, norm_eps: float,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float,
-    top_k: int, normalize: bool, sums: bool, backend: str,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    norm_eps: float,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logits, weights, indices, log-sum-exp, sums; then query and 1 / rms for the backward."""
     query, rstd, logits, selected = module(backend).route(
-        x.contiguous(), weight.contiguous(), _dense(gain), anchors.contiguous(),
-        norm_eps=norm_eps, constants=Score(scoring, gamma, beta, p, eps, scale), top_k=top_k,
-        normalize=normalize, sums=sums,
+        x.contiguous(),
+        weight.contiguous(),
+        _dense(gain),
+        anchors.contiguous(),
+        norm_eps=norm_eps,
+        constants=Score(scoring, gamma, beta, p, eps, scale),
+        top_k=top_k,
+        normalize=normalize,
+        sums=sums,
     )
     return logits, *selected, query, rstd
 
 
 @route.register_fake
 def _(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, norm_eps: float,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float,
-    top_k: int, normalize: bool, sums: bool, backend: str,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    norm_eps: float,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = x.shape[0], anchors.shape[0]
     logits = weight.new_empty(tokens, experts)
@@ -246,30 +359,75 @@ def _(
 
 @torch.library.custom_op("l2r::route_backward", mutates_args=())
 def route_backward(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor,
-    logits: Tensor, weights: Tensor, indices: Tensor, lse: Tensor, query: Tensor, rstd: Tensor,
-    grad_logits: Tensor | None, grad_weights: Tensor | None, grad_lse: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    logits: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    rstd: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
     grad_share: Tensor | None,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float,
-    normalize: bool, need_x: bool, backend: str,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    normalize: bool,
+    need_x: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), weight, gain (empty without one) and anchors."""
     return module(backend).route_backward(
-        x.contiguous(), weight.contiguous(), _dense(gain), anchors.contiguous(), logits,
-        Selected(weights, indices, lse, lse), query, rstd, _dense(grad_logits),
-        _dense(grad_weights), _dense(grad_lse), _dense(grad_share),
-        constants=Score(scoring, gamma, beta, p, eps, scale), normalize=normalize, need_x=need_x,
+        x.contiguous(),
+        weight.contiguous(),
+        _dense(gain),
+        anchors.contiguous(),
+        logits,
+        Selected(weights, indices, lse, lse),
+        query,
+        rstd,
+        _dense(grad_logits),
+        _dense(grad_weights),
+        _dense(grad_lse),
+        _dense(grad_share),
+        constants=Score(scoring, gamma, beta, p, eps, scale),
+        normalize=normalize,
+        need_x=need_x,
     )
 
 
 @route_backward.register_fake
 def _(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor,
-    logits: Tensor, weights: Tensor, indices: Tensor, lse: Tensor, query: Tensor, rstd: Tensor,
-    grad_logits: Tensor | None, grad_weights: Tensor | None, grad_lse: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    logits: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    rstd: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
     grad_share: Tensor | None,
-    scoring: str, gamma: float, beta: float, p: float, eps: float, scale: float,
-    normalize: bool, need_x: bool, backend: str,
+    scoring: str,
+    gamma: float,
+    beta: float,
+    p: float,
+    eps: float,
+    scale: float,
+    normalize: bool,
+    need_x: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape if need_x else (0, x.shape[1])),
@@ -289,28 +447,49 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _route_backward(
-    ctx: Any, grad_logits: Tensor | None, grad_weights: Tensor | None, _: Tensor | None,
-    grad_lse: Tensor | None, grad_sums: Tensor | None, *__: Tensor | None,
+    ctx: Any,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    _: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_sums: Tensor | None,
+    *__: Tensor | None,
 ) -> Grads:
     x, weight, gain, anchors, logits, weights, indices, lse, query, rstd = ctx.saved_tensors
     need_x = ctx.needs_input_grad[0]
     grad_x, grad_weight, grad_gain, grad_anchors = route_backward(
-        x, weight, gain, anchors, logits, weights, indices, lse, query, rstd,
-        grad_logits, grad_weights, grad_lse, _share(grad_sums), *ctx.constants, ctx.normalize,
-        need_x, ctx.backend,
+        x,
+        weight,
+        gain,
+        anchors,
+        logits,
+        weights,
+        indices,
+        lse,
+        query,
+        rstd,
+        grad_logits,
+        grad_weights,
+        grad_lse,
+        _share(grad_sums),
+        *ctx.constants,
+        ctx.normalize,
+        need_x,
+        ctx.backend,
     )
     return (
-        (grad_x if need_x else None), grad_weight, (None if gain is None else grad_gain),
-        grad_anchors, *[None] * 11,
+        (grad_x if need_x else None),
+        grad_weight,
+        (None if gain is None else grad_gain),
+        grad_anchors,
+        *[None] * 11,
     )
 
 
 torch.library.register_autograd("l2r::route", _route_backward, setup_context=_route_setup)
 
 
-def _fake_selected(
-    like: Tensor, top_k: int, sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_selected(like: Tensor, top_k: int, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = like.shape
     return (
         like.new_empty(tokens, top_k, dtype=torch.float32),

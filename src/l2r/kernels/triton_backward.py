@@ -23,11 +23,25 @@ from l2r.kernels.triton_blocks import (
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
 def select_backward_kernel(
-    logits_ptr, lse_ptr, indices_ptr, weights_ptr,
-    grad_logits_ptr, grad_weights_ptr, grad_lse_ptr, grad_share_ptr, out_ptr,
-    T, N, K,
-    HAS_LOGITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_SHARE: tl.constexpr, NORMALIZE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    logits_ptr,
+    lse_ptr,
+    indices_ptr,
+    weights_ptr,
+    grad_logits_ptr,
+    grad_weights_ptr,
+    grad_lse_ptr,
+    grad_share_ptr,
+    out_ptr,
+    T,
+    N,
+    K,
+    HAS_LOGITS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_SHARE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
 ):
     """Gradient of the logits [T, N] from those of everything that was made of them."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -72,10 +86,28 @@ def select_backward_kernel(
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
 def query_backward_kernel(
-    query_ptr, rho_ptr, anchors_ptr, logits_ptr, grad_logits_ptr, grad_query_ptr, grad_rho_ptr,
-    T, N, gamma, beta, p, eps, scale,
-    HAS_RHO: tl.constexpr, SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    query_ptr,
+    rho_ptr,
+    anchors_ptr,
+    logits_ptr,
+    grad_logits_ptr,
+    grad_query_ptr,
+    grad_rho_ptr,
+    T,
+    N,
+    gamma,
+    beta,
+    p,
+    eps,
+    scale,
+    HAS_RHO: tl.constexpr,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Gradient of the query (and of rho_hat): a block of tokens against all anchors."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -116,10 +148,28 @@ def query_backward_kernel(
 @triton.jit(do_not_specialize=["T", "tokens_per_split"])
 @no_type_check
 def anchors_backward_kernel(
-    query_ptr, rho_ptr, anchors_ptr, logits_ptr, grad_logits_ptr, partial_ptr,
-    T, N, tokens_per_split, gamma, beta, p, eps, scale,
-    HAS_RHO: tl.constexpr, SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    query_ptr,
+    rho_ptr,
+    anchors_ptr,
+    logits_ptr,
+    grad_logits_ptr,
+    partial_ptr,
+    T,
+    N,
+    tokens_per_split,
+    gamma,
+    beta,
+    p,
+    eps,
+    scale,
+    HAS_RHO: tl.constexpr,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Partial sums [split, N H, R] of the gradient of the transformed anchors."""
     split = tl.program_id(1)
@@ -155,8 +205,18 @@ def anchors_backward_kernel(
 @triton.jit(do_not_specialize=["splits"])
 @no_type_check
 def anchors_reduce_kernel(
-    partial_ptr, anchors_ptr, grad_ptr, N, splits, p, eps,
-    SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BC: tl.constexpr,
+    partial_ptr,
+    anchors_ptr,
+    grad_ptr,
+    N,
+    splits,
+    p,
+    eps,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    BC: tl.constexpr,
     BS: tl.constexpr,
 ):
     """Add the partial sums and go back through psi(|k|) k / max(|k|, eps)."""
@@ -186,10 +246,24 @@ def anchors_reduce_kernel(
 @triton.jit(do_not_specialize=["T", "tokens_per_split"])
 @no_type_check
 def project_backward_kernel(
-    x_ptr, weight_ptr, gain_ptr, query_ptr, rstd_ptr, grad_query_ptr, grad_x_ptr, partial_ptr,
-    T, D, tokens_per_split,
-    HAS_GAIN: tl.constexpr, HAS_X: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    DOT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    query_ptr,
+    rstd_ptr,
+    grad_query_ptr,
+    grad_x_ptr,
+    partial_ptr,
+    T,
+    D,
+    tokens_per_split,
+    HAS_GAIN: tl.constexpr,
+    HAS_X: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """Gradient of x and partial sums [split, R, D] of that of W_q gain, in one read of x."""
     split = tl.program_id(1)
@@ -230,8 +304,17 @@ def project_backward_kernel(
 @triton.jit(do_not_specialize=["splits"])
 @no_type_check
 def project_reduce_kernel(
-    partial_ptr, weight_ptr, gain_ptr, grad_weight_ptr, grad_gain_ptr, D, splits,
-    HAS_GAIN: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    partial_ptr,
+    weight_ptr,
+    gain_ptr,
+    grad_weight_ptr,
+    grad_gain_ptr,
+    D,
+    splits,
+    HAS_GAIN: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
 ):
     """Add the partial sums; share them between W_q and the gain."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)

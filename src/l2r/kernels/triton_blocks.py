@@ -57,7 +57,9 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.co
         out = tl.dot(weights, vectors, input_precision=PRECISION)
     else:
         lane = tl.arange(0, RP)[None, :]
-        out = tl.where(lane == 0, tl.sum(weights * column(vectors, 0, RP)[None, :], 1)[:, None], 0.0)
+        out = tl.where(
+            lane == 0, tl.sum(weights * column(vectors, 0, RP)[None, :], 1)[:, None], 0.0
+        )
         for r in tl.static_range(1, R):
             part = tl.sum(weights * column(vectors, r, RP)[None, :], 1)
             out += tl.where(lane == r, part[:, None], 0.0)
@@ -66,8 +68,9 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.co
 
 @triton.jit
 @no_type_check
-def query_terms(query, rho_ptr, rows, ok, gamma, beta, eps,
-                SCORING: tl.constexpr, HAS_RHO: tl.constexpr):
+def query_terms(
+    query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexpr, HAS_RHO: tl.constexpr
+):
     """1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
     one = tl.full(rows.shape, 1.0, tl.float32)
     inverse = one
@@ -88,8 +91,9 @@ def query_terms(query, rho_ptr, rows, ok, gamma, beta, eps,
 
 @triton.jit
 @no_type_check
-def load_anchors(anchors_ptr, cols, cols_ok, eps, p,
-                 SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
+def load_anchors(
+    anchors_ptr, cols, cols_ok, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
+):
     """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
     lane = tl.arange(0, RP)
     ok = cols_ok[:, None] & (lane < R)[None, :]

@@ -22,9 +22,21 @@ from l2r.kernels.triton_blocks import (
 
 @triton.jit
 @no_type_check
-def project_block(x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps,
-                  HAS_GAIN: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr,
-                  BT: tl.constexpr, BD: tl.constexpr):
+def project_block(
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    rows,
+    ok,
+    D,
+    norm_eps,
+    HAS_GAIN: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Query block [BT, RP] and rstd [BT]: the gain multiplies W_q, rstd the finished sums."""
     lane = tl.arange(0, RP)
     start = rows.to(tl.int64)[:, None] * D
@@ -60,9 +72,19 @@ def project_block(x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps,
 
 @triton.jit
 @no_type_check
-def score_block(scaled, anchors_ptr, experts, experts_ok, eps, p,
-                SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-                DOT: tl.constexpr):
+def score_block(
+    scaled,
+    anchors_ptr,
+    experts,
+    experts_ok,
+    eps,
+    p,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each."""
     keys, factor = load_anchors(anchors_ptr, experts * H, experts_ok, eps, p, SCORING, R, RP)
     top = product(scaled, keys, R, RP, DOT) * factor[None, :]
@@ -83,8 +105,9 @@ def score_block(scaled, anchors_ptr, experts, experts_ok, eps, p,
 
 @triton.jit
 @no_type_check
-def select_block(logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K,
-                 NORMALIZE: tl.constexpr):
+def select_block(
+    logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE: tl.constexpr
+):
     """Write the K largest probabilities and their experts.
 
     Returns the log-sum-exp [BT] and how many tokens chose each expert [BN].
@@ -120,13 +143,43 @@ def select_block(logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok
 @triton.jit(do_not_specialize=["T", "K"])
 @no_type_check
 def forward_kernel(
-    x_ptr, weight_ptr, gain_ptr, query_ptr, rstd_ptr, rho_ptr, anchors_ptr, logits_ptr,
-    weights_ptr, indices_ptr, lse_ptr, sums_ptr,
-    T, D, N, K, norm_eps, gamma, beta, p, eps, scale,
-    PROJECT: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_RHO: tl.constexpr, HAS_SUMS: tl.constexpr,
-    NORMALIZE: tl.constexpr, SCORING: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    query_ptr,
+    rstd_ptr,
+    rho_ptr,
+    anchors_ptr,
+    logits_ptr,
+    weights_ptr,
+    indices_ptr,
+    lse_ptr,
+    sums_ptr,
+    T,
+    D,
+    N,
+    K,
+    norm_eps,
+    gamma,
+    beta,
+    p,
+    eps,
+    scale,
+    PROJECT: tl.constexpr,
+    SCORE: tl.constexpr,
+    SELECT: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_RHO: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
 ):
     """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1, one block if SELECT)."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)

@@ -97,8 +97,17 @@ def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Select
 
 
 def route(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *,
-    norm_eps: float, constants: Score, top_k: int, normalize: bool, sums: bool,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    *,
+    norm_eps: float,
+    constants: Score,
+    top_k: int,
+    normalize: bool,
+    sums: bool,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, rstd, logits and the selection; one launch where it fits."""
     rank, experts = weight.shape[0], anchors.shape[0]
@@ -110,9 +119,18 @@ def route(
     rstd = empty(x.shape[0] if gain is not None else 0, like=weight, dtype=torch.float32)
     logits = empty(x.shape[0], experts, like=weight)
     selected = _forward(
-        x=x, weight=weight, gain=gain, norm_eps=norm_eps, query=query, rstd=rstd,
-        anchors=anchors, constants=constants, logits=logits, top_k=top_k,
-        normalize=normalize, sums=sums,
+        x=x,
+        weight=weight,
+        gain=gain,
+        norm_eps=norm_eps,
+        query=query,
+        rstd=rstd,
+        anchors=anchors,
+        constants=constants,
+        logits=logits,
+        top_k=top_k,
+        normalize=normalize,
+        sums=sums,
     )
     return query, rstd, logits, selected
 
@@ -157,22 +175,57 @@ def _forward(
     columns = 1 if top_k or anchors is None else triton.cdiv(experts, blocks.experts)
     with _on(any_tensor):
         forward_kernel[(programs, columns)](
-            x, weight, gain, query, rstd, rho, anchors, logits,
-            selected.weights, selected.indices, selected.lse, selected.sums,
-            tokens, hidden, experts, top_k, norm_eps,
-            constants.gamma, constants.beta, constants.p, constants.eps, constants.scale,
-            PROJECT=stages["project"], SCORE=stages["score"], SELECT=stages["select"],
-            HAS_GAIN=gain is not None, HAS_RHO=rho is not None, HAS_SUMS=sums,
-            NORMALIZE=normalize, SCORING=_SCORINGS[constants.scoring], H=heads, R=rank,
-            RP=Rank.of(rank).padded, DOT=Rank.of(rank).dot, BT=blocks.tokens, BD=blocks.hidden,
-            BN=blocks.experts, num_warps=blocks.warps,
+            x,
+            weight,
+            gain,
+            query,
+            rstd,
+            rho,
+            anchors,
+            logits,
+            selected.weights,
+            selected.indices,
+            selected.lse,
+            selected.sums,
+            tokens,
+            hidden,
+            experts,
+            top_k,
+            norm_eps,
+            constants.gamma,
+            constants.beta,
+            constants.p,
+            constants.eps,
+            constants.scale,
+            PROJECT=stages["project"],
+            SCORE=stages["score"],
+            SELECT=stages["select"],
+            HAS_GAIN=gain is not None,
+            HAS_RHO=rho is not None,
+            HAS_SUMS=sums,
+            NORMALIZE=normalize,
+            SCORING=_SCORINGS[constants.scoring],
+            H=heads,
+            R=rank,
+            RP=Rank.of(rank).padded,
+            DOT=Rank.of(rank).dot,
+            BT=blocks.tokens,
+            BD=blocks.hidden,
+            BN=blocks.experts,
+            num_warps=blocks.warps,
         )
     return selected._replace(sums=selected.sums.sum(0)) if sums else selected
 
 
 def select_backward(
-    logits: Tensor, selected: Selected, *, normalize: bool, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None,
+    logits: Tensor,
+    selected: Selected,
+    *,
+    normalize: bool,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
 ) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
     tokens, experts = logits.shape
@@ -183,18 +236,36 @@ def select_backward(
     rows = max(1, min(2048 // columns, 16))
     with _on(logits):
         backward.select_backward_kernel[(triton.cdiv(tokens, rows),)](
-            logits, selected.lse, selected.indices, selected.weights,
-            grad_logits, grad_weights, grad_lse, grad_share, out,
-            tokens, experts, selected.weights.shape[1],
-            HAS_LOGITS=grad_logits is not None, HAS_WEIGHTS=grad_weights is not None,
-            HAS_LSE=grad_lse is not None, HAS_SHARE=grad_share is not None,
-            NORMALIZE=normalize, BT=rows, BN=columns, num_warps=4,
+            logits,
+            selected.lse,
+            selected.indices,
+            selected.weights,
+            grad_logits,
+            grad_weights,
+            grad_lse,
+            grad_share,
+            out,
+            tokens,
+            experts,
+            selected.weights.shape[1],
+            HAS_LOGITS=grad_logits is not None,
+            HAS_WEIGHTS=grad_weights is not None,
+            HAS_LSE=grad_lse is not None,
+            HAS_SHARE=grad_share is not None,
+            NORMALIZE=normalize,
+            BT=rows,
+            BN=columns,
+            num_warps=4,
         )
     return out
 
 
 def score_backward(
-    grad_logits: Tensor, query: Tensor, anchors: Tensor, rho: Tensor | None, logits: Tensor,
+    grad_logits: Tensor,
+    query: Tensor,
+    anchors: Tensor,
+    rho: Tensor | None,
+    logits: Tensor,
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
@@ -206,38 +277,82 @@ def score_backward(
         return grad_query, torch.zeros_like(anchors), grad_rho
     sizes = Rank.of(rank)
     shared = {
-        "HAS_RHO": rho is not None, "SCORING": _SCORINGS[constants.scoring], "H": heads,
-        "R": rank, "RP": sizes.padded, "DOT": sizes.dot, "num_warps": 4,
+        "HAS_RHO": rho is not None,
+        "SCORING": _SCORINGS[constants.scoring],
+        "H": heads,
+        "R": rank,
+        "RP": sizes.padded,
+        "DOT": sizes.dot,
+        "num_warps": 4,
     }
     floats = constants[1:]
     columns = min(_power(experts * heads, 16), 64 if sizes.dot else 256)
     rows = 16 if sizes.dot else 8
     with _on(query):
         backward.query_backward_kernel[(triton.cdiv(tokens, rows),)](
-            query, rho, anchors, logits, grad_logits, grad_query, grad_rho,
-            tokens, experts, *floats, **shared, BT=rows, BC=columns,
+            query,
+            rho,
+            anchors,
+            logits,
+            grad_logits,
+            grad_query,
+            grad_rho,
+            tokens,
+            experts,
+            *floats,
+            **shared,
+            BT=rows,
+            BC=columns,
         )
         columns, rows = min(columns, 64), 32
         blocks = triton.cdiv(experts * heads, columns)
         splits, per_split = _splits(tokens, rows, blocks, anchors.numel())
         partial = empty(splits, *anchors.shape, like=anchors, dtype=torch.float32)
         backward.anchors_backward_kernel[(blocks, splits)](
-            query, rho, anchors, logits, grad_logits, partial,
-            tokens, experts, per_split, *floats, **shared, BT=rows, BC=columns,
+            query,
+            rho,
+            anchors,
+            logits,
+            grad_logits,
+            partial,
+            tokens,
+            experts,
+            per_split,
+            *floats,
+            **shared,
+            BT=rows,
+            BC=columns,
         )
         grad_anchors = empty(*anchors.shape, like=anchors)
         columns = min(_power(experts * heads, 16), 32)
         backward.anchors_reduce_kernel[(triton.cdiv(experts * heads, columns),)](
-            partial, anchors, grad_anchors, experts, splits, constants.p, constants.eps,
-            SCORING=shared["SCORING"], H=heads, R=rank, RP=sizes.padded, BC=columns,
-            BS=min(_power(splits, 1), max(1, 4096 // (columns * sizes.padded))), num_warps=4,
+            partial,
+            anchors,
+            grad_anchors,
+            experts,
+            splits,
+            constants.p,
+            constants.eps,
+            SCORING=shared["SCORING"],
+            H=heads,
+            R=rank,
+            RP=sizes.padded,
+            BC=columns,
+            BS=min(_power(splits, 1), max(1, 4096 // (columns * sizes.padded))),
+            num_warps=4,
         )
     return grad_query, grad_anchors, grad_rho
 
 
 def project_backward(
-    grad_query: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, query: Tensor,
-    rstd: Tensor, *, need_x: bool,
+    grad_query: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    query: Tensor,
+    rstd: Tensor,
+    *,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
     tokens, hidden = x.shape
@@ -255,27 +370,70 @@ def project_backward(
     partial = empty(splits, rank, hidden, like=weight, dtype=torch.float32)
     with _on(x):
         backward.project_backward_kernel[(blocks, splits)](
-            x, weight, gain, query, rstd, grad_query, grad_x, partial, tokens, hidden, per_split,
-            HAS_GAIN=gain is not None, HAS_X=need_x, R=rank, RP=sizes.padded, DOT=sizes.dot,
-            BT=rows, BD=width, num_warps=4,
+            x,
+            weight,
+            gain,
+            query,
+            rstd,
+            grad_query,
+            grad_x,
+            partial,
+            tokens,
+            hidden,
+            per_split,
+            HAS_GAIN=gain is not None,
+            HAS_X=need_x,
+            R=rank,
+            RP=sizes.padded,
+            DOT=sizes.dot,
+            BT=rows,
+            BD=width,
+            num_warps=4,
         )
         backward.project_reduce_kernel[(triton.cdiv(hidden, 32),)](
-            partial, weight, gain, grad_weight, grad_gain, hidden, splits,
-            HAS_GAIN=gain is not None, R=rank, BD=32, BS=min(_power(splits, 1), 64), num_warps=4,
+            partial,
+            weight,
+            gain,
+            grad_weight,
+            grad_gain,
+            hidden,
+            splits,
+            HAS_GAIN=gain is not None,
+            R=rank,
+            BD=32,
+            BS=min(_power(splits, 1), 64),
+            num_warps=4,
         )
     return grad_x, grad_weight, grad_gain
 
 
 def route_backward(
-    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, logits: Tensor,
-    selected: Selected, query: Tensor, rstd: Tensor, grad_logits: Tensor | None,
-    grad_weights: Tensor | None, grad_lse: Tensor | None, grad_share: Tensor | None, *,
-    constants: Score, normalize: bool, need_x: bool,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    anchors: Tensor,
+    logits: Tensor,
+    selected: Selected,
+    query: Tensor,
+    rstd: Tensor,
+    grad_logits: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_share: Tensor | None,
+    *,
+    constants: Score,
+    normalize: bool,
+    need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
     grad = select_backward(
-        logits, selected, normalize=normalize, grad_logits=grad_logits,
-        grad_weights=grad_weights, grad_lse=grad_lse, grad_share=grad_share,
+        logits,
+        selected,
+        normalize=normalize,
+        grad_logits=grad_logits,
+        grad_weights=grad_weights,
+        grad_lse=grad_lse,
+        grad_share=grad_share,
     )
     grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
     grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)

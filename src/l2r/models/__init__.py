@@ -3,7 +3,7 @@
 Importing this package registers our model types with transformers' Auto classes.
 """
 
-from l2r.models.classifier import load_image_classifier
+from l2r.models.classifier import is_image_classifier, load_image_classifier
 from l2r.models.loading import load_causal_lm
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.models.pretrained import load_pretrained
@@ -17,6 +17,7 @@ __all__ = [
     "L2rViTConfig",
     "L2rViTForImageClassification",
     "L2rViTModel",
+    "is_image_classifier",
     "load_causal_lm",
     "load_image_classifier",
     "load_pretrained",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageClassification
 
-from l2r.models.loading import checkpoint_folder
+from l2r.models.pretrained import checkpoint_folder
 
 
 def load_image_classifier(
@@ -29,3 +29,13 @@ def load_image_classifier(
     except (OSError, KeyError, RuntimeError, ValueError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot load an image classifier from {folder}: {error}") from error
     return model.eval()
+
+
+def is_image_classifier(path: str | Path) -> bool:
+    """Whether a Hugging Face or run folder holds an image classifier, by its config.json.
+
+    Raises ValueError when there is no config.json.
+    """
+    folder = checkpoint_folder(path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return any("ImageClassification" in name for name in config.get("architectures") or [])

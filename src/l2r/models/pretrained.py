@@ -32,20 +32,30 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
         raise ValueError(f"cannot load a language model from {folder}: {error}") from error
 
 
-def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
+def save_model(
+    model: Any, out: Path, *, tokenizer: Any = None, files: Mapping[str, str] | None = None
+) -> None:
     """Write a model and its tokenizer into a new folder that appears whole or not at all.
 
+    ``files`` are further text files of the folder, by name.
     Raises ValueError when ``out`` holds something already.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder; got {out}")
+    check_new_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
         part = Path(temporary) / "part"
         model.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
+        for name, text in (files or {}).items():
+            (part / name).write_text(text, encoding="utf-8")
         part.replace(out)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ValueError when ``out`` holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -70,31 +70,37 @@ def swap_routers(
     Raises ValueError for a family that cannot be swapped (with the reason), for layers without
     a router, and for ``config.normalize_weights`` where the family decides about it.
     """
-    chosen = _choose(model, router_sites(model), layers)
-    place_routers(model, chosen, config, selection)
+    sites = select_sites(model, layers)
+    for site in sites:
+        place_router(model, site, new_router(site, config, selection))
+    record_swap(model, config, sites, selection=selection)
+    return model
+
+
+def record_swap(
+    model: nn.Module, config: RouterConfig, sites: Sequence[Site], *, selection: str = "family"
+) -> None:
+    """Write into the model's configuration which routers now sit where."""
     model_config: Any = model.config
-    if isinstance(model_config, L2rOlmoeConfig) and layers is None and selection == "family":
+    everywhere = len(sites) == len(router_sites(model))
+    if isinstance(model_config, L2rOlmoeConfig) and everywhere and selection == "family":
         model_config.router = config.to_dict()  # says it all by itself
         if hasattr(model_config, "l2r_swap"):
             del model_config.l2r_swap
-        return model
-    entry = {
-        "router": config.to_dict(),
-        "layers": [site.layer for site in chosen],
-        "selection": selection,
-    }
+        return
+    layers = [site.layer for site in sites]
+    entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
     model_config.l2r_swap = [*(getattr(model_config, "l2r_swap", None) or []), entry]
-    return model
 
 
 def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers."""
     paths = []
     for entry in entries:
-        chosen = _choose(model, router_sites(model), entry["layers"])
         config = RouterConfig.from_dict(entry["router"])
-        place_routers(model, chosen, config, entry["selection"])
-        paths += [site.path for site in chosen]
+        for site in select_sites(model, entry["layers"]):
+            place_router(model, site, new_router(site, config, entry["selection"]))
+            paths.append(site.path)
     return paths
 
 
@@ -119,56 +125,9 @@ def router_sites(model: nn.Module) -> list[Site]:
     )
 
 
-def old_weight(site: Site) -> Tensor:
-    """The [N, D] matrix of a family's own router."""
-    weight: Tensor = attrgetter(BY_ROUTER[type(site.router).__name__].weight)(site.router)
-    return weight
-
-
-def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
-    """A router of ours with the sizes, device, rule and selection bias of the one at a site."""
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection must be family or router; got selection={selection!r}")
-    rule = site.rule if selection == "family" else None
-    if rule is not None and config.normalize_weights:
-        raise ValueError(
-            "normalize_weights is decided by the model's family; leave it False "
-            "or pass selection='router'; got normalize_weights=True"
-        )
-    device = next(site.router.parameters()).device
-    router = attach_router(config, stream=site.layer, **site.sizes).to(device)
-    router.rule = rule
-    if rule is not None and rule.bias is not None:
-        _carry(site.router, router, rule.bias.partition(".")[0])
-    return router.train(site.router.training)
-
-
-def place_routers(
-    model: nn.Module, sites: Sequence[Site], config: RouterConfig, selection: str
-) -> None:
-    """Put a new router at every site, recorded as transformers records ``router_logits``."""
-    for site in sites:
-        router = new_router(site, config, selection)
-        # transformers looks for the old class, so the new module brings the hook itself.
-        install_output_capuring_hook(router, "router_logits", 0)
-        parent, _, name = site.path.rpartition(".")
-        block: Any = model.get_submodule(parent)
-        setattr(block, name, router)
-        # Some families initialise ``block.gate.weight`` by name while a checkpoint loads.
-        block._is_hf_initialized = True
-
-
-def _carry(old: nn.Module, router: Router, name: str) -> None:
-    """Move a buffer, a parameter or a module, so that it keeps its key in the state dict."""
-    if name in old._buffers:
-        router.register_buffer(name, old._buffers[name])
-    elif name in old._parameters:
-        router.register_parameter(name, old._parameters[name])
-    else:
-        router.add_module(name, old.get_submodule(name))
-
-
-def _choose(model: nn.Module, sites: list[Site], layers: Sequence[int] | None) -> list[Site]:
+def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
+    """The sites of some layers, or all. Raises ValueError for a layer without a router."""
+    sites = router_sites(model)
     if layers is None:
         return sites
     by_layer = {site.layer: site for site in sites}
@@ -180,6 +139,59 @@ def _choose(model: nn.Module, sites: list[Site], layers: Sequence[int] | None) -
                 f"replaced ({allowed}); got {layer}"
             )
     return [by_layer[layer] for layer in sorted(set(layers))]
+
+
+def old_weight(site: Site) -> Tensor:
+    """The [N, D] matrix of a family's own router."""
+    weight: Tensor = attrgetter(BY_ROUTER[type(site.router).__name__].weight)(site.router)
+    return weight
+
+
+def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
+    """A router of ours with the sizes, device, rule and selection bias of the one at a site."""
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be family or router; got selection={selection!r}")
+    rule = site.rule if selection == "family" else None
+    usual = type(config).__dataclass_fields__["normalize_weights"].default
+    if rule is not None and config.normalize_weights != usual:
+        raise ValueError(
+            f"normalize_weights is decided by the model's family; leave it {usual} "
+            f"or pass selection='router'; got normalize_weights={config.normalize_weights}"
+        )
+    device = next(site.router.parameters()).device
+    router = attach_router(config, stream=site.layer, **site.sizes).to(device)
+    router.rule = rule
+    if rule is not None and rule.bias is not None:
+        _carry(site.router, router, rule.bias.partition(".")[0])
+    if not isinstance(site.router, Router) or _is_recorded(site.router):
+        # transformers looks for the old class, so the new module brings the hook itself.
+        install_output_capuring_hook(router, "router_logits", 0)
+    return router.train(site.router.training)
+
+
+def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
+    """Put a router, new or old, at a site."""
+    parent, _, name = site.path.rpartition(".")
+    block: Any = model.get_submodule(parent)
+    setattr(block, name, router)
+    # Some families initialise ``block.gate.weight`` by name while a checkpoint loads.
+    block._is_hf_initialized = True
+
+
+def _is_recorded(router: Router) -> bool:
+    """Whether transformers' hook that records ``router_logits`` is on the module."""
+    hooks = router._forward_hooks.values()
+    return any(getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks)
+
+
+def _carry(old: nn.Module, router: Router, name: str) -> None:
+    """Move a buffer, a parameter or a module, so that it keeps its key in the state dict."""
+    if name in old._buffers:
+        router.register_buffer(name, old._buffers[name])
+    elif name in old._parameters:
+        router.register_parameter(name, old._parameters[name])
+    else:
+        router.add_module(name, old.get_submodule(name))
 
 
 def _layer_index(path: str) -> int:

@@ -38,6 +38,9 @@ class L2rViTConfig(ViTConfig):
     """
 
     model_type = "l2r_vit"
+    # transformers' __init__ takes names that are no fields (num_labels); jaxtyping's check of
+    # dataclasses knows fields only.
+    __no_type_check__: ClassVar[bool] = True
 
     hidden_size: int = 384
     num_attention_heads: int = 6

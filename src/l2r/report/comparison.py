@@ -8,6 +8,7 @@ from l2r.data.run_folder import RunFolder
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
+from l2r.report.style import ROUTER_COLOURS
 from l2r.report.tables import Table
 
 # column -> field of the routing summary's mean over layers, and which direction is better
@@ -21,6 +22,13 @@ _ROUTING = (
 )
 
 _PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
+
+
+def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
+    """Runs named after routers in the paper's order, then the others by name."""
+    order = list(ROUTER_COLOURS)
+    last = len(order)
+    return sorted(runs, key=lambda r: (order.index(r.name) if r.name in order else last, r.name))
 
 
 def comparison_table(runs: Sequence[RunFolder]) -> Table:

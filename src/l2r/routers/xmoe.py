@@ -16,6 +16,7 @@ from l2r.kernels import dispatch
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
+from l2r.routers.xmoe_presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,37 +54,9 @@ class XMoEConfig(RouterConfig):
     @classmethod
     def preset(cls, source: str) -> "XMoEConfig":
         """Settings of ``torchscale`` 0.3.0, the ``fairseq`` fork or ``tutel``'s cosine gate."""
-        if source not in _PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}; got {source!r}")
-        return cls(**_PRESETS[source])
-
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "torchscale": {
-        "rank": 16,
-        "anchor_scale": 0.32,
-        "anchor_norm": 1.5,
-        "normalize_query": False,
-    },
-    "fairseq": {
-        "rank": 16,
-        "anchor_scale": 0.1,
-        "eps": 1e-4,
-        "temperature": 0.07,
-        "learn_temperature": True,
-        "min_temperature": 1e-4,
-        "gate": "sigmoid",
-    },
-    "tutel": {
-        "rank": 256,
-        "bias": True,
-        "anchor_init": "normal",
-        "anchor_scale": 0.01,
-        "temperature": 0.5,
-        "learn_temperature": True,
-        "min_temperature": 0.01,
-    },
-}
+        if source not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {source!r}")
+        return cls(**PRESETS[source])
 
 
 @register_router("xmoe")

@@ -12,6 +12,7 @@ from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.models.loading import hide_progress_bars
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
 from l2r.training.task import Batch
@@ -24,7 +25,13 @@ class LanguageTask:
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
         self.recipe = recipe
+        hide_progress_bars()
         data = recipe.data
+        if recipe.evaluation.tasks:
+            # Imported here: the task data is a package of its own, which training can do without.
+            from l2r.evaluation.tasks import select_tasks
+
+            select_tasks(recipe.evaluation.tasks)  # a wrong name should not cost a corpus
         self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
         if data.tokens:
             train: Any = data.tokens
@@ -41,6 +48,12 @@ class LanguageTask:
         self.validation = TokenDataset(validation, data.sequence_length)
         self.item_size = data.sequence_length
         self.items = len(self.train)
+        self.questions = None
+        if recipe.evaluation.tasks:
+            from l2r.training.questions import Questions
+
+            vocabulary = self.model_config().vocab_size
+            self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)
 
     def build_model(self) -> nn.Module:
         return L2rOlmoeForCausalLM(self.model_config())
@@ -84,6 +97,9 @@ class LanguageTask:
             device=device,
         )
         return {f"ce/{domain}": loss for domain, loss in losses.items()}
+
+    def downstream(self, model: nn.Module) -> dict[str, float]:
+        return {} if self.questions is None else self.questions.ask(model)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]

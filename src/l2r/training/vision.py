@@ -117,6 +117,9 @@ class VisionTask:
             "skipped": len(self.skipped),
         }
 
+    def downstream(self, model: nn.Module) -> dict[str, float]:
+        return {}  # VisionRecipe refuses tasks
+
     def export(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]
 

@@ -1,0 +1,64 @@
+"""A few batches of text in a checkpoint's own tokens: to fit routers on, and to measure on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.data.corpus import CorpusOptions, split_texts
+from l2r.data.sources import Files, embedded_sources, folder_sources
+
+
+def sample_batches(
+    tokenizer: Any,
+    *,
+    folder: Path | None = None,
+    tokens: int = 200_000,
+    held_out_tokens: int = 50_000,
+    sequence_length: int = 256,
+    batch_size: int = 8,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Batches [B, S] of token ids for fitting, and others from files that are held out.
+
+    ``folder`` holds ``*.txt`` files, in one sub-folder per domain; None takes the embedded text
+    with the split that training on it uses. Domains come in turns, in equal parts.
+    Raises ValueError when there is too little text for one row, or sizes below 1.
+    """
+    for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
+        if value < 2 - (name == "batch_size"):
+            raise ValueError(f"{name} is too small; got {name}={value}")
+    sources = embedded_sources() if folder is None else folder_sources(folder)
+    splits = [_texts(files) for files in sources.values()]
+    parts = []
+    for split, budget in ((0, tokens), (1, held_out_tokens)):
+        per_domain = max(budget // len(splits), sequence_length)
+        rows = [
+            list(_rows(tokenizer, texts[split], per_domain, sequence_length)) for texts in splits
+        ]
+        mixed = [row for row in chain.from_iterable(zip_longest(*rows)) if row is not None]
+        if not mixed:
+            raise ValueError(f"the text must give at least {sequence_length} tokens; got fewer")
+        parts.append(list(torch.split(torch.stack(mixed), batch_size)))
+    return parts[0], parts[1]
+
+
+def _texts(files: Callable[[], Files]) -> tuple[list[str], list[str]]:
+    return split_texts(files(), CorpusOptions().characters_per_domain)
+
+
+def _rows(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> Iterator[Tensor]:
+    """Documents one after another, an end-of-text token after each, cut into rows."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    buffer: list[int] = []
+    for text in texts:
+        # A whole file can be far longer than the budget: four characters a token is generous.
+        ids = tokenizer(text[: 8 * budget], add_special_tokens=False, verbose=False)["input_ids"]
+        buffer += [*ids, *end]
+        while len(buffer) >= length and budget >= length:
+            yield torch.tensor(buffer[:length])
+            buffer, budget = buffer[length:], budget - length
+        if budget < length:
+            return

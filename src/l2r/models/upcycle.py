@@ -1,0 +1,283 @@
+"""Upcycling: fit new routers to the decisions of the old ones, then maybe train on jointly.
+
+The model runs once per batch with its own routers; every new router learns from what the old
+one in its layer saw and said. Nothing is stored, the experts stay frozen, and layers are
+independent of each other.
+
+Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
+from l2r.routers import MixtureRouter, Router, RouterConfig, capture
+
+Report = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """updates: optimiser steps per batch of activations, each on all its tokens.
+
+    lr decays to zero with a cosine. joint_steps: steps of training everything afterwards, with
+    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss.
+    """
+
+    updates: int = 4
+    lr: float = 0.01
+    joint_steps: int = 0
+    joint_lr: float = 1e-4
+    balance: float = 0.01
+    z: float = 0.001
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "joint_lr"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be > 0; got {name}={value}")
+        for name in ("updates", "joint_steps", "balance", "z"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0; got {name}={getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """How well the new router of one layer agrees with the old one, on held-out text.
+
+    Agreement is the mean share of a token's K experts that both choose; divergence is in nats.
+    """
+
+    layer: int
+    agreement_before: float
+    agreement: float
+    divergence_before: float
+    divergence: float
+
+
+@dataclass
+class UpcycleReport:
+    """Layers in order; perplexity on held-out text after each stage that was run."""
+
+    layers: list[LayerFit]
+    perplexity: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def agreement(self) -> float:
+        """Mean agreement over the layers after the fit."""
+        return sum(layer.agreement for layer in self.layers) / len(self.layers)
+
+
+def upcycle(
+    model: Any,
+    config: RouterConfig,
+    batches: Sequence[Int[Tensor, "_ S"]],
+    held_out: Sequence[Int[Tensor, "_ S"]],
+    *,
+    options: FitOptions | None = None,
+    layers: Sequence[int] | None = None,
+    report: Report = lambda stage, done, total: None,
+) -> UpcycleReport:
+    """Replace the routers of ``model`` in place by ones fitted to the old ones' decisions.
+
+    ``batches`` are token ids to fit and train on, ``held_out`` others to measure on.
+    ``options.updates=0`` leaves the new routers as they are drawn: copying nothing.
+    Raises ValueError for empty batches and as ``swap_routers`` does.
+    """
+    options = options or FitOptions()
+    for name, value in (("batches", batches), ("held_out", held_out)):
+        if len(value) == 0:
+            raise ValueError(f"{name} must hold at least one batch; got none")
+    model.eval()
+    sites = select_sites(model, layers)
+    students = [_start(model, site, new_router(site, config)) for site in sites]
+    result = UpcycleReport([])
+    result.perplexity["original"] = perplexity(model, held_out)
+    before = _compare(model, sites, students, held_out)
+    _place(model, sites, students)
+    result.perplexity["swapped"] = perplexity(model, held_out)
+    if options.updates:
+        _place(model, sites, [site.router for site in sites])
+        _fit(model, sites, students, batches, options, report)
+        after = _compare(model, sites, students, held_out)
+        _place(model, sites, students)
+        result.perplexity["fitted"] = perplexity(model, held_out)
+    else:
+        after = before
+    result.layers = [
+        LayerFit(site.layer, old[0], new[0], old[1], new[1])
+        for site, old, new in zip(sites, before, after, strict=True)
+    ]
+    record_swap(model, config, sites)
+    if options.joint_steps:
+        train_jointly(model, batches, options, report)
+        result.perplexity["trained"] = perplexity(model, held_out)
+    return result
+
+
+@torch.no_grad()
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
+    """exp of the mean next-token cross-entropy over all batches."""
+    total, count = 0.0, 0
+    for ids in batches:
+        total += float(_next_token_loss(model, ids)) * ids[:, 1:].numel()
+        count += ids[:, 1:].numel()
+    return math.exp(total / count)
+
+
+def train_jointly(
+    model: Any, batches: Sequence[Tensor], options: FitOptions, report: Report
+) -> None:
+    """Train all weights for ``options.joint_steps`` batches, with the paper's auxiliary losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
+    schedule = _cosine(optimizer, options.joint_steps)
+    model.train()
+    for step in range(options.joint_steps):
+        with capture(model) as record:
+            loss = _next_token_loss(model, batches[step % len(batches)])
+        logits, indices = record.logits(), record.indices()
+        loss = loss + options.balance * load_balancing_loss(logits, indices)
+        loss = loss + options.z * router_z_loss(logits)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        report("joint training", step + 1, options.joint_steps)
+    model.eval()
+
+
+def divergence(
+    teacher: Float[Tensor, "T N"], student: Float[Tensor, "T N"], *, score: str = "softmax"
+) -> Float[Tensor, ""]:
+    """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
+
+    ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
+    own probability.
+    """
+    if score == "softmax":
+        p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
+        return (p.exp() * (p - q)).sum(-1).mean()
+    split = nn.functional.logsigmoid
+    yes, no = split(teacher), split(-teacher)
+    coin = yes.exp() * (yes - split(student)) + no.exp() * (no - split(-student))
+    return coin.sum(-1).mean()
+
+
+def _start(model: nn.Module, site: Site, router: Router) -> Router:
+    """A mixture of routers starts from the attention heads of its own layer, as its source does."""
+    layer = model.get_submodule(site.path.rpartition(".")[0].rpartition(".")[0])
+    attention = getattr(layer, "self_attn", None)
+    query = getattr(attention, "q_proj", None)
+    if isinstance(router, MixtureRouter) and isinstance(query, nn.Linear):
+        router.start_from_heads(query.weight.to(router.projection.weight.dtype))
+    return router
+
+
+def _fit(
+    model: Any,
+    sites: Sequence[Site],
+    students: Sequence[Router],
+    batches: Sequence[Tensor],
+    options: FitOptions,
+    report: Report,
+) -> None:
+    parameters = [p for s in students for p in s.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=options.lr)
+    schedule = _cosine(optimizer, options.updates * len(batches))
+    for student in students:
+        student.train()
+    for done, ids in enumerate(batches, start=1):
+        seen = _observe(model, sites, ids)
+        for _ in range(options.updates):
+            loss = torch.stack(
+                [
+                    divergence(logits, student.logits(x), score=_score(site))
+                    for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
+                ]
+            ).sum()
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            schedule.step()
+        report("fit", done, len(batches))
+    for student in students:
+        student.eval()
+
+
+@torch.no_grad()
+def _compare(
+    model: Any, sites: Sequence[Site], students: Sequence[Router], batches: Sequence[Tensor]
+) -> list[tuple[float, float]]:
+    """(agreement, divergence) per layer, what the students would do where the teachers are."""
+    sums = torch.zeros(len(sites), 2, dtype=torch.float64)
+    for ids in batches:
+        for row, (site, student, (x, logits, indices)) in enumerate(
+            zip(sites, students, _observe(model, sites, ids), strict=True)
+        ):
+            chosen = student(x, *_block_bias(model, site)).indices
+            both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
+            apart = divergence(logits, student.logits(x), score=_score(site))
+            sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
+    return [(float(a), float(d)) for a, d in sums / len(batches)]
+
+
+def _observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    with _hooks([site.router for site in sites], seen), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return seen
+
+
+@contextmanager
+def _hooks(routers: Sequence[nn.Module], seen: list[Any]) -> Iterator[None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = args[0].detach().flatten(0, -2)
+        seen.append((x, output[0].detach().float(), output[2].detach()))
+
+    handles = [router.register_forward_hook(hook) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
+    """The selection bias that a block passes to its router, where the family does that."""
+    block = model.get_submodule(site.path.rpartition(".")[0])
+    for name in ("e_score_correction_bias", "expert_bias"):
+        bias = getattr(block, name, None)
+        if isinstance(bias, Tensor):
+            return (bias,)
+    return ()
+
+
+def _place(model: nn.Module, sites: Sequence[Site], routers: Sequence[Any]) -> None:
+    for site, router in zip(sites, routers, strict=True):
+        place_router(model, site, router)
+
+
+def _score(site: Site) -> str:
+    return "softmax" if site.rule is None else site.rule.score
+
+
+def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    def factor(step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * min(step / steps, 1)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _next_token_loss(model: Any, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

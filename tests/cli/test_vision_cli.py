@@ -1,0 +1,127 @@
+"""From the command to the page: the vision demo with two seeds."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from l2r.cli.app import build_app
+from l2r.report.accuracy import accuracy_table
+
+SHORT = [
+    "training.steps=4",
+    "training.global_batch=16",
+    "training.micro_batch=16",
+    "evaluation.every=2",
+    "evaluation.batch_size=30",
+    "evaluation.max_batches=2",
+]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    root = tmp_path_factory.mktemp("compare") / "runs"
+    command = ["compare", "demo-vision", *SHORT, "--routers", "linear,l2r_sips"]
+    result = CliRunner().invoke(
+        build_app(), [*command, "--seeds", "2", "--out", str(root), "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    return root, json.loads(result.stdout)
+
+
+def test_table_has_the_papers_layout_and_the_mean_over_seeds(compared):
+    root, rows = compared
+    assert [row["Method"] for row in rows] == ["Linear", "L2R (SIPS)"]
+    for row, kind in zip(rows, ("linear", "l2r_sips"), strict=True):
+        last = []
+        for name in (kind, f"{kind}.seed-1"):
+            lines = (root / name / "metrics.jsonl").read_text().splitlines()
+            last.append([r for r in map(json.loads, lines) if r["kind"] == "validation"][-1])
+        for column, field in (("Top-1 (%)", "top1"), ("Top-5 (%)", "top5")):
+            first, second = (100 * record[field] for record in last)
+            assert row[column] == pytest.approx((first + second) / 2)
+            # Student's t with one degree of freedom; the deviation of two values is their gap.
+            half = 12.7062 * abs(first - second) / 2
+            assert row[f"± {column[:5].lower()}"] == pytest.approx(half, abs=1e-9)
+        assert row["seeds"] == 2
+
+
+def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
+    root, _ = compared
+    page = (root / "report.html").read_text(encoding="utf-8")
+    for words in ("Top-1 and top-5 accuracy", "Patches and experts: linear", "L2R (SIPS)"):
+        assert words in page
+    assert "Validation top-1 accuracy" in page and "images each" in page
+    assert "seed-1</td>" not in page  # repeats have no row of their own
+    assert (root / "linear" / "patches.npz").is_file()
+    assert not (root / "linear.seed-1" / "patches.npz").exists()
+
+
+def test_report_command_reads_the_same_runs(compared, tmp_path):
+    root, rows = compared
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(build_app(), ["report", str(root), "--out", str(page), "--json"])
+    assert result.exit_code == 0, result.output
+    by_method = {row["Method"]: row for row in json.loads(result.stdout)}
+    assert by_method == {row["Method"]: row for row in rows}
+    assert "Patches and experts: l2r_sips" in page.read_text(encoding="utf-8")
+
+
+def test_one_seed_is_called_one_seed():
+    table = accuracy_table({"linear": ((50.0, 0.0), (90.0, 0.0), 1)})
+    assert "nothing without more seeds" in table.caption
+    assert table.rows == (("Linear", 50.0, 0.0, 90.0, 0.0, 1),)
+
+
+def invoke(*command):
+    return CliRunner().invoke(build_app(), [str(part) for part in command])
+
+
+def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(compared, tmp_path):
+    root, _ = compared
+    result = invoke("eval", root / "linear", "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["images"] == 359
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    assert saved["top1"] == pytest.approx(json.loads(result.stdout)[0]["Top-1 (%)"] / 100)
+    lines = (root / "linear" / "metrics.jsonl").read_text().splitlines()
+    recorded = [r for r in map(json.loads, lines) if r["kind"] == "validation"][-1]
+    result = invoke("eval", root / "linear", "--limit", 60, "--out", tmp_path, "--json")
+    assert json.loads((tmp_path / "evaluation.json").read_text())["top1"] == recorded["top1"]
+    model = root / "linear" / "model"
+    result = invoke("eval", model, "--data", "digits", "--out", tmp_path, "--json")
+    assert json.loads(result.stdout)[0]["images"] == 359
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["linear/model"], "is no run folder, so --data must name images"),
+        (["linear", "--average"], "holds no averaged weights"),
+        (["linear", "--data", "digit"], "must be 'digits', 'fashion-mnist' or a folder"),
+    ],
+)
+def test_eval_refuses_in_one_line(compared, options, words):
+    root, _ = compared
+    result = invoke("eval", root / options[0], *options[1:])
+    assert isinstance(result.exception, ValueError)
+    assert words in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_diagnose_reads_image_classifiers_and_draws_patches(compared, tmp_path):
+    root, _ = compared
+    command = ["diagnose", root / "linear", root / "l2r_sips", "--out", tmp_path]
+    result = invoke(*command, "--instances", 40, "--sample", 200, "--certify", 4, "--json")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "index.html").is_file()
+    assert "Which expert each patch goes to" in (tmp_path / "linear" / "patches.html").read_text()
+    info = json.loads((tmp_path / "linear" / "diagnosis.json").read_text())["info"]
+    assert info["tokens"] == 40 * 17  # 16 patches and the class token
+    assert info["domains"] == [str(digit) for digit in range(10)]
+
+
+def test_params_prints_the_whole_vit_for_every_router():
+    rows = {row["router"]: row for row in json.loads(invoke("params", "--vit", "--json").stdout)}
+    assert rows["dense"]["parameters"] == 22_050_664
+    assert rows["linear"]["in routers"] == 4 * 16 * 384
+    assert rows["l2r_sips"]["active"] == 26_780_528

@@ -1,0 +1,79 @@
+"""Patch routing is what the routers say about each patch, and the figure shows it."""
+
+import numpy as np
+import pytest
+import torch
+
+from l2r import capture
+from l2r.diagnostics.patches import patch_routing, save_patch_routing
+from l2r.models import L2rViTConfig, L2rViTForImageClassification
+from l2r.report.patches import patch_figure, read_patch_routing
+
+
+@pytest.fixture
+def model():
+    config = L2rViTConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
+        num_experts=5,
+        moe_layers=[0, 2],
+    )
+    return L2rViTForImageClassification(config)
+
+
+def test_each_patch_has_the_experts_the_router_gives_its_token(model):
+    images = torch.randn(3, 3, 16, 16)
+    routing = patch_routing(model, images, (4, 4))
+    assert model.training  # as it was before
+    model.eval()
+    with torch.no_grad(), capture(model, inputs=True) as record:
+        logits = model(images).logits
+    assert routing.predictions.tolist() == logits.argmax(1).tolist()
+    for layer, name in enumerate(routing.layers):
+        tokens = record.inputs[name][0].view(3, 17, 32)
+        router = model.get_submodule(name)
+        for image, row, column in ((0, 0, 0), (1, 3, 2), (2, 1, 3)):
+            with torch.no_grad():
+                _, weights, indices = router(tokens[image, 1 + 4 * row + column])
+            assert routing.experts[layer, image, row, column].tolist() == indices[0].tolist()
+            np.testing.assert_allclose(routing.weights[layer, image, row, column], weights[0], 1e-5)
+        with torch.no_grad():
+            assert routing.class_token[layer, 2].tolist() == router(tokens[2, 0])[2][0].tolist()
+
+
+def test_a_wrong_grid_is_refused_in_one_line(model):
+    with pytest.raises(ValueError, match="give 10 tokens an image; the model routes 17"):
+        patch_routing(model, torch.randn(2, 3, 16, 16), (3, 3))
+
+
+def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)
+    routing = patch_routing(model, torch.from_numpy(pixels) / 255, (4, 4))
+    labels = np.array([0, 1, 2])
+    path = save_patch_routing(tmp_path / "p.npz", routing, pixels, labels, ("a", "b", "c"))
+    saved = read_patch_routing(path)
+    figure = patch_figure(saved, images=2)
+    heatmaps = [trace for trace in figure.data if trace.type == "heatmap"]
+    assert len(heatmaps) == 2 * 2  # images x layers
+    assert np.array_equal(heatmaps[1].z, routing.experts[1, 0, ..., 0])
+    assert list(heatmaps[0].x) == [1.5, 5.5, 9.5, 13.5]  # centres of 4-pixel patches
+    first, weight = routing.experts[0, 1, 2, 3, 0], routing.weights[0, 1, 2, 3, 0]
+    assert heatmaps[2].text[2][3].startswith(f"expert {first}: {weight:.3f}<br>expert ")
+    titles = [note.text for note in figure.layout.annotations]
+    assert titles[:3] == ["image", "layer 0", "layer 2"]
+    wrong = [i for i in (0, 1) if routing.predictions[i] != labels[i]]
+    assert sum("taken for" in title for title in titles) == len(wrong)
+    assert len(figure.layout.coloraxis.colorscale) == 2 * 5
+
+
+def test_a_wrong_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot read patch routing from"):
+        read_patch_routing(tmp_path / "none.npz")
+    np.savez(tmp_path / "other.npz", images=np.zeros(3))
+    with pytest.raises(ValueError, match="holds no patch routing: classes, experts"):
+        read_patch_routing(tmp_path / "other.npz")

@@ -1,0 +1,221 @@
+"""Routers beyond the paper, each against its source's formula written as loops in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from l2r import build_router
+from l2r.functional import expert_usage
+from l2r.routers import (
+    PerturbedCosineConfig,
+    RouterConfig,
+    SigmoidConfig,
+    router_names,
+    update_selection_bias,
+)
+
+ZOO = ("attention", "mixture", "perturbed_cosine", "sigmoid")
+SIZES = {"hidden_size": 12, "num_experts": 6, "top_k": 2}
+
+
+def make(kind, seed=0, **options):
+    torch.manual_seed(seed)
+    return build_router(kind, **SIZES, dtype="float64", **options).double()
+
+
+def arrays(router):
+    return {k: v.detach().numpy() for k, v in router.state_dict().items()}
+
+
+def softmax(values):
+    e = np.exp(np.array(values) - max(values))
+    return e / e.sum()
+
+
+def perturbed_cosine(x, w, c):
+    logits = []
+    for token in x:
+        q = [sum(a * b for a, b in zip(row, token, strict=True)) for row in w["projection.weight"]]
+        row = []
+        for k in w["anchors"][:, 0]:
+            dot = sum(a * b for a, b in zip(q, k, strict=True))
+            q_norm = sum(a * a for a in q) ** 0.5 + c.tau_query
+            k_norm = sum(a * a for a in k) ** 0.5 + c.tau_anchor
+            row.append(dot / (q_norm * k_norm) / c.temperature)
+        logits.append(row)
+    return np.array(logits)
+
+
+def attention(x, w, c):
+    del c
+    wq, wk, wv = np.split(w["query_key_value.weight"], 3)
+    logits = []
+    for token in x:
+        q, k, v = wq @ token, wk @ token, wv @ token
+        logits.append([sum(softmax([q[i] * kj for kj in k]) * v) for i in range(len(q))])
+    return np.array(logits)
+
+
+def mixture(x, w, c):
+    logits = []
+    for token in x:
+        mean = np.zeros(SIZES["num_experts"])
+        for m in range(c.routers):
+            q = w["projection.weight"][m * c.rank : (m + 1) * c.rank] @ token
+            mean += softmax([q @ k / np.sqrt(c.rank) for k in w["keys"][m]]) / c.routers
+        logits.append(np.log(mean))
+    return np.array(logits)
+
+
+def sigmoid(x, w, c):
+    del c
+    return np.array([[float(row @ token) for row in w["weight"]] for token in x])
+
+
+REFERENCE = {
+    "attention": attention,
+    "mixture": mixture,
+    "perturbed_cosine": perturbed_cosine,
+    "sigmoid": sigmoid,
+}
+
+
+@pytest.mark.parametrize("kind", ZOO)
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 1000), size=st.sampled_from([0.1, 1.0, 10.0]))
+def test_logits_equal_the_formula_of_the_source(kind, seed, size):
+    router = make(kind, seed)
+    x = torch.randn(4, 12, dtype=torch.float64) * size
+    expected = REFERENCE[kind](x.numpy(), arrays(router), router.config)
+    np.testing.assert_allclose(router.logits(x).detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mixture", "perturbed_cosine"])
+def test_softmax_routers_select_from_the_softmax_of_their_logits(kind):
+    router = make(kind)
+    logits, weights, indices = router(torch.randn(5, 12, dtype=torch.float64))
+    for row, w, i in zip(logits, weights, indices, strict=True):
+        probs = softmax(row.detach().numpy())
+        best = np.argsort(-probs)[:2]
+        expected = probs[best] / (probs[best].sum() if kind == "attention" else 1)
+        assert i.tolist() == best.tolist()
+        np.testing.assert_allclose(w.detach().numpy(), expected, rtol=1e-9)
+
+
+def test_sigmoid_chooses_with_the_bias_and_weighs_without_it():
+    router = make("sigmoid", scale=2.5)
+    router.e_score_correction_bias.copy_(torch.tensor([0.0, 0.9, -0.9, 0.3, 0.0, 0.6]))
+    logits, weights, indices = router(torch.randn(7, 12, dtype=torch.float64))
+    bias = router.e_score_correction_bias.numpy()
+    for row, w, i in zip(logits.detach().numpy(), weights, indices, strict=True):
+        scores = 1 / (1 + np.exp(-row))
+        best = sorted(range(6), key=lambda n: -(scores[n] + bias[n]))[:2]
+        assert i.tolist() == best
+        expected = [2.5 * scores[n] / sum(scores[b] for b in best) for n in best]
+        np.testing.assert_allclose(w.detach().numpy(), expected, rtol=1e-9)
+
+
+def test_the_bias_moves_by_its_speed_against_the_load():
+    bias = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    update_selection_bias(bias, torch.tensor([4.0, 0.0, 2.0, 2.0]), speed=0.1)
+    torch.testing.assert_close(bias, torch.tensor([0.4, 0.6, 0.5, 0.5]))
+
+
+def test_bias_balancing_evens_out_a_collapsed_router():
+    router = make("sigmoid")
+    with torch.no_grad():  # all tokens prefer the same two experts
+        router.weight.zero_()
+        router.weight[:2] += 1.0
+    x = torch.rand(256, 12, dtype=torch.float64)
+    loads = []
+    for _ in range(300):
+        loads.append(expert_usage(router(x).indices, 6))
+        update_selection_bias(router.e_score_correction_bias, loads[-1], speed=0.01)
+    assert loads[0].tolist() == [1, 1, 0, 0, 0, 0]
+    later = torch.stack(loads[-100:]).mean(0)  # equal experts take turns
+    assert later.max() < 0.4  # 1/3 is perfectly even
+    assert later.min() > 0.25
+
+
+def test_no_gradient_reaches_the_selection_bias():
+    router = make("sigmoid")
+    router(torch.randn(3, 12, dtype=torch.float64)).weights.sum().backward()
+    assert router.weight.grad is not None
+    assert not router.e_score_correction_bias.requires_grad
+    assert "e_score_correction_bias" in router.state_dict()
+
+
+def test_perturbation_makes_the_logits_depend_on_the_norm_and_stay_below_a_cosine():
+    router = make("perturbed_cosine")
+    x = torch.randn(3, 12, dtype=torch.float64)
+    small, large = router.logits(x * 1e-3), router.logits(x * 1e3)
+    assert small.abs().max() < large.abs().max() < 1 / router.config.temperature
+
+
+def test_attention_logits_lie_between_the_smallest_and_the_largest_value():
+    router = make("attention", init_std=1.0)
+    x = torch.randn(9, 12, dtype=torch.float64)
+    value = (x @ router.query_key_value.weight.T).chunk(3, dim=-1)[2]
+    logits = router.logits(x)
+    assert (logits <= value.amax(-1, keepdim=True) + 1e-12).all()
+    assert (logits >= value.amin(-1, keepdim=True) - 1e-12).all()
+
+
+def test_a_mixture_is_a_distribution_and_more_than_one_linear_router():
+    router = make("mixture")
+    x = torch.randn(5, 12, dtype=torch.float64)
+    logits = router.logits(x)
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+    difference = router.logits(2 * x) - 2 * logits
+    spread = difference - difference.mean(-1, keepdim=True)
+    assert spread.abs().max() > 1e-2  # a linear router's logits would double
+
+
+def test_a_mixture_starts_from_attention_heads():
+    router = make("mixture", routers=2, rank=4)
+    heads = torch.randn(16, 12, dtype=torch.float64)
+    router.start_from_heads(heads)
+    assert torch.equal(router.projection.weight, heads[:8])
+    with pytest.raises(ValueError, match="query_weight must have at least 8 rows and 12 columns"):
+        router.start_from_heads(heads[:, :3])
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_gradients_are_right(kind):
+    router = make(kind)
+    x = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(router.logits, x)
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_a_zoo_router_is_registered_and_its_configuration_round_trips(kind):
+    assert kind in router_names()
+    config = make(kind).config
+    assert RouterConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shapes_and_dtypes(kind, dtype):
+    router = build_router(kind, **SIZES)
+    logits, weights, indices = router(torch.randn(2, 3, 12, dtype=dtype))
+    assert logits.shape == (6, 6)
+    assert logits.dtype == torch.float32
+    assert weights.shape == indices.shape == (6, 2)
+    assert weights.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (PerturbedCosineConfig, "tau_query", 0.0),
+        (PerturbedCosineConfig, "tau_anchor", -1.0),
+        (PerturbedCosineConfig, "rank", 0),
+        (SigmoidConfig, "scale", 0.0),
+    ],
+)
+def test_bad_options_are_named(config, field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .*; got {field}={value}"):
+        config(**{field: value})

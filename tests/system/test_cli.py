@@ -1,0 +1,152 @@
+"""The commands as a person types them: what they write, and one line for bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from l2r.cli import main
+
+
+def run(capsys, *args):
+    """Exit code, standard output and standard error of one command, in this process."""
+    with pytest.raises(SystemExit) as done:
+        main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return done.value.code, captured.out, captured.err
+
+
+def assert_refused(result, *words):
+    code, _, err = result
+    assert code == 2, err
+    assert "Traceback" not in err
+    line = err.strip().splitlines()[-1]
+    for word in words:
+        assert word in line, line
+
+
+def test_compare_trains_every_router_and_writes_one_self_contained_page(
+    capsys, tiny_changes, tmp_path
+):
+    code, out, err = run(capsys, "compare", "demo", *tiny_changes, "--out", tmp_path, "--json")
+    assert code == 0, err
+    rows = json.loads(out)
+    names = ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips"]
+    assert [row["router"] for row in rows] == names
+    for row in rows:
+        assert row["CE mean"] > 0 and 0 <= row["stability"] <= 1 and row["router params"] > 0
+    page = (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in err
+    for words in ("Training cross-entropy", "Expert usage by layer", "Expert usage by domain"):
+        assert words in page
+    assert page.count("plotly.js v") >= 1 and "<script src=" not in page
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/model/model.safetensors")}
+    assert run(capsys, "compare", "demo", *tiny_changes, "--out", tmp_path)[0] == 0
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    code, out, _ = run(capsys, "report", tmp_path, "--json", "--out", tmp_path / "again.html")
+    assert code == 0 and json.loads(out) == json.loads(json.dumps(rows))
+
+
+def test_train_show_prints_every_field_and_list_every_recipe(capsys):
+    code, out, _ = run(capsys, "train", "demo/l2r-sips", "router.rank=8", "--show")
+    assert code == 0 and "rank: 8" in out and "balance_scope: microbatch" in out
+    code, out, _ = run(capsys, "train", "--list")
+    assert code == 0 and "demo/l2r-sips" in out and "olmoe-1b-7b/l2r-sips-heads-64" in out
+
+
+def test_params_prints_the_papers_table(capsys):
+    code, out, _ = run(capsys, "params", "--json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) == 5 and rows[0]["16"] == "131.072K (6.25%)"
+
+
+def test_doctor_finds_what_the_package_needs(capsys):
+    code, out, _ = run(capsys, "doctor", "--json")
+    status = {row["check"]: row["status"] for row in json.loads(out)}
+    assert code == 0 and status["grouped_mm"] == status["router"] == status["torch"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["train", "demo/l2r-sip"], ["unknown recipe", "demo/l2r-sips"]),
+        (["train"], ["RECIPE is missing"]),
+        (["train", "demo/l2r-sips", "router.kind=l2r_sip"], ["unknown router", "l2r_sips"]),
+        (["train", "demo/l2r-sips", "router.rank=0"], ["rank must be >= 1", "rank=0"]),
+        (["train", "demo/l2r-sips", "router.rnk=2"], ["no option 'rnk'", "'rank'"]),
+        (
+            ["train", "demo/l2r-sips", "model.num_experts_per_tok=99"],
+            ["num_experts_per_tok must be <= num_experts"],
+        ),
+        (["train", "demo/l2r-sips", "training.stps=5"], ["unknown field training.stps", "'steps'"]),
+        (["train", "demo/l2r-sips", "trainig.steps=5"], ["unknown field trainig", "'training'"]),
+        (["train", "demo/l2r-sips", "training.steps=x"], ["training.steps", "'x'"]),
+        (["train", "demo/l2r-sips", "nonsense"], ["key.sub=value", "'nonsense'"]),
+        (["train", "demo/l2r-sips", "seed.sub=1"], ["seed holds a value"]),
+        (["train", "missing.yaml"], ["missing.yaml does not exist"]),
+        (["train", "../../etc/passwd"], ["unknown recipe"]),
+        (["compare", "demos"], ["unknown recipe folder 'demos'"]),
+        (["compare", "demo", "--routers", "linear,cubic"], ["'cubic'"]),
+        (["report", "nowhere"], ["nowhere is not a run folder"]),
+        (["params", "--ranks", "2,x"], ["ranks must be positive integers"]),
+        (["train", "demo/l2r-sips", "--nonsense"], ["No such option"]),
+        (["fly"], ["No such command"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *args)
+    assert code == 2 and "Traceback" not in err and list(tmp_path.iterdir()) == []
+    text = " ".join(err.replace("│", " ").split())
+    for word in words:
+        assert word in text, text
+
+
+def test_empty_corpus_folder_and_unwritable_output(capsys, tiny_changes, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    changes = [*tiny_changes, f"data.corpus={empty}"]
+    out = tmp_path / "run"
+    assert_refused(
+        run(capsys, "train", "demo/linear", *changes, "--out", out), "*.txt files", str(empty)
+    )
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert_refused(
+        run(capsys, "train", "demo/linear", *tiny_changes, "--out", blocked / "run"),
+        "cannot write to output folder",
+        str(blocked),
+    )
+
+
+def test_a_yaml_file_that_is_not_a_mapping_or_runs_code_is_refused(capsys, tmp_path):
+    for text in ("- 1\n- 2\n", "a: [", "seed: !!python/object/apply:os.system ['echo hi']"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        assert_refused(run(capsys, "train", path), "recipe", "recipe.yaml")
+    path.write_text(f"base: {path}\n")
+    assert_refused(run(capsys, "train", path), "its own base")
+
+
+def test_a_real_process_ends_with_code_2_and_one_line(tmp_path):
+    command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", "router.rank=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    from l2r.cli.app import COMMANDS
+
+    for name in COMMANDS:
+        code, out, _ = run(capsys, name, "--help")
+        assert code == 0 and "Example" in out, name
+
+
+def test_router_options_of_a_wrong_type_are_named(capsys):
+    """In this process annotations are checked by the test hook, so a real one is asked."""
+    for change, words in (("rank=two", "rank must be of type int; got rank='two'"),):
+        command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", f"router.{change}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
 
 
 def stock_olmoe(**sizes: Any) -> OlmoeForCausalLM:
@@ -24,6 +24,16 @@ def stock_experts(
         num_experts=num_experts,
         num_experts_per_tok=top_k,
         pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     experts: nn.Module = model.model.layers[0].mlp.experts
     return experts
+
+
+def stock_trainer(model: nn.Module, folder: str, *, cpu: bool) -> Trainer:
+    """transformers' Trainer with its defaults, writing nothing."""
+    options = TrainingArguments(
+        output_dir=folder, report_to=[], save_strategy="no", use_cpu=cpu, disable_tqdm=True
+    )
+    return Trainer(model=model, args=options)

@@ -41,9 +41,9 @@ def test_no_search_breaks_a_certificate_and_none_beats_it(name):
     radii = certify(router, x)
     for top1, radius in ((True, radii.top1), (False, radii.topk)):
         assert (radius > 0).all()
-        found = find_flip(router, x, top1=top1, starts=3, steps=10)
+        found = find_flip(router, x, top1=top1, starts=2, steps=4)
         assert (radius <= found).all()
-        assert count_violations(router, x, radius, top1=top1, tries=8) == 0
+        assert count_violations(router, x, radius, top1=top1, tries=5) == 0
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -51,7 +51,7 @@ def test_one_anchor_per_expert_is_certified_exactly(name):
     router, x = make(name), inputs(30)
     radii = certify(router, x)
     for top1, radius in ((True, radii.top1), (False, radii.topk)):
-        ratio = radius / find_flip(router, x, top1=top1)
+        ratio = radius / find_flip(router, x, top1=top1, starts=4, steps=8)
         assert ratio.max() <= 1
         assert (ratio > 0.9999).double().mean() > 0.9  # the search misses some, never the radius
 
@@ -83,9 +83,9 @@ def test_rank_two_is_near_the_smallest_flip(name):
 @pytest.mark.parametrize("name", ["sips, no norm", "cosine"])
 def test_rank_two_equals_a_scan_of_the_plane_when_the_input_is_the_plane(name):
     """With hidden size 2 the input itself is the plane: every direction can be tried."""
-    router, x = make(name, hidden=2), inputs(5, hidden=2)
+    router, x = make(name, hidden=2), inputs(3, hidden=2)
     wide, radius = exact(router), certify(router, x).top1
-    angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)[:-1]
+    angles = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)[:-1]
     directions = torch.stack([angles.cos(), angles.sin()], dim=1)
     lengths = torch.linspace(0, 3, 301, dtype=torch.float64)[1:]
     for token, certified in zip(x.double(), radius, strict=True):
@@ -121,7 +121,7 @@ def test_the_tries_would_notice_a_radius_that_is_too_large(name):
     assert count_violations(router, x, 1.02 * found, tries=20, steps=10) > 10
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(name=st.sampled_from(SEVERAL), seed=st.integers(0, 10**6), scale=st.sampled_from([0.1, 5.0]))
 def test_certificates_hold_for_any_parameters_and_inputs(name, seed, scale):
     router, x = make(name, seed=seed), inputs(12, seed=seed, scale=scale)
@@ -152,7 +152,7 @@ def test_curvature_bounds_the_second_derivative(radial):
     generator = torch.Generator().manual_seed(0)
     low, high = torch.tensor(0.3).double(), torch.tensor(3.0).double()
     bound = radial.curvature(low, high)
-    for _ in range(200):
+    for _ in range(40):
         query = torch.randn(3, generator=generator, dtype=torch.float64)
         size = 0.3 + 2.7 * torch.rand((), generator=generator)
         query = size * query / query.norm()

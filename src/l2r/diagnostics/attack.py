@@ -36,8 +36,8 @@ def find_flip(
     x: Float[Tensor, "T D"],
     *,
     top1: bool = True,
-    starts: int = 8,
-    steps: int = 20,
+    starts: int = 6,
+    steps: int = 15,
     seed: int = 0,
 ) -> Float[Tensor, " T"]:
     """Norm of the smallest change found that flips a decision; infinity where none was found.
@@ -205,24 +205,24 @@ def _walk(
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
         nearest = (slope * delta).sum(dim=1, keepdim=True) / scale * slope
         candidate = 1.01 * (delta + share[:, None] * (nearest - delta))
-        shrunk, found = _shrink(router, start, candidate, inside)
+        shrunk, found = _shrink(router, start, candidate, inside, halvings=12)
         better = found < size
         delta = torch.where(better[:, None], shrunk, delta)
         size = torch.where(better, found, size)
         share = torch.where(better, (share * 1.5).clamp_max(1), share / 2)
-    return size
+    return torch.minimum(size, _shrink(router, start, delta, inside)[1])
 
 
 @torch.no_grad()
 def _shrink(
-    router: nn.Module, start: Tensor, delta: Tensor, inside: Tensor
+    router: nn.Module, start: Tensor, delta: Tensor, inside: Tensor, halvings: int = 30
 ) -> tuple[Tensor, Tensor]:
     """Shortest flipped point by bisection on the way to ``delta``, and its norm; infinity
     where ``delta`` itself does not flip."""
     low = torch.zeros(len(start), 1, dtype=delta.dtype, device=delta.device)
     high = torch.ones_like(low)
     flips = decision_gap(route(router, start + delta)[0], inside) <= 0
-    for _ in range(30):
+    for _ in range(halvings):
         middle = (low + high) / 2
         flipped = (decision_gap(route(router, start + middle * delta)[0], inside) <= 0)[:, None]
         low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)

@@ -316,7 +316,7 @@ class _Core:
             weight *= torch.exp(-pooled)
         for block, scores in self.blocks():
             if self.heads == 1:
-                scores = weight[block].unsqueeze(1)
+                scores.copy_(weight[block].unsqueeze(1))
             elif self.safe:
                 scores.exp_().mul_(weight[block].unsqueeze(1))
             else:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -113,17 +114,17 @@ def run_trial(folder: Path, unbroken: Path, length: float, moments: random.Rando
     while len(steps) < kills:
         process = start(folder)
         time.sleep(moments.random() * length)
-        alive = process.is_alive()
         process.kill()
         process.join()
-        run = RunFolder(folder)
-        if not alive and is_done(run):  # it was faster than the reference
-            if steps:
-                break
-            shutil.rmtree(folder)
-        elif alive:
-            steps.append(len(run.read_metrics("train")))
+        if process.exitcode == -signal.SIGKILL:
+            steps.append(len(RunFolder(folder).read_metrics("train")))
             inside += any(folder.rglob(".*.part"))
+        elif process.exitcode:
+            raise RuntimeError(f"training into {folder} ended with code {process.exitcode}")
+        elif steps:
+            break  # it was faster than the reference; nothing is left to kill
+        else:
+            shutil.rmtree(folder)
     finish(folder)
     return Trial(tuple(steps), inside, tuple(differences(unbroken, folder)))
 

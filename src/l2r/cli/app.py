@@ -11,6 +11,7 @@ import typer
 COMMANDS = (
     "train",
     "compare",
+    "sweep",
     "report",
     "params",
     "swap",

@@ -16,6 +16,7 @@ COMMANDS = (
     "params",
     "swap",
     "upcycle",
+    "export",
     "doctor",
     "data",
     "eval",

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging
 
 from l2r.models.families import FAMILIES, TINY, Family
 from l2r.models.pretrained import load_pretrained
@@ -54,7 +52,7 @@ def check_families(
         if name not in FAMILIES:
             raise ValueError(f"family must be one of {', '.join(FAMILIES)}; got {name!r}")
     config = config or L2RConfig(rank=2, heads=4)
-    with _no_progress_bars(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         models = {name: tiny_model(FAMILIES[name], seed=seed) for name in chosen}
         for name, model in models.items():
             swapped = swap_routers(copy.deepcopy(model), config)
@@ -147,17 +145,6 @@ def reload_all(folder: str) -> None:
         saved = torch.load(expected, weights_only=True)
         results[expected.stem] = torch.equal(_logits(model, sample_tokens()), saved)
     sys.stdout.write(json.dumps(results))
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _check(name: str, model: Any, config: RouterConfig, *, reload: bool) -> FamilyResult:

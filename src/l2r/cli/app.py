@@ -22,6 +22,7 @@ COMMANDS = (
     "eval",
     "diagnose",
     "landscape",
+    "evidence",
 )
 
 

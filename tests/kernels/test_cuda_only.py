@@ -19,7 +19,9 @@ def test_full_size_equals_float64(case: Case, dtype: torch.dtype) -> None:
     inputs = case.inputs("cuda")
     inputs["x"] = inputs["x"].to(dtype)
     ours = leaves(inputs)
-    exact = {k: None if v is None else v.double().detach().requires_grad_() for k, v in ours.items()}
+    exact = {
+        k: None if v is None else v.double().detach().requires_grad_() for k, v in ours.items()
+    }
     routed = dispatch.route(**ours, **case.options())
     reference = plain.route(**exact, **case.options())
     assert error(routed.logits, reference.logits.cpu()) <= 1e-4

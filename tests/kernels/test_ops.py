@@ -79,9 +79,9 @@ def test_routers_give_the_plain_result(name: str, kind: str, dtype: torch.dtype)
 def test_learned_temperature_and_batch_norm_use_the_steps(name: str) -> None:
     for options in ({"learn_temperature": True, "temperature": 0.5}, {"query_norm": "batchnorm"}):
         torch.manual_seed(0)
-        router = build_router(
-            "l2r_sips", hidden_size=24, num_experts=8, top_k=3, **options
-        ).to(DEVICE)
+        router = build_router("l2r_sips", hidden_size=24, num_experts=8, top_k=3, **options).to(
+            DEVICE
+        )
         x = torch.randn(7, 24, device=DEVICE)
         results = []
         for which in ("plain", name):

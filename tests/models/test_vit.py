@@ -161,7 +161,7 @@ def test_upcycling_refuses_other_sizes():
 
 
 def test_no_averaged_weights_is_one_clear_line(tmp_path):
-    with pytest.raises(ValueError, match="train with training.ema_decay > 0"):
+    with pytest.raises(ValueError, match=r"train with training\.ema_decay > 0"):
         load_image_classifier(tmp_path, averaged=True)
     with pytest.raises(ValueError, match=r"config\.json"):
         load_image_classifier(tmp_path)

@@ -12,6 +12,35 @@ import torch
 import l2r
 
 
+def environment() -> dict[str, Any]:
+    """Hardware, thread count and versions of the packages that decide the speed."""
+    found: dict[str, Any] = {
+        "l2r": l2r.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        import triton
+
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+        found["triton"] = triton.__version__
+    return found
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
 @dataclass(frozen=True)
 class Settings:
     """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
@@ -41,7 +70,7 @@ class Bench:
     settings: Settings
     note: str = ""
     records: list[dict[str, Any]] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=lambda: environment())
+    environment: dict[str, Any] = field(default_factory=environment)
 
     def add(self, **record: Any) -> None:
         """Append one record."""
@@ -59,35 +88,6 @@ class Bench:
         temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
         return path
-
-
-def environment() -> dict[str, Any]:
-    """Hardware, thread count and versions of the packages that decide the speed."""
-    found: dict[str, Any] = {
-        "l2r": l2r.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        import triton
-
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-        found["triton"] = triton.__version__
-    return found
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def fastest(times: dict[str, float], prefix: str) -> float:

@@ -16,11 +16,13 @@ COMMANDS = (
     "params",
     "swap",
     "upcycle",
+    "export",
     "doctor",
     "data",
     "eval",
     "diagnose",
     "landscape",
+    "evidence",
 )
 
 

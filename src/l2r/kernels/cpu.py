@@ -2,9 +2,9 @@
 
 The same calls as ``triton_launch``. A block of x is read once from memory for the RMS statistic
 and the projection, and once more in the backward; scores exist for one block at a time, as
-[B, H, N], the anchors outermost, so that the sum over them is a sum of contiguous rows. Products
+[B, H, N], the anchors in the middle, so that the sum over them adds contiguous rows. Products
 with a few columns are matrix-vector products, which run at the speed of the memory; a general
-matrix product with two columns is about twice as slow.
+matrix product is slower there. Queries are kept rank-major, [R, T].
 
 Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
 """
@@ -14,16 +14,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from l2r.kernels import cpu_native as native
 from l2r.kernels.backend import Score, Selected
 from l2r.kernels.factored import (
     anchor_side,
     anchor_side_backward,
+    norms,
     query_side,
     query_side_backward,
 )
 
-READ_NUMBERS = 2**19  # of x in a block: 2 MiB of fp32, within the second-level caches
-SCORE_NUMBERS = 2**18  # scores in a block
+READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
+SCORE_NUMBERS = 2**17  # scores in a block, per thread
+FEW_TOKENS = 16  # below this, calls cost more than arithmetic
 VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
 SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
 
@@ -32,43 +35,45 @@ def project(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] and, with a gain, 1 / rms [T] of every token."""
-    tokens, hidden = x.shape
-    folded = _folded(weight, gain)
-    query = x.new_empty(weight.shape[0], tokens, dtype=torch.float32)
-    rstd = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
-    for block in _blocks(tokens, READ_NUMBERS // hidden):
-        rows = x[block].float()
-        _times_transpose(folded, rows, out=query[:, block])
-        if gain is not None:
-            torch.linalg.vector_norm(rows, dim=1, out=rstd[block])
-    if gain is not None:
-        rstd = torch.rsqrt(rstd.square_().mul_(1 / hidden).add_(norm_eps))
-        query *= rstd
-    return query.t().to(weight.dtype, memory_format=torch.contiguous_format), rstd
+    query, rstd = _project(x, weight, gain, norm_eps)
+    return query.t().contiguous().to(weight.dtype), rstd
 
 
 def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) -> Tensor:
     """Logits [T, N]."""
-    side = query_side(query.float(), None if rho is None else rho.float(), constants)
-    core = _Core(anchor_side(anchors.float(), constants), side, constants.scale)
-    logits = query.new_empty(query.shape[0], anchors.shape[0], dtype=torch.float32)
-    for block in core.blocks():
-        core.logits(block, out=logits[block])
-    return logits.to(query.dtype)
+    if rho is None and _native(query, anchors):
+        return native.forward(
+            query,
+            None,
+            query[:0],
+            None,
+            anchors,
+            constants=constants,
+            norm_eps=0.0,
+            top_k=0,
+            normalize=False,
+            sums=False,
+        )[1]
+    core = _Core(_columns(query), anchors, rho, constants)
+    return core.all_logits().to(query.dtype)
 
 
-def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Selected:
-    """Softmax over experts and the k largest."""
+def select(
+    logits: Tensor, top_k: int, *, normalize: bool, sums: bool, lse: bool = True
+) -> Selected:
+    """Softmax over experts and the k largest; ``lse`` false leaves the log-sum-exp out."""
     wide = logits.float()
-    lse = torch.logsumexp(wide, dim=1)
-    probs = torch.exp(wide - lse.unsqueeze(1))
+    probs = torch.softmax(wide, dim=1)
     weights, indices = torch.topk(probs, top_k, dim=1)
+    total, counts = weights.new_empty(0), weights.new_empty(0, 2, logits.shape[1])
+    if lse:  # log sum exp = logit - log prob, exact for the most probable expert
+        total = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
     if normalize:
         weights = weights / weights.sum(dim=1, keepdim=True)
-    if not sums:
-        return Selected(weights, indices, lse, lse.new_empty(0, 2, logits.shape[1]))
-    used = torch.bincount(indices.flatten(), minlength=logits.shape[1])
-    return Selected(weights, indices, lse, torch.stack([probs.sum(0), used.float()]))
+    if sums:
+        used = torch.bincount(indices.flatten(), minlength=logits.shape[1])
+        counts = torch.stack([probs.sum(0), used.float()])
+    return Selected(weights, indices, total, counts)
 
 
 def route(
@@ -82,11 +87,26 @@ def route(
     top_k: int,
     normalize: bool,
     sums: bool,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, 1 / rms, logits and the selection."""
-    query, rstd = project(x, weight, gain, norm_eps)
-    logits = score(query, anchors, None, constants)
-    return query, rstd, logits, select(logits, top_k, normalize=normalize, sums=sums)
+    if _native(x, weight, anchors):
+        options = {
+            "constants": constants,
+            "norm_eps": norm_eps,
+            "top_k": top_k,
+            "normalize": normalize,
+            "sums": sums,
+        }
+        if weight.shape[0] <= native.MAX_RANK:
+            query = weight.new_empty(x.shape[0], weight.shape[0])
+            return query, *native.forward(query, x, weight, gain, anchors, **options)
+        query, rstd = project(x, weight, gain, norm_eps)
+        return query, rstd, *native.forward(query, None, weight, gain, anchors, **options)[1:]
+    query, rstd = _project(x, weight, gain, norm_eps)
+    logits = _Core(query, anchors, None, constants).all_logits().to(weight.dtype)
+    selected = select(logits, top_k, normalize=normalize, sums=sums, lse=lse)
+    return query.t().contiguous().to(weight.dtype), rstd, logits, selected
 
 
 def select_backward(
@@ -129,18 +149,20 @@ def score_backward(
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
-    wide = query.float(), anchors.float(), None if rho is None else rho.float()
-    side = query_side(wide[0], wide[2], constants)
-    core = _Core(anchor_side(wide[1], constants), side, constants.scale)
-    grad_side = torch.empty_like(side)
-    for block in core.blocks():
-        core.backward(block, grad_logits[block], logits[block], out=grad_side[block])
-    grad_query, grad_rho = query_side_backward(grad_side, wide[0], wide[2], constants)
-    grad_anchors = anchor_side_backward(core.grad_anchor_side(), wide[1], constants)
+    if rho is None and _native(query, anchors) and anchors.numel() <= native.MAX_ANCHOR_NUMBERS:
+        grad_a, grad_b = native.score_backward(query, anchors, logits, grad_logits, constants)
+        vectors = anchors.permute(2, 1, 0).reshape(query.shape[1], -1)
+        grad_query, _ = query_side_backward(_columns(grad_a), _columns(query), None, constants)
+        grad_keys = anchor_side_backward(grad_b.view_as(vectors), vectors, constants)
+        grad_anchors = grad_keys.view_as(grad_b).permute(2, 1, 0).contiguous()
+        return grad_query.t().contiguous(), grad_anchors, query.new_empty(0)
+    core = _Core(_columns(query), anchors, rho, constants)
+    grad_query, grad_anchors, grad_rho = core.backward(grad_logits, logits)
+    none = query.new_empty(0)
     return (
-        grad_query.to(query.dtype),
-        grad_anchors.to(anchors.dtype, memory_format=torch.contiguous_format),
-        query.new_empty(0) if rho is None or grad_rho is None else grad_rho.to(query.dtype),
+        grad_query.t().contiguous().to(query.dtype),
+        grad_anchors.to(anchors.dtype),
+        none if grad_rho is None else grad_rho.to(query.dtype),
     )
 
 
@@ -157,25 +179,29 @@ def project_backward(
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
-    grad = grad_query.float()
-    pull = None
+    grad, pull = _columns(grad_query), None
     if gain is not None:
-        pull = (grad * query.float()).sum(dim=1) * rstd.square() * (-1 / hidden)
-        grad = grad * rstd.unsqueeze(1)
+        pull = ((grad * _columns(query)).sum(dim=0) * rstd.square() * (-1 / hidden)).unsqueeze(1)
+        grad = grad * rstd
     grad_x = x.new_empty(tokens if need_x else 0, hidden)
+    if _native(x, weight) and weight.shape[0] <= native.MAX_RANK:
+        grad_folded = native.project_backward(
+            x, weight, gain, grad.t().contiguous(), pull, grad_x if need_x else None
+        )
+        return _unfolded(grad_x, grad_folded, weight, gain)
     grad_folded = torch.zeros_like(folded)
     for block in _blocks(tokens, READ_NUMBERS // hidden):
-        rows = x[block].float()
-        grad_folded.addmm_(grad[block].t(), rows)
+        rows, columns = x[block].float(), grad[:, block]
+        grad_folded.addmm_(columns, rows)
         if need_x:
-            part = torch.mm(grad[block], folded)
-            if pull is not None:
-                part.addcmul_(rows, pull[block].unsqueeze(1))
-            grad_x[block] = part
-    if gain is None:
-        return grad_x, grad_folded.to(weight.dtype), weight.new_empty(0)
-    grad_gain = (grad_folded * weight).sum(dim=0)
-    return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
+            out = grad_x[block] if x.dtype == torch.float32 else torch.empty_like(rows)
+            if pull is None:
+                torch.mm(columns.t(), folded, out=out)
+            else:
+                torch.mul(rows, pull[block], out=out).addmm_(columns.t(), folded)
+            if x.dtype != torch.float32:
+                grad_x[block] = out
+    return _unfolded(grad_x, grad_folded, weight, gain)
 
 
 def route_backward(
@@ -211,66 +237,102 @@ def route_backward(
     return *grads, grad_anchors
 
 
-class _Core:
-    """Pooled log-sum-exp of inner products a . b and its backward, a block of tokens at a time."""
+def _project(
+    x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
+) -> tuple[Tensor, Tensor]:
+    """Rank-major query [R, T], fp32, and 1 / rms [T] (empty without a gain)."""
+    tokens, hidden = x.shape
+    folded = _folded(weight, gain)
+    norm = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
+    if tokens < FEW_TOKENS:
+        x = x.float()
+        query = torch.mm(folded, x.t())
+        if gain is not None:
+            torch.linalg.vector_norm(x, dim=1, out=norm)
+    else:
+        query = folded.new_empty(weight.shape[0], tokens)
+        for block in _blocks(tokens, READ_NUMBERS // hidden):
+            rows = x[block].float()
+            _times_rows(folded, rows, out=query[:, block])
+            if gain is not None:
+                torch.linalg.vector_norm(rows, dim=1, out=norm[block])
+    if gain is None:
+        return query, norm
+    rstd = norm.square_().mul_(1 / hidden).add_(norm_eps).rsqrt_()
+    return query.mul_(rstd), rstd
 
-    def __init__(self, anchor_side: Tensor, query_side: Tensor, scale: float) -> None:
-        self.experts, self.heads, self.rank = anchor_side.shape
-        self.columns = anchor_side.transpose(0, 1).reshape(-1, self.rank)  # [H N, R]
-        self.query_side = query_side
-        self.scale = scale
-        self.safe = self.heads == 1 or self._bound() <= SAFE_EXPONENT
-        self.grad_columns = torch.zeros(0)
+
+class _Core:
+    """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
+
+    def __init__(
+        self, query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score
+    ) -> None:
+        self.constants = constants
+        self.query, self.rho = query, None if rho is None else rho.float()
+        self.experts, self.heads, self.rank = anchors.shape
+        self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
+        self.a = query_side(query, self.rho, constants)
+        self.b = anchor_side(self.anchors, constants)
+        self.safe = self.heads > 1 and self._bound() <= SAFE_EXPONENT
 
     def _bound(self) -> float:
         """Largest possible |a . b| (Cauchy and Schwarz)."""
-        if self.query_side.numel() == 0:
-            return 0.0
-        longest = [
-            torch.linalg.vector_norm(side, dim=1).max() for side in (self.query_side, self.columns)
-        ]
-        return (longest[0] * longest[1]).item()
+        if self.a.shape[1] < FEW_TOKENS:
+            return float("inf")  # finding the bound would cost more than it saves
+        return float(norms(self.a).max() * norms(self.b).max())
 
-    def blocks(self) -> Iterator[slice]:
-        """Blocks of tokens whose scores fit in the caches."""
-        return _blocks(self.query_side.shape[0], SCORE_NUMBERS // self.columns.shape[0])
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
+        tokens, columns = self.a.shape[1], self.b.shape[1]
+        size = max(1, SCORE_NUMBERS * torch.get_num_threads() // columns)
+        buffer = self.a.new_empty(min(size, tokens), columns)
+        for block in _slices(tokens, size):
+            scores = buffer[: block.stop - block.start]
+            torch.mm(self.a[:, block].t(), self.b, out=scores)
+            yield block, scores.view(-1, self.heads, self.experts)
 
-    def scores(self, block: slice) -> Tensor:
-        """Scores [B, H, N] of a block."""
-        return torch.mm(self.query_side[block], self.columns.t()).view(-1, self.heads, self.experts)
-
-    def logits(self, block: slice, *, out: Tensor) -> None:
-        """Logits [B, N] of a block."""
-        scores = self.scores(block)
-        if self.heads == 1:
-            torch.mul(scores[:, 0], self.scale, out=out)
-        elif self.safe:
-            torch.sum(scores.exp_(), dim=1, out=out).log_().mul_(self.scale)
-        else:
-            torch.logsumexp(scores, dim=1, out=out).mul_(self.scale)
-
-    def backward(self, block: slice, grad: Tensor, logits: Tensor, *, out: Tensor) -> None:
-        """Add a block to the gradient of b, write that of a; grad and logits are [B, N]."""
-        grad = grad * self.scale
-        if self.heads > 1:
-            pooled = logits.float() / self.scale
-            scores = self.scores(block)
-            if self.safe:
-                scores.exp_().mul_((grad * torch.exp(-pooled)).unsqueeze(1))
+    def all_logits(self) -> Tensor:
+        """Logits [T, N], fp32."""
+        logits = self.a.new_empty(self.a.shape[1], self.experts)
+        for block, scores in self.blocks():
+            out = logits[block]
+            if self.heads == 1:
+                out.copy_(scores[:, 0])
+            elif self.safe:
+                torch.sum(scores.exp_(), dim=1, out=out)
             else:
-                scores.sub_(pooled.unsqueeze(1)).exp_().mul_(grad.unsqueeze(1))
-            grad = scores.view(-1, self.columns.shape[0])
-        if self.grad_columns.numel() == 0:
-            self.grad_columns = torch.zeros_like(self.columns)
-        side = self.query_side[block]
-        torch.mm(grad, self.columns, out=out)
-        self.grad_columns.addmm_(grad.t(), side)
+                torch.logsumexp(scores, dim=1, out=out)
+        if self.safe:
+            logits.log_()
+        return logits if self.constants.scale == 1 else logits.mul_(self.constants.scale)
 
-    def grad_anchor_side(self) -> Tensor:
-        """Gradient of b [N, H, R]."""
-        if self.grad_columns.numel() == 0:
-            self.grad_columns = torch.zeros_like(self.columns)
-        return self.grad_columns.view(self.heads, self.experts, self.rank).transpose(0, 1)
+    def backward(self, grad_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the query [R, T], the anchors [N, H, R] and rho_hat."""
+        grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
+        weight = grad_logits * self.constants.scale
+        pooled = logits.float() / self.constants.scale
+        if self.safe:
+            weight *= torch.exp(-pooled)
+        for block, scores in self.blocks():
+            if self.heads == 1:
+                scores.copy_(weight[block].unsqueeze(1))
+            elif self.safe:
+                scores.exp_().mul_(weight[block].unsqueeze(1))
+            else:
+                scores.sub_(pooled[block].unsqueeze(1)).exp_().mul_(weight[block].unsqueeze(1))
+            flat = scores.reshape(-1, self.b.shape[1])
+            _times_rows(self.b, flat, out=grad_a[:, block])
+            grad_b.addmm_(self.a[:, block], flat)
+        grad_query, grad_rho = query_side_backward(grad_a, self.query, self.rho, self.constants)
+        grad_anchors = anchor_side_backward(grad_b, self.anchors, self.constants)
+        shape = self.rank, self.heads, self.experts
+        return grad_query, grad_anchors.view(shape).permute(2, 1, 0).contiguous(), grad_rho
+
+
+def _columns(query: Tensor) -> Tensor:
+    """[T, R] as rank-major fp32 [R, T]."""
+    return query.t().contiguous().float()
 
 
 def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
@@ -278,16 +340,36 @@ def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
     return weight.float() if gain is None else weight.float() * gain
 
 
-def _times_transpose(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
+def _unfolded(
+    grad_x: Tensor, grad_folded: Tensor, weight: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Share the gradient of W_q times gain between the two."""
+    if gain is None:
+        return grad_x, grad_folded.to(weight.dtype), weight.new_empty(0)
+    grad_gain = (grad_folded * weight).sum(dim=0)
+    return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels take these tensors."""
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
+        return False
+    return native.library() is not None
+
+
+def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
     """weight [R, D] times rows [B, D] transposed: out [R, B]."""
     if weight.shape[0] <= VECTOR_COLUMNS:
         for vector, target in zip(weight, out, strict=True):
             torch.mv(rows, vector, out=target)
     else:
-        torch.mm(weight, rows.t(), out=out)
+        out.copy_(torch.mm(weight, rows.t()))
 
 
-def _blocks(tokens: int, size: int) -> Iterator[slice]:
-    size = max(1, size)
+def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:
+    return _slices(tokens, max(1, per_thread * torch.get_num_threads()))
+
+
+def _slices(tokens: int, size: int) -> Iterator[slice]:
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))

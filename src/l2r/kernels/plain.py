@@ -75,20 +75,25 @@ def softmax_top_k(
 
 
 class Routed(NamedTuple):
-    """Result of ``route``: logits [T, N], weights and indices [T, K], and by-products.
+    """Result of ``route``: logits [T, N], weights and indices [T, K]; by-products if asked for.
 
-    lse [T]: log-sum-exp of the logits over experts, fp32 or better. sums [2, N], if asked for:
-    over tokens, the sum of the routing probabilities and the number of choices of each expert.
+    lse [T]: log-sum-exp of the logits over experts, fp32 or better. sums [2, N]: over tokens,
+    the sum of the routing probabilities and the number of choices of each expert.
     """
 
     logits: Float[Tensor, "T N"]
     weights: Float[Tensor, "T K"]
     indices: Int[Tensor, "T K"]
-    lse: Float[Tensor, " T"]
+    lse: Float[Tensor, " T"] | None
     sums: Float[Tensor, "2 N"] | None
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """Router z-loss, Eq. 35, from ``lse``; equals ``functional.router_z_loss``."""
+        """Router z-loss, Eq. 35, from ``lse``; equals ``functional.router_z_loss``.
+
+        Raises ValueError if the by-products were not asked for.
+        """
+        if self.lse is None:
+            raise ValueError("sums must be True in route(...) for this loss; got sums=False")
         return self.lse.square().sum() / max(1, self.lse.shape[0])
 
     def load_balancing_loss(self) -> Float[Tensor, ""]:
@@ -98,7 +103,7 @@ class Routed(NamedTuple):
         """
         if self.sums is None:
             raise ValueError("sums must be True in route(...) for this loss; got sums=False")
-        share, used = self.sums / max(1, self.lse.shape[0])
+        share, used = self.sums / max(1, self.logits.shape[0])
         return self.sums.shape[1] * (share @ used.detach())
 
 
@@ -128,9 +133,9 @@ def route(
     logits = anchor_logits(query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, eps=eps)
     logits = logits if temperature == 1.0 else logits / temperature
     weights, indices = softmax_top_k(logits, top_k, normalize=normalize)
+    if not sums:
+        return Routed(logits, weights, indices, None, None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    totals = None
-    if sums:
-        used = torch.zeros_like(wide).scatter_(1, indices, 1.0).sum(0)
-        totals = torch.stack([routing_probs(logits).sum(0), used])
+    used = torch.zeros_like(wide).scatter_(1, indices, 1.0).sum(0)
+    totals = torch.stack([routing_probs(logits).sum(0), used])
     return Routed(logits, weights, indices, torch.logsumexp(wide, dim=1), totals)

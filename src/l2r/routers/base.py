@@ -130,7 +130,10 @@ class Router(nn.Module):
 
 
 def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off; the meta device, on which models are counted, has none."""
-    if device.type == "meta":
+    """Autocast off; nothing to enter, and no time lost, where it is off already.
+
+    The meta device, on which models are counted, has no autocast.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -14,7 +14,9 @@ from l2r.kernels.dispatch import implementation
 def run(settings: Settings) -> Bench:
     """Batch 1: prefill of a prompt, then one token at a time with a dynamic cache."""
     bench = Bench(
-        "inference", settings, note="ratio: time over the stock model's. router share: time of all "
+        "inference",
+        settings,
+        note="ratio: time over the stock model's. router share: time of all "
         "routers alone over the step's. plain: the router without fused code.",
     )
     length = 16 if settings.quick else 2048 if settings.device == "cuda" else 128
@@ -36,9 +38,13 @@ def run(settings: Settings) -> Bench:
         base = times["stock"].median
         for name, time in times.items():
             bench.add(
-                phase=phase, contender=name, latency_ms=1e3 * time.median,
-                low_ms=1e3 * time.low, high_ms=1e3 * time.high,
-                tokens_per_second=count / time.median, ratio=time.median / base,
+                phase=phase,
+                contender=name,
+                latency_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                tokens_per_second=count / time.median,
+                ratio=time.median / base,
                 router_share=_share(found, name, count, settings) / time.median,
             )
     return bench

@@ -42,7 +42,9 @@ _BATCHED_LIMIT = 2**31  # bytes of the weights that batched_mm copies for every 
 def run(settings: Settings) -> Bench:
     """Forward and forward+backward of one layer's SwiGLU experts for given choices."""
     bench = Bench(
-        "moe", settings, note="ratio: median over grouped_mm of transformers. dense bound: one "
+        "moe",
+        settings,
+        note="ratio: median over grouped_mm of transformers. dense bound: one "
         "feed-forward network with as many multiplications, no dispatch at all.",
     )
     shapes = _QUICK if settings.quick else _CUDA if settings.device == "cuda" else _CPU
@@ -75,8 +77,13 @@ def _shape(bench: Bench, shape: Shape) -> None:
         base = times["transformers grouped_mm"].median
         for name, time in times.items():
             bench.add(
-                shape=shape.name, phase=phase, contender=name, median_ms=1e3 * time.median,
-                low_ms=1e3 * time.low, high_ms=1e3 * time.high, ratio=time.median / base,
+                shape=shape.name,
+                phase=phase,
+                contender=name,
+                median_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                ratio=time.median / base,
             )
 
 
@@ -110,7 +117,9 @@ def _contenders(
 
     ours = register()
     experts = stock_experts(
-        hidden_size=shape.hidden, intermediate_size=shape.width, num_experts=shape.experts,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        num_experts=shape.experts,
         top_k=shape.top_k,
     ).to(device, dtype)
     names = list(_FORMS)

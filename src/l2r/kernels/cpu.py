@@ -1,6 +1,6 @@
 """CPU backend: the tokens in blocks that stay in the caches, recomputed in the backward.
 
-The same calls as ``triton_launch``. A block of x is read once from memory for the RMS statistic
+The same calls as ``triton_backend``. A block of x is read once from memory for the RMS statistic
 and the projection, and once more in the backward; scores exist for one block at a time, as
 [B, H, N], the anchors in the middle, so that the sum over them adds contiguous rows. Products
 with a few columns are matrix-vector products, which run at the speed of the memory; a general

@@ -151,9 +151,9 @@ def route(
             lse=sums,
         )
         return _routed(logits, *selected, by_products=sums)
-    from l2r.kernels import ops
+    from l2r.kernels import op_route
 
-    logits, weights, indices, lse, totals, _, _ = ops.route(
+    logits, weights, indices, lse, totals, _, _ = op_route.route(
         x,
         projection,
         gain,

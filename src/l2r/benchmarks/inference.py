@@ -33,7 +33,13 @@ def run(settings: Settings) -> Bench:
         steps = {name: make(model, tokens) for name, model in found.items()}
         plain = make(found["l2r, l2r_sips H16"], tokens)
         steps["l2r, l2r_sips H16, plain"] = _unfused(plain)
-        times = measure(steps, device=settings.device, seconds=settings.seconds * 2, rounds=9)
+        times = measure(
+            steps,
+            device=settings.device,
+            seconds=settings.seconds * 2,
+            kind=settings.clock,
+            rounds=9,
+        )
         count = length if phase == "prefill" else 1
         base = times["stock"].median
         for name, time in times.items():

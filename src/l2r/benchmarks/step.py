@@ -39,7 +39,9 @@ def run(settings: Settings) -> Bench:
     for name in ROUTERS:
         if right:  # ours with the stock weights must be the stock model
             steps[name] = _our_step(found[name], batches)
-    times = measure(steps, device=settings.device, seconds=settings.seconds * 2, rounds=5)
+    times = measure(
+        steps, device=settings.device, seconds=settings.seconds * 2, kind=settings.clock, rounds=5
+    )
     tokens = batch * length
     base = times["stock, plain loop"].median
     for name, time in times.items():
@@ -77,7 +79,7 @@ def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
     return step
 
 
-def _trainer_step(model: nn.Module, batches: list[Tensor], settings: Settings) -> Step:
+def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
     """The pieces that Trainer runs for every batch, without its data loading and logging."""
     import tempfile
 

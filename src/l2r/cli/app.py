@@ -12,6 +12,7 @@ COMMANDS = (
     "train",
     "compare",
     "report",
+    "bench",
     "params",
     "swap",
     "upcycle",

@@ -91,7 +91,7 @@ def softmax_top_k(
 ) -> tuple[Float[Tensor, "T K"], Tensor]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
     fused = _fused(logits, experts=logits.shape[1])
-    if fused is None:
+    if fused is None or fused == "cpu":  # on a CPU torch's own two calls are as fast
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
     from l2r.kernels import ops
 

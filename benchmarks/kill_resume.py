@@ -199,7 +199,7 @@ def page(table: Table, verdict: str, length: float, options: argparse.Namespace)
     machine = describe_machine()
     device = ", ".join(machine["gpus"]) or "CPU"
     versions = f"Python {machine['python']}, torch {machine['packages']['torch']}, {device}"
-    text = " ".join(__doc__.split("\n\n")[2].split())
+    text = "\n\n".join(" ".join(part.split()) for part in __doc__.split("\n\n")[2:])
     return (
         "# Evidence: a killed run ends with the same bits\n\n"
         f"`python benchmarks/kill_resume.py --trials {options.trials} --seed {options.seed}`\n\n"

@@ -204,10 +204,10 @@ def finished_run(folder, *, mmlu, loss=3.0):
 def test_heads_table_has_the_papers_layout(tmp_path):
     rows = []
     for heads, size in ((1, 100_352), (16, 131_072)):
-        run = finished_run(tmp_path / f"{heads}", mmlu=0.276)
+        run, again = (finished_run(tmp_path / f"{heads}-{i}", mmlu=0.276) for i in range(2))
         numbers = {c: Spread(v, v - 0.5, v + 0.5) for c, v in final_numbers(run).items()}
         settings = {"router.rank": 2, "router.heads": heads}
-        rows.append(Row(settings, [run], numbers, size, 16 * 64 * 2048))
+        rows.append(Row(settings, [run, again], numbers, size, 16 * 64 * 2048))
     (found,) = ablations(rows)
     assert found.title == "Varying heads with rank 2"
     table = ablation_table(found)

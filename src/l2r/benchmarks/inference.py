@@ -14,7 +14,9 @@ from l2r.kernels.dispatch import implementation
 def run(settings: Settings) -> Bench:
     """Batch 1: prefill of a prompt, then one token at a time with a dynamic cache."""
     bench = Bench(
-        "inference", settings, note="ratio: time over the stock model's. router share: time of all "
+        "inference",
+        settings,
+        note="ratio: time over the stock model's. router share: time of all "
         "routers alone over the step's. plain: the router without fused code.",
     )
     length = 16 if settings.quick else 2048 if settings.device == "cuda" else 128
@@ -31,14 +33,24 @@ def run(settings: Settings) -> Bench:
         steps = {name: make(model, tokens) for name, model in found.items()}
         plain = make(found["l2r, l2r_sips H16"], tokens)
         steps["l2r, l2r_sips H16, plain"] = _unfused(plain)
-        times = measure(steps, device=settings.device, seconds=settings.seconds * 2, rounds=9)
+        times = measure(
+            steps,
+            device=settings.device,
+            seconds=settings.seconds * 2,
+            kind=settings.clock,
+            rounds=9,
+        )
         count = length if phase == "prefill" else 1
         base = times["stock"].median
         for name, time in times.items():
             bench.add(
-                phase=phase, contender=name, latency_ms=1e3 * time.median,
-                low_ms=1e3 * time.low, high_ms=1e3 * time.high,
-                tokens_per_second=count / time.median, ratio=time.median / base,
+                phase=phase,
+                contender=name,
+                latency_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                tokens_per_second=count / time.median,
+                ratio=time.median / base,
                 router_share=_share(found, name, count, settings) / time.median,
             )
     return bench

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,9 @@ _BATCHED_LIMIT = 2**31  # bytes of the weights that batched_mm copies for every 
 def run(settings: Settings) -> Bench:
     """Forward and forward+backward of one layer's SwiGLU experts for given choices."""
     bench = Bench(
-        "moe", settings, note="ratio: median over grouped_mm of transformers. dense bound: one "
+        "moe",
+        settings,
+        note="ratio: median over grouped_mm of transformers. dense bound: one "
         "feed-forward network with as many multiplications, no dispatch at all.",
     )
     shapes = _QUICK if settings.quick else _CUDA if settings.device == "cuda" else _CPU
@@ -71,12 +74,19 @@ def _shape(bench: Bench, shape: Shape) -> None:
         steps = {
             name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
         }
-        times = measure(steps, device=settings.device, seconds=settings.seconds, rounds=7)
+        times = measure(
+            steps, device=settings.device, seconds=settings.seconds, kind=settings.clock, rounds=7
+        )
         base = times["transformers grouped_mm"].median
         for name, time in times.items():
             bench.add(
-                shape=shape.name, phase=phase, contender=name, median_ms=1e3 * time.median,
-                low_ms=1e3 * time.low, high_ms=1e3 * time.high, ratio=time.median / base,
+                shape=shape.name,
+                phase=phase,
+                contender=name,
+                median_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                ratio=time.median / base,
             )
 
 
@@ -101,16 +111,16 @@ def _step(
     return training
 
 
-def _contenders(
-    shape: Shape, device: str, dtype: torch.dtype
-) -> tuple[dict[str, Experts], nn.Module]:
+def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
     """The same experts under every implementation, and their module."""
     from l2r.models.experts_backend import register
     from l2r.models.stock import stock_experts
 
     ours = register()
-    experts = stock_experts(
-        hidden_size=shape.hidden, intermediate_size=shape.width, num_experts=shape.experts,
+    experts: Any = stock_experts(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        num_experts=shape.experts,
         top_k=shape.top_k,
     ).to(device, dtype)
     names = list(_FORMS)
@@ -121,7 +131,7 @@ def _contenders(
     def under(name: str) -> Experts:
         def call(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
             experts.config._experts_implementation = name
-            return experts(x, indices, weights)  # type: ignore[no-any-return]
+            return experts(x, indices, weights)
 
         return call
 
@@ -131,7 +141,7 @@ def _contenders(
     return forms, experts
 
 
-def _dense(shape: Shape, experts: nn.Module) -> Experts:
+def _dense(shape: Shape, experts: Any) -> Experts:
     """One expert of the layer on T k rows: the multiplications alone."""
 
     def call(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from l2r.routers import capture
 def run(settings: Settings) -> Bench:
     """Forward, losses, backward, clipping and AdamW; tokens per second."""
     bench = Bench(
-        "step", settings, note="ratio: tokens/s over the stock model in a plain loop. Trainer: "
+        "step",
+        settings,
+        note="ratio: tokens/s over the stock model in a plain loop. Trainer: "
         "training_step, clipping and optimizer of transformers' Trainer.",
     )
     batch, length = _batch(settings)
@@ -37,13 +39,19 @@ def run(settings: Settings) -> Bench:
     for name in ROUTERS:
         if right:  # ours with the stock weights must be the stock model
             steps[name] = _our_step(found[name], batches)
-    times = measure(steps, device=settings.device, seconds=settings.seconds * 2, rounds=5)
+    times = measure(
+        steps, device=settings.device, seconds=settings.seconds * 2, kind=settings.clock, rounds=5
+    )
     tokens = batch * length
     base = times["stock, plain loop"].median
     for name, time in times.items():
         bench.add(
-            contender=name, tokens=tokens, tokens_per_second=tokens / time.median,
-            low=tokens / time.high, high=tokens / time.low, step_ms=1e3 * time.median,
+            contender=name,
+            tokens=tokens,
+            tokens_per_second=tokens / time.median,
+            low=tokens / time.high,
+            high=tokens / time.low,
+            step_ms=1e3 * time.median,
             ratio=base / time.median,
         )
     return bench
@@ -71,7 +79,7 @@ def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
     return step
 
 
-def _trainer_step(model: nn.Module, batches: list[Tensor], settings: Settings) -> Step:
+def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
     """The pieces that Trainer runs for every batch, without its data loading and logging."""
     import tempfile
 
@@ -114,5 +122,3 @@ def _our_step(model: Any, batches: list[Tensor]) -> Step:
 
 def _auxiliary(logits: list[Tensor], indices: list[Tensor]) -> Tensor:
     return 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)
-
-

@@ -13,6 +13,7 @@ COMMANDS = (
     "compare",
     "sweep",
     "report",
+    "bench",
     "params",
     "swap",
     "upcycle",

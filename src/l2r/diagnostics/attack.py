@@ -6,7 +6,7 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
@@ -53,21 +53,13 @@ def find_flip(
     inside = decisions(wide, start, top1=top1)
     generator = torch.Generator().manual_seed(seed)
     logits, slopes = _logit_slopes(wide, start)
+    ties = _towards_ties(wide, start, *_nearest_pairs(logits, slopes, inside, starts), steps)
+    best = _nearest_flip(wide, start, inside, ties, steps)
     orders = [torch.randperm(len(x), generator=generator).to(x.device) for _ in range(starts)]
-    best = _nearest_flip(
-        wide,
-        start,
-        inside,
-        (
-            _towards_tie(wide, start, kept, other, steps)
-            for kept, other in _nearest_pairs(logits, slopes, inside, starts)
-        ),
-        steps,
-    )
-    others = (1.001 * (start[order] - start) for order in orders)
+    others = torch.stack([1.001 * (start[order] - start) for order in orders])
     best = torch.minimum(best, _nearest_flip(wide, start, inside, others, steps))
     reach = torch.where(torch.isfinite(best), best, torch.linalg.vector_norm(start, dim=1))
-    spanned = _spanned(slopes, reach, 4 * starts, generator)
+    spanned = _spanned(slopes, reach, 5 * starts, generator)
     return torch.minimum(best, _nearest_flip(wide, start, inside, spanned, steps))
 
 
@@ -118,15 +110,17 @@ def exact(router: nn.Module) -> nn.Module:
 
 
 def _nearest_flip(
-    router: nn.Module, start: Tensor, inside: Tensor, changes: Iterable[Tensor], steps: int
+    router: nn.Module, start: Tensor, inside: Tensor, changes: Tensor, steps: int
 ) -> Tensor:
-    """Norm of the smallest flip on the way to any of ``changes``, walked closer."""
-    best, delta = torch.full_like(start[:, 0], torch.inf), start
-    for change in changes:
-        shrunk, size = _shrink(router, start, change, inside)
-        delta = torch.where((size < best)[:, None], shrunk, delta)
-        best = torch.minimum(size, best)
-    return _walk(router, start, delta, best, inside, steps)
+    """Norm [T] of the smallest flip on the way to any of ``changes`` [C, T, D], walked closer."""
+    count = len(changes)
+    shrunk, size = _shrink(
+        router, start.repeat(count, 1), changes.flatten(0, 1), inside.repeat(count, 1)
+    )
+    least = size.view(count, -1).min(dim=0)
+    tokens = torch.arange(len(start), device=start.device)
+    delta = shrunk.view_as(changes)[least.indices, tokens]
+    return _walk(router, start, delta, least.values, inside, steps)
 
 
 def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,25 +137,22 @@ def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nearest_pairs(
     logits: Tensor, slopes: Tensor, inside: Tensor, count: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of an expert inside and one outside, by the first-order distance to a tie."""
+) -> tuple[Tensor, Tensor]:
+    """Experts inside and outside [C, T] of the pairs nearest to a tie, to first order."""
     ratio = (logits[:, :, None] - logits[:, None, :]) / torch.cdist(slopes, slopes)
     pairs = inside[:, :, None] & ~inside[:, None, :]
     ranked = torch.where(pairs, ratio.nan_to_num(torch.inf), torch.inf).flatten(1)
-    ranked = ranked.topk(min(count, ranked.shape[1]), largest=False).indices
-    experts = logits.shape[1]
-    return [(pair // experts, pair % experts) for pair in ranked.unbind(dim=1)]
+    ranked = ranked.topk(min(count, ranked.shape[1]), largest=False).indices.T
+    return ranked // logits.shape[1], ranked % logits.shape[1]
 
 
-def _spanned(
-    slopes: Tensor, reach: Tensor, count: int, generator: torch.Generator
-) -> Iterator[Tensor]:
-    """Random changes in the span of the logits' gradients, of norms up to ``reach`` [T]."""
-    for number in range(count):
-        shape = slopes.shape[:2]
-        mix = torch.randn(shape, generator=generator, dtype=slopes.dtype).to(slopes.device)
-        direction = nn.functional.normalize(torch.einsum("tn,tnd->td", mix, slopes), dim=1)
-        yield (0.2 + 0.8 * (number % 5) / 4) * reach[:, None] * direction
+def _spanned(slopes: Tensor, reach: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random changes [C, T, D] in the span of the logits' gradients, of norms up to ``reach``."""
+    shape = (count, *slopes.shape[:2])
+    mix = torch.randn(shape, generator=generator, dtype=slopes.dtype).to(slopes.device)
+    direction = nn.functional.normalize(torch.einsum("ctn,tnd->ctd", mix, slopes), dim=-1)
+    share = torch.linspace(0.2, 1, count, dtype=reach.dtype, device=reach.device)
+    return share[:, None, None] * reach[:, None] * direction
 
 
 def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,22 +164,24 @@ def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor
     return gap.detach(), slope
 
 
-def _towards_tie(
+def _towards_ties(
     router: nn.Module, start: Tensor, kept: Tensor, other: Tensor, steps: int
 ) -> Tensor:
-    """A change of the input near the closest point where two experts tie."""
-    delta = torch.zeros_like(start)
+    """Changes [C, T, D] of the input near the closest points where pairs of experts tie."""
+    count = len(kept)
+    wide, kept, other = start.repeat(count, 1), kept.reshape(-1, 1), other.reshape(-1, 1)
+    delta = torch.zeros_like(wide)
     for step in range(steps):
         with torch.enable_grad():
-            point = (start + delta).requires_grad_()
+            point = (wide + delta).requires_grad_()
             logits = route(router, point)[0]
-            gap = logits.gather(1, kept[:, None]) - logits.gather(1, other[:, None])
+            gap = logits.gather(1, kept) - logits.gather(1, other)
             (slope,) = torch.autograd.grad(gap.sum(), point)
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
         along = (gap.detach() - (slope * delta).sum(dim=1, keepdim=True)) / scale
         target = -along * slope * (1 + 1e-6)
         delta = target if step < steps // 2 else (delta + target) / 2  # damped where it swings
-    return delta
+    return delta.view(count, *start.shape)
 
 
 def _walk(

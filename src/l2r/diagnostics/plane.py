@@ -20,7 +20,7 @@ from l2r.diagnostics.anchor_bounds import Moments
 from l2r.diagnostics.routing_map import AnchorMap
 
 FAR = 1e30  # stands for an unbounded |q|
-COARSE_CELLS = 6_000  # where halving everywhere ends
+COARSE_CELLS = 1_500  # where halving everywhere ends
 FINEST = 1e-5  # cells are not halved below this angle (radians) and relative size
 ROUNDS = 60  # halvings of the NEAREST cells of each token
 NEAREST = 3

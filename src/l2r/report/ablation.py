@@ -144,11 +144,11 @@ def ablation_table(ablation: Ablation) -> Table:
     rows = []
     for row in ablation.rows:
         size = [_size(row)] if sizes else []
-        numbers = [show_spread(row.numbers.get(column), column) for column in shown]
+        numbers = [show_number(row, column) for column in shown]
         rows.append((str(row.settings[ablation.field]), *size, *numbers))
     head = _HEADS.get(ablation.field, ablation.field)
     columns = (head, *(["Router params"] if sizes else []), *shown)
-    return Table(ablation.title, columns, tuple(rows), caption=_caption(ablation.rows))
+    return Table(ablation.title, columns, tuple(rows), caption=_caption(ablation.rows, sizes=sizes))
 
 
 def all_rows_table(rows: Sequence[Row]) -> Table:
@@ -158,8 +158,7 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
         "All cells",
         ("cell", "Router params", *shown),
         tuple(
-            (row.label, _size(row), *(show_spread(row.numbers.get(c), c) for c in shown))
-            for row in rows
+            (row.label, _size(row), *(show_number(row, column) for column in shown)) for row in rows
         ),
         caption=_caption(rows),
     )
@@ -196,13 +195,14 @@ def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
     return figure
 
 
-def show_spread(spread: Spread | None, column: str) -> str:
+def show_number(row: Row, column: str) -> str:
     """``41.6 ± 0.3`` in per cent, four decimals for losses; no interval for one seed."""
+    spread = row.numbers.get(column)
     if spread is None:
         return "-"
     digits = 1 if column in _PERCENT else 4
-    half = spread.high - spread.mean
-    return f"{spread.mean:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")
+    text = f"{spread.mean:.{digits}f}"
+    return text if len(row.runs) == 1 else f"{text} ± {spread.high - spread.mean:.{digits}f}"
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
@@ -221,12 +221,11 @@ def _without(settings: Mapping[str, Any], field: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != field}
 
 
-def _caption(rows: Sequence[Row]) -> str:
+def _caption(rows: Sequence[Row], *, sizes: bool = True) -> str:
+    text = "Accuracies in per cent, CE in nats."
+    if sizes:
+        text += " Router parameters over all MoE layers, and their share of the linear router's."
     seeds = sorted({len(row.runs) for row in rows})
-    text = (
-        "Router parameters over all MoE layers, in parentheses their share of the linear router's. "
-        "Accuracies in per cent, CE in nats."
-    )
     if seeds == [1]:
         return f"{text} One seed each: differences of this size say nothing without more seeds."
     return f"{text} Mean over {'/'.join(map(str, seeds))} seeds ± half of the 95% interval."

@@ -12,7 +12,7 @@ ROUTER_COLOURS = {
     "l2r_cosine": "#009e73",
     "l2r_sips": "#d55e00",
 }
-_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#64748b", "#a16207")
+_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#be185d", "#a16207")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 

@@ -8,6 +8,15 @@ from plotly.subplots import make_subplots
 
 from l2r.report.style import layout, router_colour
 
+# Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
+_AROUND_ONE = [
+    [0, "#053061"],
+    [1 / 6, "#4393c3"],
+    [1 / 3, "#f7f7f7"],
+    [2 / 3, "#d6604d"],
+    [1, "#67001f"],
+]
+
 USAGE_TITLES = {
     "top1": "Top-1 frequency",
     "topk": "Top-k frequency",
@@ -77,13 +86,14 @@ def _heatmaps(
     columns = min(3, len(grids))
     rows = -(-len(grids) // columns)
     tallest = max(len(grid) for grid in grids.values())
-    height = max(190, 24 * tallest + 110)
+    panel, gap = max(90, 24 * tallest), 95  # pixels; the gap holds ticks and two titles
+    area = rows * panel + (rows - 1) * gap
     figure = make_subplots(
         rows=rows,
         cols=columns,
         subplot_titles=list(grids),
         horizontal_spacing=0.1,
-        vertical_spacing=min(0.25, 80 / (rows * height)),
+        vertical_spacing=gap / area,
     )
     for number, (name, grid) in enumerate(grids.items()):
         row, column = number // columns + 1, number % columns + 1
@@ -100,9 +110,8 @@ def _heatmaps(
         if column == 1:
             figure.update_yaxes(title_text=y_title, row=row, col=column)
     colours = {
-        "colorscale": "RdBu_r",
+        "colorscale": _AROUND_ONE,
         "cmin": 0,
-        "cmid": 1,
         "cmax": 3,
         "colorbar": {
             "title": "x mean",
@@ -112,6 +121,6 @@ def _heatmaps(
     }
     text = f"{title}: use of each expert relative to the layer's mean"
     figure.update_layout(
-        **layout(height=rows * height + 90, title=text, coloraxis=colours, margin={"t": 90})
+        **layout(height=area + 160, title=text, coloraxis=colours, margin={"t": 90, "b": 70})
     )
     return figure

@@ -66,7 +66,11 @@ def start(text_folder, tmp_path_factory):
 def ran(start, tmp_path_factory):
     """Standard output of the docs' script under torchrun, and the folder it wrote to."""
     root, tokens = start
-    block = re.search(r"<!-- run by .*? -->\n```python\n(.*?)```", DOCS.read_text(), flags=re.S)
+    block = re.search(
+        r"<!-- not run: runs under torchrun .*? -->\n```python\n(.*?)```",
+        DOCS.read_text(),
+        flags=re.S,
+    )
     assert block is not None and block.group(1).endswith(END)
     script, out = root / "train_ep.py", root / "out"
     script.write_text(block.group(1).removesuffix(END) + GRADIENTS + END)

@@ -68,6 +68,12 @@ def test_values_are_yaml_and_equal_endings_keep_their_section():
     assert cells[0].name == "evaluation.every=1,checkpoint.every=2,seed=0"
 
 
+def test_vision_recipes_keep_the_papers_vision_settings():
+    cells = plan_cells("vit-s/l2r-sips", [], read_grid(["router.heads=1,8"]), 1)
+    alone = load_recipe("vit-s/l2r-sips", ["router.heads=8"])
+    assert cells[1].recipe == alone and cells[1].name == "heads=8,seed=0"
+
+
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

@@ -51,7 +51,8 @@ def sweep(
             'l2r sweep is one process; start its cells with --launch "torchrun --nproc-per-node N"'
         )
     cells = plan_cells(recipe, changes or [], read_grid(grid or []), seeds)
-    root = out or Path("runs") / "sweep" / Path(recipe).with_suffix("")
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
+    root = out or Path("runs") / "sweep" / name
     if plan:
         print_table(_plan_table(cells, root), as_json=json)
         return

@@ -49,7 +49,7 @@ def test_table_has_the_papers_layout_and_the_mean_over_seeds(compared):
 def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
     root, _ = compared
     page = (root / "report.html").read_text(encoding="utf-8")
-    for words in ("Top-1 and top-5 accuracy", "Patches and experts: linear", "L2R (SIPS)"):
+    for words in ("Top-1 and top-5 accuracy", "Which expert each patch goes to", "L2R (SIPS)"):
         assert words in page
     assert "Validation top-1 accuracy" in page and "images each" in page
     assert "seed-1</td>" not in page  # repeats have no row of their own
@@ -64,7 +64,7 @@ def test_report_command_reads_the_same_runs(compared, tmp_path):
     assert result.exit_code == 0, result.output
     by_method = {row["Method"]: row for row in json.loads(result.stdout)}
     assert by_method == {row["Method"]: row for row in rows}
-    assert "Patches and experts: l2r_sips" in page.read_text(encoding="utf-8")
+    assert "Patches and experts" in page.read_text(encoding="utf-8")
 
 
 def test_one_seed_is_called_one_seed():
@@ -111,7 +111,7 @@ def test_eval_refuses_in_one_line(compared, options, words):
 def test_diagnose_reads_image_classifiers_and_draws_patches(compared, tmp_path):
     root, _ = compared
     command = ["diagnose", root / "linear", root / "l2r_sips", "--out", tmp_path]
-    result = invoke(*command, "--instances", 40, "--sample", 200, "--certify", 4, "--json")
+    result = invoke(*command, "--instances", 40, "--sample", 64, "--certify", 0, "--json")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "index.html").is_file()
     assert "Which expert each patch goes to" in (tmp_path / "linear" / "patches.html").read_text()

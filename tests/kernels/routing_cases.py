@@ -31,6 +31,7 @@ class Case:
     x_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    scale: float = 1.0  # of the anchors: large ones leave the range of a bare exp
 
     def inputs(self, device: str) -> dict[str, Tensor | None]:
         """Random x, projection, gain and anchors, of the case's dtypes."""
@@ -46,7 +47,9 @@ class Case:
                 device, self.dtype
             ),
             "gain": None if gain is None else gain.to(device, self.dtype),
-            "anchors": normal(self.experts, self.heads, self.rank).to(device, self.dtype),
+            "anchors": (self.scale * normal(self.experts, self.heads, self.rank)).to(
+                device, self.dtype
+            ),
         }
 
     def options(self) -> dict[str, object]:

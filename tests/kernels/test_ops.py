@@ -6,7 +6,7 @@ from routing_cases import Case, leaves
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from l2r.kernels import dispatch, ops, plain
+from l2r.kernels import dispatch, op_route, ops, plain
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -27,7 +27,7 @@ def test_operations_pass_torch_opcheck(name: str) -> None:
         opcheck(ops.routing_query, (x, weight, None, 1e-5, name))
         opcheck(ops.anchor_logits, (query, anchors, None, *SCORE, name))
         opcheck(ops.select, (logits, 2, False, False, name))
-        opcheck(ops.route, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
+        opcheck(op_route.route, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -1,5 +1,10 @@
 """The router losses inside transformers' own Trainer, against the sum written out."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
@@ -109,6 +114,18 @@ def explicit_gradient(model, batches, *, weights, task_loss):
     return {n: p.grad.clone() for n, p in model.named_parameters()}, found
 
 
+def next_token(batches):
+    """Sum over a micro-batch of next-token losses, divided by the labels of all of them."""
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+    def loss(logits, labels):
+        flat = logits[:, :-1].flatten(0, 1)
+        sums = torch.nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum")
+        return sums / items
+
+    return loss
+
+
 def assert_equal_gradients(ours, expected):
     assert ours.keys() == expected.keys()
     for name, gradient in ours.items():
@@ -124,14 +141,8 @@ def test_gradient_is_the_explicit_sum_under_accumulation(build, options, tmp_pat
     assert len(batches) == 2
     model.load_state_dict(start)
     model.activation_checkpointing_disable()
-    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-
-    def next_token(logits, labels):
-        flat = logits[:, :-1].flatten(0, 1)
-        sums = torch.nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum")
-        return sums / items
-
-    expected, found = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=next_token)
+    task = next_token(batches)
+    expected, found = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=task)
     assert_equal_gradients(watch.steps[0], expected)
     assert expected["model.layers.0.mlp.gate.anchors"].abs().max() > 0
     balance, z = (sum(values) / 2 for values in zip(*found, strict=True))
@@ -242,3 +253,48 @@ def test_a_model_without_our_routers_is_refused(tmp_path):
     stock = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, bos_token_id=0))
     with pytest.raises(ValueError, match="contains no l2r Router; swap its routers first"):
         train(stock, texts(), tmp_path)
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+from tests.models.test_hf_trainer import olmoe, texts, train
+
+torch.manual_seed(0)
+trainer, watch, batches = train(olmoe(), texts(8), Path(sys.argv[1]) / "trainer")
+rank, world = trainer.args.process_index, trainer.accelerator.num_processes
+found = {"world": world, "batches": batches, "gradients": watch.steps[0], "logs": watch.logs[0]}
+torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
+trainer.accelerator.wait_for_everyone()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_take_the_mean_over_all_micro_batches(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first["world"] == second["world"] == 2
+    batches = [*first["batches"], *second["batches"]]
+    rows = torch.cat([batch["input_ids"] for batch in batches])
+    assert len(batches) == 4 and len(torch.unique(rows, dim=0)) == 8
+    torch.manual_seed(0)
+    task = next_token(batches)
+    expected, found = explicit_gradient(olmoe(), batches, weights=(0.5, 0.1), task_loss=task)
+    for ours in (first, second):
+        assert_equal_gradients(
+            {name.removeprefix("module."): g for name, g in ours["gradients"].items()}, expected
+        )
+        assert ours["logs"]["balance_loss"] == pytest.approx(sum(b for b, _ in found) / 4, rel=1e-5)

@@ -20,24 +20,10 @@ from l2r.routers import capture
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "multi-node.md"
 LENGTH, STEPS, BATCH = 32, 2, 4
 
+# Appended to the script of the docs, in the same two processes: what they compute and hold.
 GRADIENTS = """
-import sys
-import torch
-import torch.distributed as dist
-from transformers.distributed import DistributedConfig
-import l2r
-from l2r.data.tokens import TokenDataset
-from l2r.evaluation.perplexity import token_losses
-from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.routers import capture
-
-start, tokens, out = sys.argv[1:4]
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-layout = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="all_to_all")
 model = l2r.load_pretrained(start, distributed_config=layout).train()
-data = TokenDataset(tokens, 32)
-rows = data.rows(data.batch(0, 4, 0, rank=rank, world_size=world))["input_ids"]
+rows = data.rows(data.batch(0, batch, 0, rank=rank, world_size=world))["input_ids"]
 with capture(model) as captured:
     loss = token_losses(model, rows).mean()
 z, i = captured.logits(), captured.indices()
@@ -47,10 +33,9 @@ found = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 held = torch.tensor([len(experts)])
 dist.all_reduce(held)
 if rank == 0:
-    torch.save({"gradients": found, "local": len(experts), "held": int(held)}, out)
-dist.barrier()
-dist.destroy_process_group()
+    torch.save({"gradients": found, "local": len(experts), "held": int(held)}, f"{out}.pt")
 """
+END = "dist.barrier()\ndist.destroy_process_group()\n"
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +62,25 @@ def start(text_folder, tmp_path_factory):
     return root, tokens
 
 
-def torchrun(script: Path, *args):
+@pytest.fixture(scope="module")
+def ran(start, tmp_path_factory):
+    """Standard output of the docs' script under torchrun, and the folder it wrote to."""
+    root, tokens = start
+    block = re.search(r"<!-- run by .*? -->\n```python\n(.*?)```", DOCS.read_text(), flags=re.S)
+    assert block is not None and block.group(1).endswith(END)
+    script, out = root / "train_ep.py", root / "out"
+    script.write_text(block.group(1).removesuffix(END) + GRADIENTS + END)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [root / "start", tokens, out, LENGTH, STEPS, BATCH]
     done = subprocess.run(
-        [*command, str(script), *map(str, args)],
+        [*command, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout, out
 
 
 def objective(model, rows):
@@ -105,12 +98,9 @@ def halves(data, step):
     ]
 
 
-def test_gradients_equal_those_of_one_process(start, tmp_path):
+def test_gradients_equal_those_of_one_process(start, ran):
     root, tokens = start
-    script = tmp_path / "gradients.py"
-    script.write_text(GRADIENTS)
-    torchrun(script, root / "start", tokens, tmp_path / "found.pt")
-    found = torch.load(tmp_path / "found.pt")
+    found = torch.load(f"{ran[1]}.pt")
     assert found["local"] == 4 and found["held"] == 8  # each rank holds half of the experts
     model = load_pretrained(root / "start").train()
     for rows in halves(TokenDataset(tokens, LENGTH), 0):
@@ -122,13 +112,8 @@ def test_gradients_equal_those_of_one_process(start, tmp_path):
         torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-8, rtol=1e-4)
 
 
-def test_the_script_of_the_docs_trains_as_one_process_does(start, tmp_path):
+def test_the_script_of_the_docs_trains_as_one_process_does(start, ran):
     root, tokens = start
-    block = re.search(r"<!-- run by .*? -->\n```python\n(.*?)```", DOCS.read_text(), flags=re.S)
-    assert block is not None
-    script = tmp_path / "train_ep.py"
-    script.write_text(block.group(1))
-    out = torchrun(script, root / "start", tokens, tmp_path / "out", LENGTH, STEPS, BATCH)
     model = load_pretrained(root / "start").train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
@@ -141,8 +126,8 @@ def test_the_script_of_the_docs_trains_as_one_process_does(start, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(part.item() for part in parts))
-    printed = [float(value) for value in re.findall(r"loss (\S+)", out)]
+    printed = [float(value) for value in re.findall(r"loss (\S+)", ran[0])]
     assert printed == pytest.approx(losses, abs=2e-6)
-    trained = load_pretrained(tmp_path / "out").state_dict()
+    trained = load_pretrained(ran[1]).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(trained[name], value, atol=1e-5, rtol=0)

@@ -154,6 +154,16 @@ def test_accumulation_does_not_change_training(tmp_path):
         torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0)
 
 
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    """Running statistics of the query norm included: the second forward must not count."""
+    run(tmp_path / "plain", "training.steps=3")
+    run(tmp_path / "saving", "training.steps=3", "training.activation_checkpointing=true")
+    plain, saving = weights(tmp_path / "plain"), weights(tmp_path / "saving")
+    assert any("running_mean" in name for name in plain)
+    for name in plain:
+        torch.testing.assert_close(plain[name], saving[name], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_ranks_equal_one(parallel, tmp_path):
     changes = [*MIXED, "losses.balance_scope=step", "training.ema_decay=0.9"]

@@ -32,7 +32,7 @@ class Contender:
     """A router under a name such as ``l2r_sips H16, fused``; ``tolerance`` bounds its error."""
 
     name: str
-    router: nn.Module
+    router: Any
     form: str
     tolerance: float = 1e-3
 
@@ -44,7 +44,7 @@ class Contender:
 
         def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with implementation("plain"):
-                return self.router(x)  # type: ignore[no-any-return]
+                return self.router(x)
 
         return torch.compile(plain) if self.form == "compiled" else plain
 
@@ -79,7 +79,7 @@ def contenders(
     found = []
     for label, (kind, options) in routers.items():
         torch.manual_seed(0)
-        router = build_router(kind, **sizes, **options).to(device)
+        router: Any = build_router(kind, **sizes, **options).to(device)
         forms = ["plain", "fused"]
         if compiled and label in ("linear", "l2r_sips H16"):  # seconds to compile, each
             forms.append("compiled")
@@ -103,7 +103,7 @@ def is_correct(contender: Contender, x: Tensor) -> bool:
     ):
         router.zero_grad()
         logits, weights, _ = call(here)
-        (logits.double().sin().sum() + weights.double().square().sum()).backward()
+        (logits.double().sin().sum() + weights.double().square().sum()).backward()  # type: ignore[no-untyped-call]
         results.append([logits, *(p.grad for p in router.parameters())])
         router.zero_grad()
     for found, wanted in zip(*results, strict=True):

@@ -47,7 +47,7 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
         step()
     alive = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)

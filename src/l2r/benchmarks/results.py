@@ -10,55 +10,7 @@ from typing import Any
 import torch
 
 import l2r
-
-
-@dataclass(frozen=True)
-class Settings:
-    """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
-
-    compiled: also time torch.compile of the plain code, which costs tens of seconds.
-    """
-
-    device: str = "cpu"
-    seconds: float = 4.0
-    quick: bool = False
-    compiled: bool = False
-
-    def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
-        if self.seconds <= 0:
-            raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
-
-
-@dataclass
-class Bench:
-    """Records of one benchmark, all with the same keys, and where they were taken."""
-
-    name: str
-    settings: Settings
-    note: str = ""
-    records: list[dict[str, Any]] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=lambda: environment())
-
-    def add(self, **record: Any) -> None:
-        """Append one record."""
-        self.records.append(record)
-
-    def as_dict(self) -> dict[str, Any]:
-        """What ``save`` writes."""
-        return asdict(self)
-
-    def save(self, folder: Path) -> Path:
-        """Write ``<name>.json``, under a temporary name first."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        temporary = path.with_suffix(".json.part")
-        temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-        return path
+from l2r.benchmarks.timing import CLOCKS
 
 
 def environment() -> dict[str, Any]:
@@ -88,6 +40,60 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
+
+    compiled: also time torch.compile of the plain code, which costs tens of seconds.
+    clock: wall, or cpu for processor time (steady on a busy machine, meant for one thread).
+    """
+
+    device: str = "cpu"
+    seconds: float = 4.0
+    quick: bool = False
+    compiled: bool = False
+    clock: str = "wall"
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
+        if self.clock not in CLOCKS:
+            raise ValueError(f"clock must be wall or cpu; got clock={self.clock!r}")
+        if self.seconds <= 0:
+            raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
+
+
+@dataclass
+class Bench:
+    """Records of one benchmark, all with the same keys, and where they were taken."""
+
+    name: str
+    settings: Settings
+    note: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=environment)
+
+    def add(self, **record: Any) -> None:
+        """Append one record."""
+        self.records.append(record)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``save`` writes."""
+        return asdict(self)
+
+
+def save(found: dict[str, Any], folder: Path) -> Path:
+    """Write ``as_dict``'s form to ``<name>.json``, under a temporary name first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{found['name']}.json"
+    temporary = path.with_suffix(".json.part")
+    temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
 
 
 def fastest(times: dict[str, float], prefix: str) -> float:

@@ -91,7 +91,7 @@ def _group(
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
     settings = bench.settings
-    times = measure(steps, device=settings.device, seconds=settings.seconds)
+    times = measure(steps, device=settings.device, seconds=settings.seconds, kind=settings.clock)
     base = fastest({name: time.median for name, time in times.items()}, "linear")
     for name, time in times.items():
         bench.add(

@@ -52,7 +52,13 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         "forward+backward": {e.name: training_step(e.call, e.router, [x]) for e in entries},
     }
     for phase, steps in phases.items():
-        times = measure(steps, device=settings.device, seconds=settings.seconds / 4, rounds=5)
+        times = measure(
+            steps,
+            device=settings.device,
+            seconds=settings.seconds / 4,
+            kind=settings.clock,
+            rounds=5,
+        )
         base = fastest({name: time.median for name, time in times.items()}, "linear")
         for name, time in times.items():
             bench.add(

@@ -11,7 +11,9 @@ import typer
 COMMANDS = (
     "train",
     "compare",
+    "sweep",
     "report",
+    "bench",
     "params",
     "swap",
     "upcycle",
@@ -21,6 +23,7 @@ COMMANDS = (
     "eval",
     "diagnose",
     "landscape",
+    "evidence",
 )
 
 

@@ -39,19 +39,17 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
 
 
 def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    """A section with patch figures per run; empty for runs of language models."""
-    from l2r.report.patches import patch_figure, read_patch_routing
+    """Patches of one run layer by layer, of several by router; empty for language models."""
+    from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
 
-    drawn = [run for run in runs if run.patches.is_file()]
-    images = 6 if len(drawn) == 1 else 3
-    return [
-        Section(
-            f"Patches and experts: {run.name}",
-            _HOW_TO_READ,
-            [patch_figure(read_patch_routing(run.patches), images=images)],
-        )
-        for run in drawn
-    ]
+    routings = {r.name: read_patch_routing(r.patches) for r in runs if r.patches.is_file()}
+    if not routings:
+        return []
+    if len(routings) == 1:
+        figure = patch_figure(next(iter(routings.values())))
+        return [Section("Patches and experts", _HOW_TO_READ, [figure])]
+    text = "The last layer with experts of every run. " + _HOW_TO_READ
+    return [Section("Patches and experts", text, [compare_patches(routings)])]
 
 
 def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:

@@ -32,7 +32,7 @@ class Selected(NamedTuple):
     sums: Tensor
 
 
-FUSED = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton_launch"}
+FUSED = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton_backend"}
 
 
 class Choice:

@@ -1,6 +1,6 @@
 """CPU backend: the tokens in blocks that stay in the caches, recomputed in the backward.
 
-The same calls as ``triton_launch``. A block of x is read once from memory for the RMS statistic
+The same calls as ``triton_backend``. A block of x is read once from memory for the RMS statistic
 and the projection, and once more in the backward; scores exist for one block at a time, as
 [B, H, N], the anchors in the middle, so that the sum over them adds contiguous rows. Products
 with a few columns are matrix-vector products, which run at the speed of the memory; a general
@@ -91,18 +91,24 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, 1 / rms, logits and the selection."""
     if _native(x, weight, anchors):
-        options = {
-            "constants": constants,
-            "norm_eps": norm_eps,
-            "top_k": top_k,
-            "normalize": normalize,
-            "sums": sums,
-        }
-        if weight.shape[0] <= native.MAX_RANK:
-            query = weight.new_empty(x.shape[0], weight.shape[0])
-            return query, *native.forward(query, x, weight, gain, anchors, **options)
-        query, rstd = project(x, weight, gain, norm_eps)
-        return query, rstd, *native.forward(query, None, weight, gain, anchors, **options)[1:]
+        here = x if weight.shape[0] <= native.MAX_RANK else None
+        if here is None:
+            query, rstd = project(x, weight, gain, norm_eps)
+        else:
+            query, rstd = weight.new_empty(x.shape[0], weight.shape[0]), None
+        own_rstd, logits, selected = native.forward(
+            query,
+            here,
+            weight,
+            gain,
+            anchors,
+            constants=constants,
+            norm_eps=norm_eps,
+            top_k=top_k,
+            normalize=normalize,
+            sums=sums,
+        )
+        return query, own_rstd if rstd is None else rstd, logits, selected
     query, rstd = _project(x, weight, gain, norm_eps)
     logits = _Core(query, anchors, None, constants).all_logits().to(weight.dtype)
     selected = select(logits, top_k, normalize=normalize, sums=sums, lse=lse)
@@ -316,7 +322,7 @@ class _Core:
             weight *= torch.exp(-pooled)
         for block, scores in self.blocks():
             if self.heads == 1:
-                scores = weight[block].unsqueeze(1)
+                scores.copy_(weight[block].unsqueeze(1))
             elif self.safe:
                 scores.exp_().mul_(weight[block].unsqueeze(1))
             else:

@@ -91,7 +91,7 @@ def softmax_top_k(
 ) -> tuple[Float[Tensor, "T K"], Tensor]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
     fused = _fused(logits, experts=logits.shape[1])
-    if fused is None:
+    if fused is None or fused == "cpu":  # on a CPU torch's own two calls are as fast
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
     from l2r.kernels import ops
 
@@ -151,9 +151,9 @@ def route(
             lse=sums,
         )
         return _routed(logits, *selected, by_products=sums)
-    from l2r.kernels import ops
+    from l2r.kernels import op_route
 
-    logits, weights, indices, lse, totals, _, _ = ops.route(
+    logits, weights, indices, lse, totals, _, _ = op_route.route(
         x,
         projection,
         gain,

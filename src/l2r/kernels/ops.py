@@ -1,6 +1,6 @@
 """The fused operations, registered with torch.library: one schema, two backends.
 
-Each operation takes plain tensors and runs ``triton_launch`` on a GPU or ``cpu`` on a CPU. It has
+Each operation takes plain tensors and runs ``triton_backend`` on a GPU or ``cpu`` on a CPU. It has
 a fake (shapes only) and an analytic backward, itself an operation, so torch.compile with
 fullgraph, activation checkpointing and CUDA graphs go through. The backward has no derivative:
 second derivatives need ``with l2r.kernels.dispatch.implementation("plain")``.
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from l2r.kernels.backend import Score, Selected, module
-
-Grads = tuple[Tensor | None, ...]
-
+from l2r.kernels.op_common import Grads, dense, fake_selected, share_of
 
 # --- query -----------------------------------------------------------------------------------
 
@@ -26,7 +24,7 @@ def routing_query(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] in the dtype of ``weight`` and 1 / rms [T] (empty without a gain)."""
-    return module(backend).project(x.contiguous(), weight.contiguous(), _dense(gain), norm_eps)
+    return module(backend).project(x.contiguous(), weight.contiguous(), dense(gain), norm_eps)
 
 
 @routing_query.register_fake
@@ -54,7 +52,7 @@ def routing_query_backward(
         grad.contiguous(),
         x.contiguous(),
         weight.contiguous(),
-        _dense(gain),
+        dense(gain),
         query,
         rstd,
         need_x=need_x,
@@ -118,7 +116,7 @@ def anchor_logits(
     """Pooled logits [T, N]."""
     constants = Score(scoring, gamma, beta, p, eps, scale)
     return module(backend).score(
-        query.contiguous(), anchors.contiguous(), _dense(rho_hat), constants
+        query.contiguous(), anchors.contiguous(), dense(rho_hat), constants
     )
 
 
@@ -159,7 +157,7 @@ def anchor_logits_backward(
         grad.contiguous(),
         query.contiguous(),
         anchors.contiguous(),
-        _dense(rho_hat),
+        dense(rho_hat),
         logits,
         constants,
     )
@@ -218,7 +216,7 @@ def select(
 def _(
     logits: Tensor, top_k: int, normalize: bool, sums: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _fake_selected(logits, top_k, sums)
+    return fake_selected(logits, top_k, sums)
 
 
 @torch.library.custom_op("l2r::select_backward", mutates_args=())
@@ -239,10 +237,10 @@ def select_backward(
         logits.contiguous(),
         Selected(weights, indices, lse, lse),
         normalize=normalize,
-        grad_logits=_dense(grad_logits),
-        grad_weights=_dense(grad_weights),
-        grad_lse=_dense(grad_lse),
-        grad_share=_dense(grad_share),
+        grad_logits=dense(grad_logits),
+        grad_weights=dense(grad_weights),
+        grad_lse=dense(grad_lse),
+        grad_share=dense(grad_share),
     )
 
 
@@ -286,7 +284,7 @@ def _select_backward(
         None,
         grad_weights,
         grad_lse,
-        _share(grad_sums),
+        share_of(grad_sums),
         ctx.normalize,
         ctx.backend,
     )
@@ -294,215 +292,3 @@ def _select_backward(
 
 
 torch.library.register_autograd("l2r::select", _select_backward, setup_context=_select_setup)
-
-
-# --- everything ------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("l2r::route", mutates_args=())
-def route(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    norm_eps: float,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    top_k: int,
-    normalize: bool,
-    sums: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logits, weights, indices, log-sum-exp, sums; then query and 1 / rms for the backward."""
-    query, rstd, logits, selected = module(backend).route(
-        x.contiguous(),
-        weight.contiguous(),
-        _dense(gain),
-        anchors.contiguous(),
-        norm_eps=norm_eps,
-        constants=Score(scoring, gamma, beta, p, eps, scale),
-        top_k=top_k,
-        normalize=normalize,
-        sums=sums,
-    )
-    return logits, *selected, query, rstd
-
-
-@route.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    norm_eps: float,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    top_k: int,
-    normalize: bool,
-    sums: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = x.shape[0], anchors.shape[0]
-    logits = weight.new_empty(tokens, experts)
-    rstd = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
-    query = weight.new_empty(tokens, weight.shape[0])
-    return logits, *_fake_selected(logits, top_k, sums), query, rstd
-
-
-@torch.library.custom_op("l2r::route_backward", mutates_args=())
-def route_backward(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    logits: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    rstd: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    normalize: bool,
-    need_x: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x (empty unless needed), weight, gain (empty without one) and anchors."""
-    return module(backend).route_backward(
-        x.contiguous(),
-        weight.contiguous(),
-        _dense(gain),
-        anchors.contiguous(),
-        logits,
-        Selected(weights, indices, lse, lse),
-        query,
-        rstd,
-        _dense(grad_logits),
-        _dense(grad_weights),
-        _dense(grad_lse),
-        _dense(grad_share),
-        constants=Score(scoring, gamma, beta, p, eps, scale),
-        normalize=normalize,
-        need_x=need_x,
-    )
-
-
-@route_backward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    logits: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    rstd: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    normalize: bool,
-    need_x: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape if need_x else (0, x.shape[1])),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-        weight.new_empty(0 if gain is None else x.shape[1]),
-        torch.empty_like(anchors, memory_format=torch.contiguous_format),
-    )
-
-
-def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, gain, anchors, _, *constants, _, ctx.normalize, _, ctx.backend = inputs
-    logits, weights, indices, lse, _, query, rstd = output
-    ctx.constants = constants
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(indices, query, rstd)
-    ctx.save_for_backward(x, weight, gain, anchors, logits, weights, indices, lse, query, rstd)
-
-
-def _route_backward(
-    ctx: Any,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    _: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_sums: Tensor | None,
-    *__: Tensor | None,
-) -> Grads:
-    x, weight, gain, anchors, logits, weights, indices, lse, query, rstd = ctx.saved_tensors
-    need_x = ctx.needs_input_grad[0]
-    grad_x, grad_weight, grad_gain, grad_anchors = route_backward(
-        x,
-        weight,
-        gain,
-        anchors,
-        logits,
-        weights,
-        indices,
-        lse,
-        query,
-        rstd,
-        grad_logits,
-        grad_weights,
-        grad_lse,
-        _share(grad_sums),
-        *ctx.constants,
-        ctx.normalize,
-        need_x,
-        ctx.backend,
-    )
-    return (
-        (grad_x if need_x else None),
-        grad_weight,
-        (None if gain is None else grad_gain),
-        grad_anchors,
-        *[None] * 11,
-    )
-
-
-torch.library.register_autograd("l2r::route", _route_backward, setup_context=_route_setup)
-
-
-def _fake_selected(like: Tensor, top_k: int, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = like.shape
-    return (
-        like.new_empty(tokens, top_k, dtype=torch.float32),
-        like.new_empty(tokens, top_k, dtype=torch.int64),
-        like.new_empty(tokens, dtype=torch.float32),
-        like.new_empty((2, experts) if sums else (0, 2, experts), dtype=torch.float32),
-    )
-
-
-def _share(grad_sums: Tensor | None) -> Tensor | None:
-    """Gradient of the probability sums; the counts beside them have none."""
-    return None if grad_sums is None or grad_sums.dim() == 3 else grad_sums[0]
-
-
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

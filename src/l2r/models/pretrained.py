@@ -28,7 +28,7 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
         if not swaps:
             return AutoModelForCausalLM.from_pretrained(folder, **options)
         return _load_swapped(folder, config, swaps, options)
-    except (OSError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+    except (OSError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
         raise ValueError(f"cannot load a language model from {folder}: {error}") from error
 
 

@@ -29,7 +29,8 @@ class FitOptions:
     """updates: optimiser steps per batch of activations, each on all its tokens.
 
     lr decays to zero with a cosine. joint_steps: steps of training everything afterwards, with
-    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss.
+    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss; a tenth of
+    them warm up.
     """
 
     updates: int = 4
@@ -138,7 +139,7 @@ def train_jointly(
 ) -> None:
     """Train all weights for ``options.joint_steps`` batches, with the paper's auxiliary losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
-    schedule = _cosine(optimizer, options.joint_steps)
+    schedule = _cosine(optimizer, options.joint_steps, warmup=options.joint_steps // 10)
     model.train()
     for step in range(options.joint_steps):
         with capture(model) as record:
@@ -271,9 +272,12 @@ def _score(site: Site) -> str:
     return "softmax" if site.rule is None else site.rule.score
 
 
-def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def _cosine(
+    optimizer: torch.optim.Optimizer, steps: int, *, warmup: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
     def factor(step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * min(step / steps, 1)))
+        rising = (step + 1) / (warmup + 1)
+        return min(rising, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

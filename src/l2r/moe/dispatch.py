@@ -1,9 +1,13 @@
 """Dropless dispatch: bring every token to its experts and back, in expert order.
 
+Both ways are one pass over the rows, forward and backward: a gather out, and a weighted sum of
+K gathered rows back (``embedding_bag``), each the other's gradient. No [T, K, D] copy is made,
+and nothing is added in place, so results do not depend on thread order.
+
 Shape letters: T tokens, D hidden size, N experts, K experts per token, S = T * K assignments.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,10 +30,15 @@ class Assignment(NamedTuple):
 def assign(indices: Int[Tensor, "T K"], num_experts: int) -> Assignment:
     """Sort assignments by expert, tokens in their own order within one expert."""
     expert, order = torch.sort(indices.flatten(), stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=indices.device)
-    counts = counts.scatter_add(0, expert, torch.ones_like(expert, dtype=torch.int32))
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    every = torch.arange(num_experts, device=indices.device, dtype=expert.dtype)
+    ends = torch.searchsorted(expert, every, right=True, out_int32=True)
     return Assignment(order, order // indices.shape[1], ends, expert)
+
+
+def spread(x: Float[Tensor, "T D"], plan: Assignment, top_k: int) -> Float[Tensor, "S D"]:
+    """Rows of x in the order of the assignments."""
+    rows: Tensor = _Spread.apply(x, plan.token, plan.order, top_k)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def combine(
@@ -37,14 +46,62 @@ def combine(
     weights: Float[Tensor, "T K"],
     order: Int[Tensor, " S"],
 ) -> Float[Tensor, "T D"]:
-    """Weighted sum of each token's K expert outputs, Eq. 3 without the residual.
+    """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
+    weights = weights.to(outputs.dtype)
+    total: Tensor = _Combine.apply(outputs, weights, order)  # type: ignore[no-untyped-call]
+    return total
 
-    Gathers and sums instead of adding in place, so the result does not depend on thread order.
-    """
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    per_token = outputs[inverse].view(*weights.shape, outputs.shape[-1])
-    return torch.einsum("tkd,tk->td", per_token, weights.to(outputs.dtype))
+
+class _Spread(torch.autograd.Function):
+    """Gather rows; the gradient of a token is the sum over its K rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return _sum_rows(grad, _inverse(order).view(-1, ctx.top_k), None), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted sum of rows; the gradient of a row is its weight times its token's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(outputs, weights, order)
+        return _sum_rows(outputs, _inverse(order).view_as(weights), weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        outputs, weights, order = ctx.saved_tensors
+        rows = grad.index_select(0, order // weights.shape[1])
+        grad_outputs = grad_weights = None
+        if ctx.needs_input_grad[1]:
+            products = torch.linalg.vecdot(rows, outputs)
+            grad_weights = products.index_select(0, _inverse(order)).view_as(weights)
+        if ctx.needs_input_grad[0]:
+            by_row = weights.reshape(-1).index_select(0, order)
+            grad_outputs = rows * by_row.unsqueeze(1)
+        return grad_outputs, grad_weights, None
+
+
+def _sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """For every token the sum of the rows at its K places, times its weights."""
+    if places.shape[0] == 0:
+        return rows.new_zeros(0, rows.shape[1])
+    return torch.nn.functional.embedding_bag(
+        places, rows.contiguous(), per_sample_weights=weights, mode="sum"
+    )
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Row of every assignment: the inverse permutation."""
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def grouped_linear(

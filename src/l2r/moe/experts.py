@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.moe.dispatch import assign, combine, grouped_linear
+from l2r.moe.dispatch import assign, combine, grouped_linear, spread
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -68,7 +68,7 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "T D"]:
         """Weighted sum of the chosen experts' outputs, one grouped product per matrix."""
         plan = assign(indices, self.num_experts)
-        rows = x[plan.token]
+        rows = spread(x, plan, indices.shape[1])
         if self.activation == "swiglu":
             gate, up = grouped_linear(rows, self.gate_up_proj, plan.ends).chunk(2, dim=-1)
             hidden = nn.functional.silu(gate) * up

@@ -18,9 +18,7 @@ class Questions:
     Raises ValueError for an unknown task, or where no tokenizer fits the model.
     """
 
-    def __init__(
-        self, section: EvaluationSection, tokenizer: Path | None, vocab_size: int
-    ) -> None:
+    def __init__(self, section: EvaluationSection, tokenizer: Path | None, vocab_size: int) -> None:
         self.section = section
         self.names = [task.name for task in select_tasks(section.tasks)]
         found = None if tokenizer is None else load_tokenizer(tokenizer)

@@ -107,6 +107,7 @@ class VisionTask:
             deviation=self.recipe.data.deviation,
             batch_size=section.batch_size,
             max_images=section.batch_size * section.max_batches,
+            workers=self.recipe.data.workers,
         )
         self._note(found.skipped)
         return {

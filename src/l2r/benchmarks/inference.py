@@ -1,0 +1,102 @@
+"""Prefill and decode of whole models, and the router's share of the time (paper, Appendix)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.benchmarks.language import agrees, models, sizes
+from l2r.benchmarks.results import Bench, Settings
+from l2r.benchmarks.timing import Step, measure
+from l2r.kernels.dispatch import implementation
+
+
+def run(settings: Settings) -> Bench:
+    """Batch 1: prefill of a prompt, then one token at a time with a dynamic cache."""
+    bench = Bench(
+        "inference",
+        settings,
+        note="ratio: time over the stock model's. router share: time of all "
+        "routers alone over the step's. plain: the router without fused code.",
+    )
+    length = 16 if settings.quick else 2048 if settings.device == "cuda" else 128
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = sizes(settings)["vocab_size"]
+    prompt = torch.randint(2, vocabulary, (1, length), generator=generator).to(settings.device)
+    found = {name: model.eval() for name, model in models(settings).items()}
+    with torch.no_grad():
+        wanted = found["stock"](prompt[:, :16]).logits
+        if not agrees(found["l2r, linear"](prompt[:, :16]).logits, wanted, settings):
+            return bench  # ours with the stock weights must be the stock model
+    phases = {"prefill": (_prefill, prompt), "decode": (_decode, prompt)}
+    for phase, (make, tokens) in phases.items():
+        steps = {name: make(model, tokens) for name, model in found.items()}
+        plain = make(found["l2r, l2r_sips H16"], tokens)
+        steps["l2r, l2r_sips H16, plain"] = _unfused(plain)
+        times = measure(
+            steps,
+            device=settings.device,
+            seconds=settings.seconds * 2,
+            kind=settings.clock,
+            rounds=9,
+        )
+        count = length if phase == "prefill" else 1
+        base = times["stock"].median
+        for name, time in times.items():
+            bench.add(
+                phase=phase,
+                contender=name,
+                latency_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                tokens_per_second=count / time.median,
+                ratio=time.median / base,
+                router_share=_share(found, name, count, settings) / time.median,
+            )
+    return bench
+
+
+def _prefill(model: Any, prompt: Tensor) -> Step:
+    def step(_: int) -> object:
+        with torch.no_grad():
+            return model(prompt, use_cache=True, logits_to_keep=1)
+
+    return step
+
+
+def _decode(model: Any, prompt: Tensor) -> Step:
+    """One token after the prompt; the cache is cut back, so that every step is the same."""
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+    token = prompt[:, :1]
+
+    def step(_: int) -> object:
+        with torch.no_grad():
+            logits = model(token, past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
+def _unfused(step: Step) -> Step:
+    def plain(number: int) -> object:
+        with implementation("plain"):
+            return step(number)
+
+    return plain
+
+
+def _share(found: dict[str, Any], name: str, tokens: int, settings: Settings) -> float:
+    """Seconds of all routers of a model alone, on random hidden states."""
+    model = found[name.removesuffix(", plain")]
+    gates: list[nn.Module] = [layer.mlp.gate for layer in model.model.layers]
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(tokens, sizes(settings)["hidden_size"], device=settings.device, dtype=dtype)
+
+    def step(_: int) -> object:
+        with torch.no_grad():
+            return [gate(x) for gate in gates]
+
+    chosen = _unfused(step) if name.endswith("plain") else step
+    return measure({name: chosen}, device=settings.device, seconds=0.3, rounds=3)[name].median

@@ -1,0 +1,161 @@
+"""Experts and dispatch: ours against transformers' implementations and a dense bound."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.benchmarks.results import Bench, Settings
+from l2r.benchmarks.timing import Step, measure
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer; ``skew`` sends half of the tokens to one expert first."""
+
+    name: str
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    skew: bool = False
+
+
+# OLMoE has d 2048, width 1024, N 64, k 8; ViT-S d 384, width 768, N 8, k 2 (the paper's).
+_CPU = [
+    Shape("olmoe / 8", 1024, 256, 128, 64, 8),
+    Shape("olmoe / 8, skewed", 1024, 256, 128, 64, 8, skew=True),
+    Shape("vit-s", 788, 384, 768, 8, 2),
+]
+_CUDA = [
+    Shape("olmoe", 8192, 2048, 1024, 64, 8),
+    Shape("olmoe, skewed", 8192, 2048, 1024, 64, 8, skew=True),
+    Shape("vit-s", 12608, 384, 768, 8, 2),
+]
+_QUICK = [Shape("tiny", 32, 16, 16, 8, 2)]
+_FORMS = ("eager", "batched_mm", "grouped_mm")
+_BATCHED_LIMIT = 2**31  # bytes of the weights that batched_mm copies for every assignment
+
+
+def run(settings: Settings) -> Bench:
+    """Forward and forward+backward of one layer's SwiGLU experts for given choices."""
+    bench = Bench(
+        "moe",
+        settings,
+        note="ratio: median over grouped_mm of transformers. dense bound: one "
+        "feed-forward network with as many multiplications, no dispatch at all.",
+    )
+    shapes = _QUICK if settings.quick else _CUDA if settings.device == "cuda" else _CPU
+    for shape in shapes:
+        _shape(bench, shape)
+    return bench
+
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _shape(bench: Bench, shape: Shape) -> None:
+    settings = bench.settings
+    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    x = torch.randn(shape.tokens, shape.hidden, device=settings.device, dtype=dtype)
+    indices, weights = _choices(shape, settings.device, dtype)
+    forms, experts = _contenders(shape, settings.device, dtype)
+    wanted = forms["transformers eager"](x, indices, weights).float()
+    right = {}
+    for name, form in forms.items():
+        gap = (form(x, indices, weights).float() - wanted).abs().max() / wanted.abs().max()
+        if name == "dense bound" or gap <= (1e-4 if dtype == torch.float32 else 3e-2):
+            right[name] = form
+    for phase in ("forward", "forward+backward"):
+        steps = {
+            name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
+        }
+        times = measure(
+            steps, device=settings.device, seconds=settings.seconds, kind=settings.clock, rounds=7
+        )
+        base = times["transformers grouped_mm"].median
+        for name, time in times.items():
+            bench.add(
+                shape=shape.name,
+                phase=phase,
+                contender=name,
+                median_ms=1e3 * time.median,
+                low_ms=1e3 * time.low,
+                high_ms=1e3 * time.high,
+                ratio=time.median / base,
+            )
+
+
+def _step(
+    form: Experts, experts: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, phase: str
+) -> Step:
+    if phase == "forward":
+
+        def forward(_: int) -> object:
+            with torch.no_grad():
+                return form(x, indices, weights)
+
+        return forward
+    leaf, share = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    upstream = torch.randn_like(x)
+
+    def training(_: int) -> object:
+        output = form(leaf, indices, share)
+        inputs = [leaf, share, *experts.parameters()]
+        return torch.autograd.grad(output, inputs, upstream, allow_unused=True)
+
+    return training
+
+
+def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
+    """The same experts under every implementation, and their module."""
+    from l2r.models.experts_backend import register
+    from l2r.models.stock import stock_experts
+
+    ours = register()
+    experts: Any = stock_experts(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+    ).to(device, dtype)
+    names = list(_FORMS)
+    bytes_copied = 3 * shape.tokens * shape.top_k * shape.hidden * shape.width * dtype.itemsize
+    if bytes_copied > _BATCHED_LIMIT:
+        names.remove("batched_mm")
+
+    def under(name: str) -> Experts:
+        def call(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            experts.config._experts_implementation = name
+            return experts(x, indices, weights)
+
+        return call
+
+    forms = {f"transformers {name}": under(name) for name in names}
+    forms["l2r"] = under(ours)
+    forms["dense bound"] = _dense(shape, experts)
+    return forms, experts
+
+
+def _dense(shape: Shape, experts: Any) -> Experts:
+    """One expert of the layer on T k rows: the multiplications alone."""
+
+    def call(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        rows = x.repeat(shape.top_k, 1)
+        gate, up = nn.functional.linear(rows, experts.gate_up_proj[0]).chunk(2, dim=-1)
+        out = nn.functional.linear(nn.functional.silu(gate) * up, experts.down_proj[0])
+        return out[: x.shape[0]] * weights[:, :1]
+
+    return call
+
+
+def _choices(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scores = torch.rand(shape.tokens, shape.experts, device=device)
+    if shape.skew:
+        scores[: shape.tokens // 2, 0] = 2.0
+    weights, indices = torch.softmax(scores, dim=1).topk(shape.top_k, dim=1)
+    return indices, weights.to(dtype)

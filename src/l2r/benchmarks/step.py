@@ -1,0 +1,124 @@
+"""A whole training step: our model and loop against transformers', on the same batches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.benchmarks.language import ROUTERS, agrees, models, sizes
+from l2r.benchmarks.results import Bench, Settings
+from l2r.benchmarks.timing import Step, measure
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.routers import capture
+
+
+def run(settings: Settings) -> Bench:
+    """Forward, losses, backward, clipping and AdamW; tokens per second."""
+    bench = Bench(
+        "step",
+        settings,
+        note="ratio: tokens/s over the stock model in a plain loop. Trainer: "
+        "training_step, clipping and optimizer of transformers' Trainer.",
+    )
+    batch, length = _batch(settings)
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, length)
+    batches = [
+        torch.randint(2, sizes(settings)["vocab_size"], shape, generator=generator).to(
+            settings.device
+        )
+        for _ in range(4)
+    ]
+    found = models(settings)
+    with torch.no_grad():
+        wanted = found["stock"](batches[0][:1, :32]).logits
+        right = agrees(found["l2r, linear"](batches[0][:1, :32]).logits, wanted, settings)
+    steps: dict[str, Step] = {"stock, plain loop": _stock_step(found["stock"], batches)}
+    trainer = _trainer_step(found["stock"], batches, settings)
+    steps["stock, Trainer"] = trainer
+    for name in ROUTERS:
+        if right:  # ours with the stock weights must be the stock model
+            steps[name] = _our_step(found[name], batches)
+    times = measure(
+        steps, device=settings.device, seconds=settings.seconds * 2, kind=settings.clock, rounds=5
+    )
+    tokens = batch * length
+    base = times["stock, plain loop"].median
+    for name, time in times.items():
+        bench.add(
+            contender=name,
+            tokens=tokens,
+            tokens_per_second=tokens / time.median,
+            low=tokens / time.high,
+            high=tokens / time.low,
+            step_ms=1e3 * time.median,
+            ratio=base / time.median,
+        )
+    return bench
+
+
+def _batch(settings: Settings) -> tuple[int, int]:
+    if settings.quick:
+        return 2, 32
+    return (8, 1024) if settings.device == "cuda" else (4, 256)
+
+
+def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
+    """What a user writes first: the model's own losses, clipping, torch's AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def step(number: int) -> object:
+        batch = batches[number % len(batches)]
+        loss = model(input_ids=batch, labels=batch, output_router_logits=True).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
+    """The pieces that Trainer runs for every batch, without its data loading and logging."""
+    import tempfile
+
+    from l2r.models.stock import stock_trainer
+
+    model.config.output_router_logits = True
+    trainer = stock_trainer(model, tempfile.mkdtemp(), cpu=settings.device == "cpu")
+    trainer.current_gradient_accumulation_steps = 1  # set by train(), which we do not run
+    optimizer = trainer.create_optimizer()
+
+    def step(number: int) -> object:
+        batch = batches[number % len(batches)]
+        loss = trainer.training_step(model, {"input_ids": batch, "labels": batch})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _our_step(model: Any, batches: list[Tensor]) -> Step:
+    """Our loop: losses from the captured routers, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    aux = _auxiliary
+
+    def step(number: int) -> object:
+        batch = batches[number % len(batches)]
+        with capture(model) as routed:
+            loss = model(input_ids=batch, labels=batch).loss
+        loss = loss + aux(routed.logits(), routed.indices())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _auxiliary(logits: list[Tensor], indices: list[Tensor]) -> Tensor:
+    return 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)

@@ -1,0 +1,46 @@
+"""``l2r bench``: speed and memory of routers, experts, steps and inference on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "bench",
+        epilog="Example: l2r bench router --seconds 4 --json",
+        help="Time what this machine does: router, memory, scaling, moe, step or inference.",
+    )(bench)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="router|memory|scaling|moe|step|inference")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="Time for one group of contenders.")] = 4.0,
+    clock: Annotated[str, typer.Option(help="wall, or cpu for processor time.")] = "wall",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also time torch.compile of the plain code.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+) -> None:
+    """Contenders take turns; medians, ranges and ratios. A wrong result gets no speed."""
+    from rich.console import Console
+
+    from l2r.benchmarks.registry import run_bench
+    from l2r.benchmarks.results import Settings
+    from l2r.cli.console import print_table
+    from l2r.report.performance import bench_table, write_bench_page
+
+    settings = Settings(device, seconds, quick, compiled, clock)
+    with Console(stderr=True).status(f"measuring {name}"):
+        found = run_bench(name, settings).as_dict()
+    print_table(bench_table(found), as_json=json)
+    if out is not None:
+        from l2r.benchmarks.results import save
+
+        save(found, out)
+        write_bench_page(found, out / f"{name}.html")

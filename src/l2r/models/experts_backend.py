@@ -1,0 +1,40 @@
+"""Our dispatch as an ``experts_implementation`` of transformers, under the name ``l2r``.
+
+``register()`` once, then ``from_pretrained(..., experts_implementation="l2r")``: the router's
+tokens go out and come back in one pass each, forward and backward, and the [T, K, D] copy of
+transformers' own grouped_mm is never made. Experts with biases, transposed weights, no gate, a
+norm after them or split over devices run transformers' own grouped_mm.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from l2r.moe.dispatch import assign, combine, grouped_linear, spread
+
+NAME = "l2r"
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, l2r_experts_forward)
+    return NAME
+
+
+def l2r_experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, [T, D]."""
+    plain = self.has_gate and not (
+        self.has_bias or self.is_transposed or self.has_post_expert_norm or self._is_expert_parallel
+    )
+    if not plain:
+        own: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return own
+    plan = assign(top_k_index, self.num_experts)
+    dtype = self.gate_up_proj.dtype  # under autocast the stream may be wider than the weights
+    rows = spread(hidden_states.to(dtype), plan, top_k_index.shape[1])
+    hidden = self._apply_gate(grouped_linear(rows, self.gate_up_proj, plan.ends))
+    outputs = grouped_linear(hidden.to(dtype), self.down_proj, plan.ends)
+    return combine(outputs, top_k_weights, plan.order).to(hidden_states.dtype)

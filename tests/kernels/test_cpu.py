@@ -1,0 +1,109 @@
+"""The CPU backend equals float64 plain code, compiled and as torch operations."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from routing_cases import Case, cases, double, error, leaves, mixed_loss
+
+from l2r.kernels import cpu_native, dispatch, plain
+from l2r.kernels.dispatch import implementation
+
+quick = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+EDGES = [
+    Case(0, 8, 4, 2, 2, 2),
+    Case(1, 8, 4, 2, 2, 2),
+    Case(1, 1, 1, 1, 1, 1),
+    Case(400, 700, 20, 3, 2, 4),
+    Case(33, 17, 5, 3, 2, 5, normalize=True),
+    Case(5, 65, 1500, 2, 3, 8),
+    Case(30, 70, 130, 3, 64, 3),
+    Case(40, 20, 6, 4, 2, 2, scoring="dot", scale=30.0),
+]
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the backend; the compiled one where a compiler is found."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_native, "library", lambda: None)
+    return str(request.param)
+
+
+def check_case(case: Case) -> None:
+    inputs = case.inputs("cpu")
+    ours, exact = leaves(inputs), double(inputs)
+    with implementation("cpu"):
+        routed = dispatch.route(**ours, **case.options(), sums=True)
+    reference = plain.route(**exact, **case.options(), sums=True)
+    tolerance = case.tolerance(plain.routing_query(exact["x"], exact["projection"], exact["gain"]))
+    assert error(routed.logits, reference.logits) <= tolerance
+    assert error(routed.lse, reference.lse) <= tolerance
+    assert error(routed.sums, reference.sums) <= tolerance or case.dtype != torch.float32
+    probs = torch.softmax(reference.logits, 1)
+    best = probs.topk(case.top_k, 1).values
+    assert error(probs.gather(1, routed.indices), best) <= 4 * tolerance
+    loss, wanted = mixed_loss(routed, reference)
+    loss.backward()
+    wanted.backward()
+    for name, leaf in ours.items():
+        if leaf is not None:
+            rounding = 0.01 if leaf.dtype != torch.float32 else 0.0  # the gradient's own dtype
+            assert error(leaf.grad, exact[name].grad) <= 4 * tolerance + rounding, name
+
+
+@given(case=cases(max_tokens=60))
+@quick
+def test_route_equals_plain_float64(form: str, case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_route_equals_plain_float64_at_the_edges(form: str, case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_numbers_every_time(form: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    case = Case(300, 600, 16, 4, 2, 4)
+    results = []
+    for _ in range(2):
+        ours = leaves(case.inputs("cpu"))
+        routed = dispatch.route(**ours, **case.options(), sums=True)
+        (routed.weights.sum() + routed.z_loss()).backward()
+        results.append([routed.logits, routed.indices, *(leaf.grad for leaf in ours.values())])
+    torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_nan_input_stays_in_its_token(form: str) -> None:
+    inputs = Case(5, 12, 7, 2, 2, 3).inputs("cpu")
+    inputs["x"][2] = float("nan")
+    routed = dispatch.route(**inputs, scoring="sips", top_k=3)
+    assert bool(((routed.indices >= 0) & (routed.indices < 7)).all())
+    assert bool(torch.isnan(routed.logits[2]).all())
+    assert not bool(torch.isnan(routed.logits[[0, 1, 3, 4]]).any())
+
+
+def test_without_a_compiler_torch_operations_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("L2R_CPU_KERNEL", "off")
+    assert cpu_native.library.__wrapped__() is None
+    monkeypatch.setenv("L2R_CPU_KERNEL", "on")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cpu_native.library.__wrapped__() is None
+
+
+def test_no_score_tensor_lives_in_memory() -> None:
+    """Peak extra memory of forward and backward stays below one [T, N, H] tensor."""
+    from l2r.benchmarks.memory import peak_bytes
+
+    case = Case(2048, 64, 64, 16, 2, 8)
+    ours = leaves(case.inputs("cpu"))
+
+    def step() -> None:
+        routed = dispatch.route(**ours, **case.options())
+        torch.autograd.grad(routed.weights.sum() + routed.logits.sum(), list(ours.values()))
+
+    assert peak_bytes(step, "cpu") < 4 * case.tokens * case.experts * case.heads / 2

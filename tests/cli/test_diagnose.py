@@ -54,7 +54,12 @@ def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(checkpoints,
     arrays = load_file(tmp_path / "l2r_sips" / "diagnosis.safetensors")
     assert arrays["1.sample_query"].shape == (64, 2)
     page = (tmp_path / "index.html").read_text()
-    for words in ("Certified routing", "Geometry of l2r_sips", "Expert usage by domain"):
+    for words in (
+        "Certified routing",
+        "Geometry of l2r_sips",
+        "Expert usage by domain",
+        "Layers of",
+    ):
         assert words in page
     assert page.count("Routing plane, layer") == 2  # two layers, of the rank-2 router alone
 

@@ -35,8 +35,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Time every contender in ``rounds`` alternating turns, ``seconds`` for all of it.
 
-    A step is called with a running number, by which it can rotate its inputs. The first calls
-    (compilation, caches) are not timed. ``kind="cpu"`` counts the processor time of the process
+    At least three turns, and no more once twice that time is over. A step is called with a
+    running number, by which it can rotate its inputs. The first calls (compilation, caches) are
+    not timed. ``kind="cpu"`` counts the processor time of the process
     instead of the clock on the wall: steady on a busy machine, meant for one thread.
     """
     clock = _CLOCKS[device if device == "cuda" else kind]
@@ -46,7 +47,10 @@ def measure(
         once = max(min(clock(step, 1), clock(step, 1)), 1e-7)
         repeats[name] = max(1, int(seconds / len(contenders) / rounds / once))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    start = time.perf_counter()
     for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() - start > 2 * seconds:
+            break  # a loaded machine, or steps longer than their share
         names = list(contenders)
         for name in names if turn % 2 == 0 else reversed(names):
             count = repeats[name]

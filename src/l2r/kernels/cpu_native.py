@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -34,6 +34,14 @@ class _Score(ctypes.Structure):
     _fields_ = [("scoring", ctypes.c_int32)] + [
         (name, ctypes.c_float) for name in ("gamma", "beta", "p", "eps", "scale", "norm_eps")
     ]
+
+
+_NUMBER, _POINTER = ctypes.c_int32, ctypes.c_void_p
+_TYPES = {
+    "l2r_forward": [_POINTER, _POINTER, _NUMBER, _NUMBER, *[_POINTER] * 11],
+    "l2r_score_backward": [_POINTER, _POINTER, _NUMBER, *[_POINTER] * 6],
+    "l2r_project_backward": [_POINTER, _NUMBER, *[_POINTER] * 7],
+}
 
 
 @cache
@@ -183,17 +191,17 @@ def project_backward(
 def _call(name: str, *arguments: object) -> None:
     found = library()
     assert found is not None
-    values = [
-        ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
-        for value in arguments
-    ]
-    getattr(found, name)(*values)
+    function = getattr(found, name)
+    function.argtypes = _TYPES[name]
+    function(*[v.data_ptr() if isinstance(v, Tensor) else v for v in arguments])
 
 
+@lru_cache(maxsize=256)
 def _sizes(*values: int) -> object:
     return (ctypes.c_int64 * 6)(*values)
 
 
+@lru_cache(maxsize=256)
 def _score(constants: Score, norm_eps: float) -> object:
     scoring, *floats = constants
     return ctypes.byref(_Score(_SCORINGS[scoring], *floats, norm_eps))

@@ -17,7 +17,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint fuzz docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ lint: $(VENV)/.test ## Style, types and import contracts
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
+	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict

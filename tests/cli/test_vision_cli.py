@@ -49,7 +49,7 @@ def test_table_has_the_papers_layout_and_the_mean_over_seeds(compared):
 def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
     root, _ = compared
     page = (root / "report.html").read_text(encoding="utf-8")
-    for words in ("Top-1 and top-5 accuracy", "Patches and experts: linear", "L2R (SIPS)"):
+    for words in ("Top-1 and top-5 accuracy", "Which expert each patch goes to", "L2R (SIPS)"):
         assert words in page
     assert "Validation top-1 accuracy" in page and "images each" in page
     assert "seed-1</td>" not in page  # repeats have no row of their own
@@ -64,10 +64,64 @@ def test_report_command_reads_the_same_runs(compared, tmp_path):
     assert result.exit_code == 0, result.output
     by_method = {row["Method"]: row for row in json.loads(result.stdout)}
     assert by_method == {row["Method"]: row for row in rows}
-    assert "Patches and experts: l2r_sips" in page.read_text(encoding="utf-8")
+    assert "Patches and experts" in page.read_text(encoding="utf-8")
 
 
 def test_one_seed_is_called_one_seed():
     table = accuracy_table({"linear": ((50.0, 0.0), (90.0, 0.0), 1)})
     assert "nothing without more seeds" in table.caption
     assert table.rows == (("Linear", 50.0, 0.0, 90.0, 0.0, 1),)
+
+
+def invoke(*command):
+    return CliRunner().invoke(build_app(), [str(part) for part in command])
+
+
+def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(compared, tmp_path):
+    root, _ = compared
+    result = invoke("eval", root / "linear", "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["images"] == 359
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    assert saved["top1"] == pytest.approx(json.loads(result.stdout)[0]["Top-1 (%)"] / 100)
+    lines = (root / "linear" / "metrics.jsonl").read_text().splitlines()
+    recorded = [r for r in map(json.loads, lines) if r["kind"] == "validation"][-1]
+    result = invoke("eval", root / "linear", "--limit", 60, "--out", tmp_path, "--json")
+    assert json.loads((tmp_path / "evaluation.json").read_text())["top1"] == recorded["top1"]
+    model = root / "linear" / "model"
+    result = invoke("eval", model, "--data", "digits", "--out", tmp_path, "--json")
+    assert json.loads(result.stdout)[0]["images"] == 359
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["linear/model"], "is no run folder, so --data must name images"),
+        (["linear", "--average"], "holds no averaged weights"),
+        (["linear", "--data", "digit"], "must be 'digits', 'fashion-mnist' or a folder"),
+    ],
+)
+def test_eval_refuses_in_one_line(compared, options, words):
+    root, _ = compared
+    result = invoke("eval", root / options[0], *options[1:])
+    assert isinstance(result.exception, ValueError)
+    assert words in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_diagnose_reads_image_classifiers_and_draws_patches(compared, tmp_path):
+    root, _ = compared
+    command = ["diagnose", root / "linear", root / "l2r_sips", "--out", tmp_path]
+    result = invoke(*command, "--instances", 40, "--sample", 64, "--certify", 0, "--json")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "index.html").is_file()
+    assert "Which expert each patch goes to" in (tmp_path / "linear" / "patches.html").read_text()
+    info = json.loads((tmp_path / "linear" / "diagnosis.json").read_text())["info"]
+    assert info["tokens"] == 40 * 17  # 16 patches and the class token
+    assert info["domains"] == [str(digit) for digit in range(10)]
+
+
+def test_params_prints_the_whole_vit_for_every_router():
+    rows = {row["router"]: row for row in json.loads(invoke("params", "--vit", "--json").stdout)}
+    assert rows["dense"]["parameters"] == 22_050_664
+    assert rows["linear"]["in routers"] == 4 * 16 * 384
+    assert rows["l2r_sips"]["active"] == 26_780_528

@@ -51,7 +51,7 @@ def _measures(query, anchor):
     return rho, kappa, (query * anchor).sum(-1) / (rho * kappa)
 
 
-@pytest.mark.parametrize("sips", [lip.Sips(), lip.Sips(2.0, 0.5, 3.0), BATCHNORM])
+@pytest.mark.parametrize("sips", [lip.Sips(), lip.Sips(2.0, 0.5, p=3.0), BATCHNORM])
 def test_gradients_equal_autograd(sips):
     query, anchor = _pairs(0, spread=0.5)
     dq, dk = _autograd(lambda q, k: _score(q, k, sips), query, anchor)
@@ -115,7 +115,7 @@ def test_domain_constants_hold_everywhere_and_the_sharp_ones_are_reached(seed, s
 
 def test_gradient_ascent_finds_no_gradient_above_the_bounds():
     domain = lip.Domain(least_query=0.2, least_anchor=0.5, most_anchor=2.0)
-    for sips in (lip.Sips(), lip.Sips(0.7, 0.5, 2.0), BATCHNORM):
+    for sips in (lip.Sips(), lip.Sips(0.7, 0.5, p=2.0), BATCHNORM):
         constants = lip.domain_constants(domain, sips)
         query, anchor = _pairs(3, count=32, spread=0.5)
         for _ in range(60):

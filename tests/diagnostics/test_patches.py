@@ -7,7 +7,7 @@ import torch
 from l2r import capture
 from l2r.diagnostics.patches import patch_routing, save_patch_routing
 from l2r.models import L2rViTConfig, L2rViTForImageClassification
-from l2r.report.patches import patch_figure, read_patch_routing
+from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
 
 
 @pytest.fixture
@@ -69,6 +69,15 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
     wrong = [i for i in (0, 1) if routing.predictions[i] != labels[i]]
     assert sum("taken for" in title for title in titles) == len(wrong)
     assert len(figure.layout.coloraxis.colorscale) == 2 * 5
+
+    both = compare_patches({"one": saved, "two": saved}, images=2)
+    assert [n.text for n in both.layout.annotations[:3]] == ["image", "one", "two"]
+    last = [trace.z for trace in both.data if trace.type == "heatmap"]
+    assert len(last) == 4
+    assert all(np.array_equal(z, routing.experts[1, i // 2, ..., 0]) for i, z in enumerate(last))
+    other = {**saved, "images": saved["images"][::-1]}
+    with pytest.raises(ValueError, match="only be compared on the same images"):
+        compare_patches({"one": saved, "two": other})
 
 
 def test_a_wrong_file_is_named(tmp_path):

@@ -61,10 +61,11 @@ def test_accuracy_and_loss_equal_counting_by_hand():
     assert found.images == 50 and found.skipped == ()
 
 
-def test_unreadable_images_count_nowhere():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_count_nowhere(workers):
     labels = [0, 1, 2, 3, 4, 5, 0, 1]
     logits = torch.randn(8, 6)
-    found = evaluate(Table(logits), dataset(labels, Broken), batch_size=3)
+    found = evaluate(Table(logits), dataset(labels, Broken), batch_size=3, workers=workers)
     kept = [0, 1, 2, 5, 6, 7]
     expected = by_hand(logits[kept], [labels[i] for i in kept])
     assert (found.top1, found.top5, found.images) == (*expected[:2], 6)
@@ -100,5 +101,5 @@ def test_too_few_classes_and_nothing_readable_are_clear():
         def open(self, index):
             raise OSError
 
-    with pytest.raises(ValueError, match="none of 3 images can be read, e.g. image 0"):
+    with pytest.raises(ValueError, match=r"none of 3 images can be read, e\.g\. image 0"):
         evaluate(Table(torch.randn(3, 3)), dataset([0, 1, 2], Unreadable))

@@ -179,6 +179,15 @@ def test_a_damaged_description_is_refused(tmp_path, field, value):
         load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("names", [[], ["NoSuchModel"]])
+def test_an_unknown_architecture_is_refused(tmp_path, names):
+    save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
+    with pytest.raises(ValueError, match=r"cannot load|architectures must name"):
+        load_pretrained(tmp_path)
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint must be a folder with config\.json"):
         load_pretrained(tmp_path)

@@ -12,6 +12,7 @@ from l2r.models import load_pretrained
 from l2r.models.families import FAMILIES
 from l2r.models.family_check import tiny_model
 from l2r.models.upcycle import FitOptions, divergence, perplexity, upcycle
+from l2r.routers import MixtureConfig
 
 CONFIG = L2RConfig(rank=8, heads=4)
 
@@ -94,6 +95,14 @@ def test_copying_nothing_leaves_the_drawn_routers(trained):
     result = upcycle(model, CONFIG, batches(1, seed=1), batches(2, seed=2), options=options)
     assert list(result.perplexity) == ["original", "swapped"]
     assert all(layer.agreement == layer.agreement_before for layer in result.layers)
+
+
+def test_a_mixture_of_routers_starts_from_the_attention_heads(trained):
+    model = copy.deepcopy(trained)
+    config = MixtureConfig(routers=2, rank=8)
+    upcycle(model, config, batches(1, 1), batches(1, 2), options=FitOptions(updates=0))
+    for layer in model.model.layers:
+        assert torch.equal(layer.mlp.gate.projection.weight, layer.self_attn.q_proj.weight[:16])
 
 
 def test_some_layers_only(trained):

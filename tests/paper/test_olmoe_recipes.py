@@ -1,4 +1,4 @@
-"""Every value of the paper's OLMoE hyperparameter table (Table 9), recipe by recipe."""
+"""Every value of the paper's OLMoE hyperparameter table (Table 12), recipe by recipe."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from l2r.report.parameters import parameter_table, show_count
 from l2r.routers.count import router_parameters
 
 LAYERS, SIZES = 16, {"hidden_size": 2048, "num_experts": 64}
-GRID = {  # Table 7 (router parameters): rank -> (count, percent) for H = 1, 2, 4, 8, 16
+GRID = {  # Table 9 (router parameters): rank -> (count, percent) for H = 1, 2, 4, 8, 16
     2: "100.352K 4.79 102.400K 4.88 106.496K 5.08 114.688K 5.47 131.072K 6.25",
     4: "167.936K 8.01 172.032K 8.20 180.224K 8.59 196.608K 9.38 229.376K 10.94",
     8: "303.104K 14.46 311.296K 14.84 327.680K 15.62 360.448K 17.19 425.984K 20.32",
@@ -102,14 +102,14 @@ def test_mmlu_and_overall_follow_from_the_eight_tasks(line):
 
 
 def test_inference_overhead_ratios_of_the_paper():
-    """Table 8: the ratios quoted for L2R (SIPS)-H16 follow from its latencies."""
+    """Table 10: the ratios quoted for L2R (SIPS)-H16 follow from its latencies."""
     assert pytest.approx(1.009, abs=5e-4) == 182.36 / 180.78
     assert pytest.approx(1.076, abs=5e-4) == 47.12 / 43.79
     assert pytest.approx(22.84, abs=0.01) == 1000 / 43.79
 
 
 def test_tokens_of_the_training_table():
-    """Table 9: 10^10 tokens are 2384 steps of 1024 x 4096, warmup is the first 72."""
+    """Table 12: 10^10 tokens are 2384 steps of 1024 x 4096, warmup is the first 72."""
     step = 1024 * 4096
     assert math.ceil(1e10 / step) == 2385 and round(1e10 / step) == 2384
     assert round(3e8 / step) == 72

@@ -142,3 +142,11 @@ def test_every_command_has_help_with_an_example(capsys):
     for name in COMMANDS:
         code, out, _ = run(capsys, name, "--help")
         assert code == 0 and "Example" in out, name
+
+
+def test_router_options_of_a_wrong_type_are_named(capsys):
+    """In this process annotations are checked by the test hook, so a real one is asked."""
+    for change, words in (("rank=two", "rank must be of type int; got rank='two'"),):
+        command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", f"router.{change}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr

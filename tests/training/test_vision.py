@@ -154,21 +154,27 @@ def test_accumulation_does_not_change_training(tmp_path):
         torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0)
 
 
-def test_two_ranks_equal_one(tmp_path):
-    def launch(ranks, *extra):
-        folder = tmp_path / f"ranks-{ranks}"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", "-m", "l2r", "train", RECIPES["l2r_sips"]]
-        command += [*TINY, *MIXED, "losses.balance_scope=step", "training.ema_decay=0.9", *extra]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, "--out", str(folder)],
-            capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return folder
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    """Running statistics of the query norm included: the second forward must not count."""
+    run(tmp_path / "plain", "training.steps=3")
+    run(tmp_path / "saving", "training.steps=3", "training.activation_checkpointing=true")
+    plain, saving = weights(tmp_path / "plain"), weights(tmp_path / "saving")
+    assert any("running_mean" in name for name in plain)
+    for name in plain:
+        torch.testing.assert_close(plain[name], saving[name], atol=1e-5, rtol=0)
 
-    one, two = launch(1), launch(2, "training.micro_batch=8")
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_equal_one(parallel, tmp_path):
+    changes = [*MIXED, "losses.balance_scope=step", "training.ema_decay=0.9"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(one, *changes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "l2r", "train", RECIPES["l2r_sips"], *TINY, *changes]
+    command += [f"training.parallel={parallel}", "training.micro_batch=8", "--out", str(two)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     for name in ("model", "model-ema"):
         first, second = weights(one, name), weights(two, name)
         for key in first:

@@ -11,16 +11,19 @@ import typer
 COMMANDS = (
     "train",
     "compare",
+    "sweep",
     "report",
     "bench",
     "params",
     "swap",
     "upcycle",
+    "export",
     "doctor",
     "data",
     "eval",
     "diagnose",
     "landscape",
+    "evidence",
 )
 
 

@@ -52,6 +52,7 @@ def diagnose(
 
     from l2r.cli.console import print_table
     from l2r.cli.subjects import open_subject
+    from l2r.cli.vision import write_patch_page
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
@@ -95,6 +96,9 @@ def diagnose(
                 settings=settings,
                 report=advance(progress, measuring),
             )
+        if subject.images is not None:
+            page = write_patch_page(out / name, subject.model, subject.images)
+            typer.echo(f"patches: {page}", err=json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
         views[name] = read_diagnosis(out / name)

@@ -39,14 +39,14 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
 
 def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
     """The same with the class of an image as its domain; writes patches.npz beside it."""
-    from l2r.cli.image_input import draw_patches, open_image_input
+    from l2r.cli.image_input import open_image_input, save_patches
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.summary import summarise_routing
     from l2r.models import load_image_classifier
 
     model = load_image_classifier(run.path)
     images = open_image_input(run.path, model.config, None)
-    draw_patches(run.path, model, images, count=8)
+    save_patches(run.patches, model, images, count=8)
     section = recipe.evaluation
     batches = images.batches(
         section.max_batches * section.batch_size, section.batch_size, model.device

@@ -75,8 +75,8 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
     return ImageInput(dataset, section)
 
 
-def draw_patches(checkpoint: str | Path, model: Any, images: ImageInput, count: int) -> Path:
-    """Write patches.npz of a run: the routing of ``count`` validation images, patch by patch."""
+def save_patches(path: Path, model: Any, images: ImageInput, count: int) -> Path:
+    """Write the routing of ``count`` validation images, patch by patch, to a .npz file."""
     from l2r.diagnostics.patches import patch_routing, save_patch_routing
 
     chosen = sample_indices(images.dataset)
@@ -86,7 +86,7 @@ def draw_patches(checkpoint: str | Path, model: Any, images: ImageInput, count: 
     device = next(model.parameters()).device
     routing = patch_routing(model, images.standard(batch.pixels.to(device)), (side, side))
     return save_patch_routing(
-        RunFolder(checkpoint).patches,
+        path,
         routing,
         batch.pixels.numpy(),
         batch.labels.numpy(),

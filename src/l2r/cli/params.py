@@ -12,7 +12,8 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "params",
-        epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32",
+        epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, "
+        "or l2r params --recipes olmoe-1b-7b",
         help="Router parameters for ranks and heads, over all layers, against the linear router.",
     )(params)
 
@@ -26,15 +27,23 @@ def params(
     vit: Annotated[
         bool, typer.Option("--vit", help="The paper's whole ViT-S instead, every router.")
     ] = False,
+    recipes: Annotated[
+        str | None,
+        typer.Option(help="The whole models of a recipe folder instead, e.g. olmoe-1b-7b."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print the router-parameter table (paper, Appendix D)."""
     from l2r.cli.console import print_table
+    from l2r.cli.recipe_sizes import recipe_table
     from l2r.report.parameters import parameter_table
     from l2r.routers.count import router_parameters
 
     if vit:
         print_table(vit_table(), as_json=json)
+        return
+    if recipes is not None:
+        print_table(recipe_table(recipes), as_json=json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)

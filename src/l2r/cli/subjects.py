@@ -7,20 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.cli.image_input import open_image_input
+from l2r.cli.image_input import ImageInput, open_image_input
 from l2r.cli.text_input import open_text
 from l2r.models import is_image_classifier, load_causal_lm, load_image_classifier
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its batches by (size, device), how many items there are, and their domains."""
+    """A model, its batches by (size, device), how many items there are, and their domains.
+
+    images: where an image classifier's batches come from.
+    """
 
     model: nn.Module
     batches: Callable[[int, torch.device], Iterator[dict[str, Tensor]]]
     items: int
     domains: tuple[str, ...]
     options: dict[str, Any]
+    images: ImageInput | None = None
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
         """One forward pass."""
@@ -47,7 +51,7 @@ def open_subject(
         def batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
             return images.batches(count, size, device)
 
-        return Subject(model, batches, count, images.domains, {})
+        return Subject(model, batches, count, images.domains, {}, images)
     model, tokenizer = load_causal_lm(checkpoint)
     text = open_text(
         data,

@@ -1,10 +1,20 @@
 """Joins runs of image classifiers with the figures that only they have."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from l2r.data.run_folder import RunFolder
 from l2r.report.page import Section
 from l2r.report.tables import Table
+
+if TYPE_CHECKING:
+    from l2r.cli.image_input import ImageInput
+
+SEED_MARK = ".seed-"  # in the names of runs that repeat another with a different seed
+_HOW_TO_READ = (
+    "Colour: the expert with the largest weight. Point at a patch to see all its experts."
+)
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
@@ -29,25 +39,35 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
 
 
 def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    """A section with patch figures per run; empty for runs of language models."""
+    """Patches of one run layer by layer, of several by router; empty for language models."""
+    from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
+
+    routings = {r.name: read_patch_routing(r.patches) for r in runs if r.patches.is_file()}
+    if not routings:
+        return []
+    if len(routings) == 1:
+        figure = patch_figure(next(iter(routings.values())))
+        return [Section("Patches and experts", _HOW_TO_READ, [figure])]
+    text = "The last layer with experts of every run. " + _HOW_TO_READ
+    return [Section("Patches and experts", text, [compare_patches(routings)])]
+
+
+def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
+    """patches.npz and patches.html of some validation images in ``folder``."""
+    from l2r.cli.image_input import save_patches
+    from l2r.report.page import write_page
     from l2r.report.patches import patch_figure, read_patch_routing
 
-    drawn = [run for run in runs if run.patches.is_file()]
-    images = 6 if len(drawn) == 1 else 3
-    text = "Colour: the expert with the largest weight. Point at a patch to see all its experts."
-    return [
-        Section(
-            f"Patches and experts: {run.name}",
-            text,
-            [patch_figure(read_patch_routing(run.patches), images=images)],
-        )
-        for run in drawn
-    ]
+    routing = read_patch_routing(save_patches(folder / "patches.npz", model, images, count=12))
+    section = Section("Patches and experts", _HOW_TO_READ, [patch_figure(routing, images=12)])
+    return write_page(
+        folder / "patches.html",
+        title=folder.name,
+        summary=str(type(model).__name__),
+        sections=[section],
+    )
 
 
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """The runs that are not repeats of another with a different seed."""
     return [run for run in runs if SEED_MARK not in run.name]
-
-
-SEED_MARK = ".seed-"

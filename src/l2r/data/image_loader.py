@@ -1,7 +1,10 @@
 """Read-ahead for image batches: worker processes that stay a few steps in front."""
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
+from jaxtyping import Int
 from torch.utils.data import DataLoader, Dataset
 
 from l2r.data.images import ImageBatch, ImageDataset
@@ -46,6 +49,33 @@ class ImageLoader:
 
 
 _LAST_STEP = 2**40
+
+
+def batches_of(
+    dataset: ImageDataset, indices: Int[np.ndarray, " n"], batch_size: int, *, workers: int = 0
+) -> Iterator[ImageBatch]:
+    """The given images in order, for evaluation; ``workers`` processes read ahead."""
+    parts = _Parts(dataset, indices, batch_size)
+    context = "fork" if workers else None
+    yield from DataLoader(
+        parts, batch_size=None, num_workers=workers, multiprocessing_context=context
+    )
+
+
+class _Parts(Dataset[ImageBatch]):
+    """Item ``i`` is the i-th batch of the indices."""
+
+    def __init__(
+        self, dataset: ImageDataset, indices: Int[np.ndarray, " n"], batch_size: int
+    ) -> None:
+        self.dataset, self.indices, self.batch_size = dataset, indices, batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.indices) / self.batch_size)
+
+    def __getitem__(self, item: int) -> ImageBatch:
+        start = item * self.batch_size
+        return self.dataset.rows(self.indices[start : start + self.batch_size])
 
 
 class _Steps(Dataset[ImageBatch]):

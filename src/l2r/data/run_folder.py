@@ -64,14 +64,18 @@ class RunFolder:
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl in order; a last line cut by a crash is left out."""
+        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged."""
         records = []
         if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            text = self.metrics.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
                 try:
-                    records.append(json.loads(line))
+                    record = json.loads(line)
                 except json.JSONDecodeError:
                     break
+                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                    break
+                records.append(record)
         return [r for r in records if kind is None or r.get("kind") == kind]
 
     def cut_metrics(self, step: int) -> None:
@@ -91,7 +95,7 @@ class RunFolder:
             return {}
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a readable JSON object: {error}") from error
 
     def write_json(self, path: Path, value: Any) -> None:

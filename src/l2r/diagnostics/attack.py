@@ -36,34 +36,31 @@ def find_flip(
     x: Float[Tensor, "T D"],
     *,
     top1: bool = True,
-    steps: int = 20,
-    restarts: int = 8,
+    starts: int = 6,
+    steps: int = 15,
+    seed: int = 0,
 ) -> Float[Tensor, " T"]:
     """Norm of the smallest change found that flips a decision; infinity where none was found.
 
-    For each of the ``restarts`` pairs of an expert inside and one outside that are closest to a
-    tie: steps to the nearest point of the linearised tie (DeepFool, seen from the token), then
-    bisection back towards the token. An upper bound of the true radius.
+    Starts: for the pairs of an expert inside and one outside that are closest to a tie, steps
+    to the nearest point of the linearised tie (DeepFool, seen from the token); the way to other
+    tokens that are routed differently; and random points spanned by the logits' gradients. The
+    best of each kind is walked along the boundary towards the token. An upper bound of the true
+    radius.
     """
     wide = exact(router)
     start = x.double()
     inside = decisions(wide, start, top1=top1)
-    best = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
-    targets = _nearest_pairs(wide, start, inside, restarts)
-    for kept, other in targets:
-        delta = torch.zeros_like(start)
-        for _ in range(steps):
-            gap, slope = _pair_and_slope(wide, start + delta, kept, other)
-            scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
-            # Nearest point of the linearised boundary, seen from the token itself.
-            along = (gap[:, None] - (slope * delta).sum(dim=1, keepdim=True)) / scale
-            delta = -along * slope * (1 + 1e-6)
-        delta = _shrink(wide, start, delta, inside)
-        with torch.no_grad():
-            gap = decision_gap(route(wide, start + delta)[0], inside)
-        found = torch.linalg.vector_norm(delta, dim=1)
-        best = torch.where((gap <= 0) & (found < best), found, best)
-    return best
+    generator = torch.Generator().manual_seed(seed)
+    logits, slopes = _logit_slopes(wide, start)
+    ties = _towards_ties(wide, start, *_nearest_pairs(logits, slopes, inside, starts), steps)
+    best = _nearest_flip(wide, start, inside, ties, steps)
+    orders = [torch.randperm(len(x), generator=generator).to(x.device) for _ in range(starts)]
+    others = torch.stack([1.001 * (start[order] - start) for order in orders])
+    best = torch.minimum(best, _nearest_flip(wide, start, inside, others, steps))
+    reach = torch.where(torch.isfinite(best), best, torch.linalg.vector_norm(start, dim=1))
+    spanned = _spanned(slopes, reach, 5 * starts, generator)
+    return torch.minimum(best, _nearest_flip(wide, start, inside, spanned, steps))
 
 
 def count_violations(
@@ -112,10 +109,22 @@ def exact(router: nn.Module) -> nn.Module:
     return wide.requires_grad_(False)
 
 
-def _nearest_pairs(
-    router: nn.Module, x: Tensor, inside: Tensor, count: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of an expert inside and one outside, by the first-order distance to a tie."""
+def _nearest_flip(
+    router: nn.Module, start: Tensor, inside: Tensor, changes: Tensor, steps: int
+) -> Tensor:
+    """Norm [T] of the smallest flip on the way to any of ``changes`` [C, T, D], walked closer."""
+    count = len(changes)
+    shrunk, size = _shrink(
+        router, start.repeat(count, 1), changes.flatten(0, 1), inside.repeat(count, 1)
+    )
+    least = size.view(count, -1).min(dim=0)
+    tokens = torch.arange(len(start), device=start.device)
+    delta = shrunk.view_as(changes)[least.indices, tokens]
+    return _walk(router, start, delta, least.values, inside, steps)
+
+
+def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [T, N] and their gradients [T, N, D]."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
         logits = route(router, point)[0]
@@ -123,42 +132,93 @@ def _nearest_pairs(
             torch.autograd.grad(logits[:, expert].sum(), point, retain_graph=True)[0]
             for expert in range(logits.shape[1])
         ]
-    rows = torch.stack(slopes, dim=1)
-    ratio = (logits[:, :, None] - logits[:, None, :]).detach() / torch.cdist(rows, rows)
+    return logits.detach(), torch.stack(slopes, dim=1)
+
+
+def _nearest_pairs(
+    logits: Tensor, slopes: Tensor, inside: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Experts inside and outside [C, T] of the pairs nearest to a tie, to first order."""
+    ratio = (logits[:, :, None] - logits[:, None, :]) / torch.cdist(slopes, slopes)
     pairs = inside[:, :, None] & ~inside[:, None, :]
     ranked = torch.where(pairs, ratio.nan_to_num(torch.inf), torch.inf).flatten(1)
-    ranked = ranked.topk(min(count, ranked.shape[1]), largest=False).indices
-    experts = logits.shape[1]
-    return [(pair // experts, pair % experts) for pair in ranked.unbind(dim=1)]
+    ranked = ranked.topk(min(count, ranked.shape[1]), largest=False).indices.T
+    return ranked // logits.shape[1], ranked % logits.shape[1]
 
 
-def _pair_and_slope(
-    router: nn.Module, x: Tensor, kept: Tensor, other: Tensor
-) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        point = x.detach().requires_grad_()
-        logits = route(router, point)[0]
-        gap = (logits.gather(1, kept[:, None]) - logits.gather(1, other[:, None]))[:, 0]
-        (slope,) = torch.autograd.grad(gap.sum(), point)
-    return gap.detach(), slope
+def _spanned(slopes: Tensor, reach: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random changes [C, T, D] in the span of the logits' gradients, of norms up to ``reach``."""
+    shape = (count, *slopes.shape[:2])
+    mix = torch.randn(shape, generator=generator, dtype=slopes.dtype).to(slopes.device)
+    direction = nn.functional.normalize(torch.einsum("ctn,tnd->ctd", mix, slopes), dim=-1)
+    share = torch.linspace(0.2, 1, count, dtype=reach.dtype, device=reach.device)
+    return share[:, None, None] * reach[:, None] * direction
 
 
 def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Gap of the decision and its gradient in the input."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
-        logits, _, _ = route(router, point)
-        gap = decision_gap(logits, inside)
+        gap = decision_gap(route(router, point)[0], inside)
         (slope,) = torch.autograd.grad(gap.sum(), point)
     return gap.detach(), slope
 
 
-def _shrink(router: nn.Module, start: Tensor, delta: Tensor, inside: Tensor) -> Tensor:
-    """Bisection along the ray from the token to a flipped point."""
+def _towards_ties(
+    router: nn.Module, start: Tensor, kept: Tensor, other: Tensor, steps: int
+) -> Tensor:
+    """Changes [C, T, D] of the input near the closest points where pairs of experts tie."""
+    count = len(kept)
+    wide, kept, other = start.repeat(count, 1), kept.reshape(-1, 1), other.reshape(-1, 1)
+    delta = torch.zeros_like(wide)
+    for step in range(steps):
+        with torch.enable_grad():
+            point = (wide + delta).requires_grad_()
+            logits = route(router, point)[0]
+            gap = logits.gather(1, kept) - logits.gather(1, other)
+            (slope,) = torch.autograd.grad(gap.sum(), point)
+        scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
+        along = (gap.detach() - (slope * delta).sum(dim=1, keepdim=True)) / scale
+        target = -along * slope * (1 + 1e-6)
+        delta = target if step < steps // 2 else (delta + target) / 2  # damped where it swings
+    return delta.view(count, *start.shape)
+
+
+def _walk(
+    router: nn.Module, start: Tensor, delta: Tensor, size: Tensor, inside: Tensor, steps: int
+) -> Tensor:
+    """Slide a flipped point along the boundary towards the token; returns its norm.
+
+    Each step goes part of the way to the point of the boundary's tangent plane that is nearest
+    to the token, a longer part after a success and a shorter one after a failure.
+    """
+    share = torch.full_like(size, 0.5)
+    for _ in range(steps):
+        _, slope = _gap_and_slope(router, start + delta, inside)
+        scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
+        nearest = (slope * delta).sum(dim=1, keepdim=True) / scale * slope
+        candidate = 1.01 * (delta + share[:, None] * (nearest - delta))
+        shrunk, found = _shrink(router, start, candidate, inside, halvings=12)
+        better = found < size
+        delta = torch.where(better[:, None], shrunk, delta)
+        size = torch.where(better, found, size)
+        share = torch.where(better, (share * 1.5).clamp_max(1), share / 2)
+    return torch.minimum(size, _shrink(router, start, delta, inside)[1])
+
+
+@torch.no_grad()
+def _shrink(
+    router: nn.Module, start: Tensor, delta: Tensor, inside: Tensor, halvings: int = 30
+) -> tuple[Tensor, Tensor]:
+    """Shortest flipped point by bisection on the way to ``delta``, and its norm; infinity
+    where ``delta`` itself does not flip."""
     low = torch.zeros(len(start), 1, dtype=delta.dtype, device=delta.device)
     high = torch.ones_like(low)
-    for _ in range(30):
+    flips = decision_gap(route(router, start + delta)[0], inside) <= 0
+    for _ in range(halvings):
         middle = (low + high) / 2
-        logits, _, _ = route(router, start + middle * delta)
-        flipped = (decision_gap(logits, inside) <= 0)[:, None]
+        flipped = (decision_gap(route(router, start + middle * delta)[0], inside) <= 0)[:, None]
         low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
-    return high * delta
+    shrunk = high * delta
+    size = torch.linalg.vector_norm(shrunk, dim=1)
+    return shrunk, torch.where(flips, size, torch.inf)

@@ -12,28 +12,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from l2r.diagnostics.radial import Saturated
 from l2r.functional import psi
 from l2r.functional.scoring import unit
 
 
 @dataclasses.dataclass(frozen=True)
-class Sips:
-    """Constants of phi and psi (Eq. 9 and 11) and of the norm of |q|."""
+class Sips(Saturated):
+    """Constants of phi and psi (Eq. 9 and 11): ``value`` is phi, ``slope`` its derivative."""
 
-    gamma: float = 1.0
-    beta: float = 1.0
     p: float = 4.0
-    scale: float = 1.0
-    shift: float = 0.0
-
-    def phi(self, rho: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-        """phi, Eq. 9."""
-        return self.gamma * (1 + self.beta * torch.tanh(self.scale * rho + self.shift))
-
-    def phi_slope(self, rho: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-        """d phi / d rho; at most gamma beta |scale| in size (Eq. 26)."""
-        saturation = torch.tanh(self.scale * rho + self.shift)
-        return self.gamma * self.beta * self.scale * (1 - saturation.square())
 
     def psi(self, kappa: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
         """psi, Eq. 11; its slope is 1 / p."""
@@ -53,8 +41,8 @@ def query_gradient(
 ) -> Float[Tensor, "*B R"]:
     """Gradient of the score in q, Eq. 19."""
     rho, kappa, u = _norm(query), _norm(anchor), unit(query)
-    radial = (sips.phi_slope(rho) * _dot(u, unit(anchor)))[..., None] * u
-    angular = sips.phi(rho)[..., None] * cosine_gradient(query, anchor)
+    radial = (sips.slope(rho) * _dot(u, unit(anchor)))[..., None] * u
+    angular = sips.value(rho)[..., None] * cosine_gradient(query, anchor)
     return sips.psi(kappa)[..., None] * (radial + angular)
 
 
@@ -65,21 +53,21 @@ def anchor_gradient(
     rho, kappa, v = _norm(query), _norm(anchor), unit(anchor)
     radial = (_dot(unit(query), v) / sips.p)[..., None] * v
     angular = sips.psi(kappa)[..., None] * cosine_gradient(anchor, query)
-    return sips.phi(rho)[..., None] * (radial + angular)
+    return sips.value(rho)[..., None] * (radial + angular)
 
 
 def query_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
     """The paper's bound of the gradient in q, Eq. 21: psi (|phi'| + phi / rho)."""
-    return sips.psi(kappa).abs() * (sips.phi_slope(rho).abs() + sips.phi(rho) / rho)
+    return sips.psi(kappa).abs() * (sips.slope(rho).abs() + sips.value(rho) / rho)
 
 
 def anchor_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
     """The paper's bound of the gradient in k, Eq. 22: phi (|psi'| + psi / kappa)."""
-    return sips.phi(rho) * (1 / sips.p + sips.psi(kappa).abs() / kappa)
+    return sips.value(rho) * (1 / sips.p + sips.psi(kappa).abs() / kappa)
 
 
 def query_slope(
@@ -89,8 +77,8 @@ def query_slope(
 
     The two parts of Eq. 19 are at right angles, which Eq. 21 does not use.
     """
-    radial = (sips.phi_slope(rho) * cosine).square()
-    angular = (sips.phi(rho) / rho).square() * (1 - cosine.square()).clamp_min(0)
+    radial = (sips.slope(rho) * cosine).square()
+    angular = (sips.value(rho) / rho).square() * (1 - cosine.square()).clamp_min(0)
     return sips.psi(kappa).abs() * (radial + angular).sqrt()
 
 
@@ -100,7 +88,7 @@ def anchor_slope(
     """The gradient norm in k itself: phi sqrt((c / p)^2 + (psi / kappa)^2 (1 - c^2))."""
     radial = (cosine / sips.p).square()
     angular = (sips.psi(kappa) / kappa).square() * (1 - cosine.square()).clamp_min(0)
-    return sips.phi(rho) * (radial + angular).sqrt()
+    return sips.value(rho) * (radial + angular).sqrt()
 
 
 def sharp_query_bound(
@@ -110,14 +98,14 @@ def sharp_query_bound(
 
     Reached at cosine 1 or 0; between 1 and 1/2 of Eq. 21.
     """
-    return sips.psi(kappa).abs() * torch.maximum(sips.phi_slope(rho).abs(), sips.phi(rho) / rho)
+    return sips.psi(kappa).abs() * torch.maximum(sips.slope(rho).abs(), sips.value(rho) / rho)
 
 
 def sharp_anchor_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
     """Largest gradient norm in k over all directions: phi max(1 / p, psi / kappa)."""
-    return sips.phi(rho) * (sips.psi(kappa).abs() / kappa).clamp_min(1 / sips.p)
+    return sips.value(rho) * (sips.psi(kappa).abs() / kappa).clamp_min(1 / sips.p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +161,7 @@ def pooled_query_gradient(
     q = query[:, None, None].expand(tokens, experts, heads, rank)
     k = anchors.expand(tokens, experts, heads, rank)
     rho, kappa = _norm(q), _norm(k)
-    scores = sips.phi(rho) * sips.psi(kappa) * _dot(unit(q), unit(k))
+    scores = sips.value(rho) * sips.psi(kappa) * _dot(unit(q), unit(k))
     shares = torch.softmax(scores, dim=-1)
     return (shares[..., None] * query_gradient(q, k, sips)).sum(dim=2)
 

@@ -20,9 +20,10 @@ from l2r.diagnostics.anchor_bounds import Moments
 from l2r.diagnostics.routing_map import AnchorMap
 
 FAR = 1e30  # stands for an unbounded |q|
-COARSE_CELLS = 6_000  # where halving everywhere ends
-FINEST = 1e-6  # cells are not halved below this angle (radians) and relative size
-ROUNDS = 60  # halvings of the cell nearest to each token
+COARSE_CELLS = 1_500  # where halving everywhere ends
+FINEST = 1e-5  # cells are not halved below this angle (radians) and relative size
+ROUNDS = 60  # halvings of the NEAREST cells of each token
+NEAREST = 3
 _ROUNDING = 1e-11  # of float64 logits and their bounds, relative, with room to spare
 _WORK = 2**22  # entries held at once
 
@@ -90,8 +91,8 @@ def boundary_cells(form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]) -> Ce
 def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor, " T"]:
     """Certified radius of every token for its ``keep`` best experts; 0 inside a boundary cell.
 
-    The cell nearest to each token is halved again ROUNDS times, so the cells become fine where
-    they decide.
+    The NEAREST cells of each token are halved again ROUNDS times, so the cells become fine
+    where they decide.
     """
     distance = _Distance.of(form, x)
     if distance is None:
@@ -103,7 +104,7 @@ def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Te
     cells = cells.join(Cells(*origin.to(x.device)))
     cost = distance.to(cells)
     for _ in range(ROUNDS):
-        rows = torch.unique(cost.argmin(dim=1))
+        rows = torch.unique(cost.topk(min(NEAREST, len(cells)), largest=False).indices)
         rows = rows[cells[rows].divisible()]
         if len(rows) == 0:
             break
@@ -204,7 +205,7 @@ def _examine_rows(form: AnchorMap, cells: Cells, keep: int) -> tuple[Tensor, Ten
     far_across = largest * swing
     moments = Moments.at(middle[:, None] * along, form.anchors)
     order = moments.logits.argsort(dim=1, descending=True)
-    excess = moments.above_tangent(torch.hypot(far_along, far_across))
+    above = moments.above_tangent(torch.hypot(far_along, far_across))
     slope_along = torch.einsum("cnr,cr->cn", moments.mean, along) * far_along[:, None]
     slope_across = torch.einsum("cnr,cr->cn", moments.mean, across) * far_across[:, None]
 
@@ -213,13 +214,17 @@ def _examine_rows(form: AnchorMap, cells: Cells, keep: int) -> tuple[Tensor, Ten
         return (ranked[:, :keep, None] - ranked[:, None, keep:]).flatten(1)
 
     drift_along, drift_across = pairs(slope_along).abs(), pairs(slope_across).abs()
-    outside = excess.gather(1, order)[:, None, keep:].expand(-1, keep, -1).flatten(1)
+    outside = above.gather(1, order)[:, None, keep:].expand(-1, keep, -1).flatten(1)
     bound = pairs(moments.logits) - drift_along - drift_across - outside
     worst = bound.argmin(dim=1, keepdim=True)
-    by_angle = drift_across.gather(1, worst) >= drift_along.gather(1, worst)
-    rounding = _ROUNDING * (1 + moments.logits.abs().amax(dim=1, keepdim=True))
-    sure = bound.gather(1, worst) > rounding  # false for NaN, too
-    return ~sure[:, 0], by_angle[:, 0]
+    # What halving would shrink: the drift of that axis, and its part of the excess.
+    part = far_across.square() / (far_across.square() + far_along.square()).clamp_min(1e-300)
+    excess = outside.gather(1, worst)[:, 0]
+    by_angle = drift_across.gather(1, worst)[:, 0] + part * excess
+    by_size = drift_along.gather(1, worst)[:, 0] + (1 - part) * excess
+    rounding = _ROUNDING * (1 + moments.logits.abs().amax(dim=1))
+    sure = bound.gather(1, worst)[:, 0] > rounding  # false for NaN, too
+    return ~sure, by_angle >= by_size
 
 
 def _in_row_space(cells: Cells, back: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,11 +2,13 @@ r"""How a score depends on the size of the query: w = t(rho) u for a query q = r
 
 With m = k (dot), k / |k| (cosine) or psi(|k|) k / |k| (SIPS), the score of an anchor is m . w.
 So t is rho, 1 or phi(rho_hat): all that differs between the scorings once anchors are fixed.
+
+Each class has ``value`` t(rho), ``slope`` t'(rho) and ``curvature(low, high)``, a bound of the
+second derivative of q -> w along unit directions for |q| in [low, high]; norms are > 0.
 """
 
 import dataclasses
 import math
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,20 +17,6 @@ from torch import Tensor
 # t(rho) u along a unit direction (h_r, h_t): |(-k h_t^2, 2 k h_r h_t)| <= 2 / sqrt 3 * |k|.
 _TANH_CURVATURE = 4 / (3 * math.sqrt(3))
 _ANGULAR = 2 / math.sqrt(3)
-
-
-@runtime_checkable
-class Radial(Protocol):
-    """The function t and what bounds its change; rho, low and high are norms > 0."""
-
-    def value(self, rho: Tensor) -> Tensor:
-        """t(rho)."""
-
-    def slope(self, rho: Tensor) -> Tensor:
-        """t'(rho)."""
-
-    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
-        """Bound of the second derivative of q -> t(|q|) q / |q| for |q| in [low, high]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +51,8 @@ class Constant:
 class Saturated:
     """SIPS: t = gamma (1 + beta tanh(scale rho + shift)), Eq. 9 with its norm of |q|."""
 
-    gamma: float
-    beta: float
+    gamma: float = 1.0
+    beta: float = 1.0
     scale: float = 1.0
     shift: float = 0.0
 
@@ -82,3 +70,6 @@ class Saturated:
         if self.scale != 1 or self.shift != 0:  # else t - rho t' lies in [0, t]
             defect = defect + self.gamma * self.beta * abs(self.scale) * high
         return bent + _ANGULAR * defect / low.square()
+
+
+Radial = Identity | Constant | Saturated

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import nn
 
+from l2r.data.image_loader import batches_of
 from l2r.data.images import ImageDataset, standardise
 from l2r.data.order import epoch_order
 
@@ -36,12 +37,14 @@ def evaluate_accuracy(
     deviation: Sequence[float],
     batch_size: int = 64,
     max_images: int | None = None,
+    workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Accuracy:
     """Run the model in evaluation mode over the whole set, or a fixed sample of ``max_images``.
 
     ``model`` returns an output with ``logits`` [B, C], or the logits; give the averaged model to
-    evaluate an exponential moving average. ``progress`` gets (images done, images in all).
+    evaluate an exponential moving average. ``workers`` processes read images ahead.
+    ``progress`` gets (images done, images in all).
     With fewer than five classes top-5 is 1. The model's mode is restored afterwards.
 
     Raises ValueError when no image can be read or a label is outside the model's classes.
@@ -55,8 +58,7 @@ def evaluate_accuracy(
     was_training = model.training
     model.eval()
     try:
-        for start in range(0, total, batch_size):
-            batch = dataset.rows(indices[start : start + batch_size])
+        for batch in batches_of(dataset, indices, batch_size, workers=workers):
             skipped += batch.skipped
             if len(batch.labels) == 0:
                 continue
@@ -74,7 +76,7 @@ def evaluate_accuracy(
             loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
             count += len(labels)
             if progress is not None:
-                progress(start + len(labels), total)
+                progress(count + len(skipped), total)
     finally:
         model.train(was_training)
     if count == 0:

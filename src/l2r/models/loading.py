@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from l2r.models.pretrained import checkpoint_folder, load_pretrained
@@ -32,3 +32,12 @@ def load_causal_lm(
     has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
     return model.eval(), tokenizer
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(folder)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return PreTrainedTokenizerFast(tokenizer_file=str(file))

@@ -28,13 +28,16 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
         if not swaps:
             return AutoModelForCausalLM.from_pretrained(folder, **options)
         return _load_swapped(folder, config, swaps, options)
-    except (OSError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+    except (OSError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
         raise ValueError(f"cannot load a language model from {folder}: {error}") from error
 
 
-def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
+def save_model(
+    model: Any, out: Path, *, tokenizer: Any = None, files: Mapping[str, str] | None = None
+) -> None:
     """Write a model and its tokenizer into a new folder that appears whole or not at all.
 
+    ``files`` are further text files of the folder, by name.
     Raises ValueError when ``out`` holds something already.
     """
     check_new_folder(out)
@@ -44,6 +47,8 @@ def save_model(model: Any, out: Path, *, tokenizer: Any = None) -> None:
         model.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
+        for name, text in (files or {}).items():
+            (part / name).write_text(text, encoding="utf-8")
         part.replace(out)
 
 

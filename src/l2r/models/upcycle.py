@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
-from l2r.routers import Router, RouterConfig, capture
+from l2r.routers import MixtureRouter, Router, RouterConfig, capture
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -29,7 +29,8 @@ class FitOptions:
     """updates: optimiser steps per batch of activations, each on all its tokens.
 
     lr decays to zero with a cosine. joint_steps: steps of training everything afterwards, with
-    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss.
+    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss; a tenth of
+    them warm up.
     """
 
     updates: int = 4
@@ -79,8 +80,8 @@ class UpcycleReport:
 def upcycle(
     model: Any,
     config: RouterConfig,
-    batches: Sequence[Int[Tensor, "B S"]],
-    held_out: Sequence[Int[Tensor, "B S"]],
+    batches: Sequence[Int[Tensor, "_ S"]],
+    held_out: Sequence[Int[Tensor, "_ S"]],
     *,
     options: FitOptions | None = None,
     layers: Sequence[int] | None = None,
@@ -98,7 +99,7 @@ def upcycle(
             raise ValueError(f"{name} must hold at least one batch; got none")
     model.eval()
     sites = select_sites(model, layers)
-    students = [new_router(site, config) for site in sites]
+    students = [_start(model, site, new_router(site, config)) for site in sites]
     result = UpcycleReport([])
     result.perplexity["original"] = perplexity(model, held_out)
     before = _compare(model, sites, students, held_out)
@@ -124,7 +125,7 @@ def upcycle(
 
 
 @torch.no_grad()
-def perplexity(model: Any, batches: Sequence[Int[Tensor, "B S"]]) -> float:
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
     """exp of the mean next-token cross-entropy over all batches."""
     total, count = 0.0, 0
     for ids in batches:
@@ -138,7 +139,7 @@ def train_jointly(
 ) -> None:
     """Train all weights for ``options.joint_steps`` batches, with the paper's auxiliary losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
-    schedule = _cosine(optimizer, options.joint_steps)
+    schedule = _cosine(optimizer, options.joint_steps, warmup=options.joint_steps // 10)
     model.train()
     for step in range(options.joint_steps):
         with capture(model) as record:
@@ -170,6 +171,16 @@ def divergence(
     yes, no = split(teacher), split(-teacher)
     coin = yes.exp() * (yes - split(student)) + no.exp() * (no - split(-student))
     return coin.sum(-1).mean()
+
+
+def _start(model: nn.Module, site: Site, router: Router) -> Router:
+    """A mixture of routers starts from the attention heads of its own layer, as its source does."""
+    layer = model.get_submodule(site.path.rpartition(".")[0].rpartition(".")[0])
+    attention = getattr(layer, "self_attn", None)
+    query = getattr(attention, "q_proj", None)
+    if isinstance(router, MixtureRouter) and isinstance(query, nn.Linear):
+        router.start_from_heads(query.weight.to(router.projection.weight.dtype))
+    return router
 
 
 def _fit(
@@ -261,9 +272,12 @@ def _score(site: Site) -> str:
     return "softmax" if site.rule is None else site.rule.score
 
 
-def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def _cosine(
+    optimizer: torch.optim.Optimizer, steps: int, *, warmup: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
     def factor(step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * min(step / steps, 1)))
+        rising = (step + 1) / (warmup + 1)
+        return min(rising, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

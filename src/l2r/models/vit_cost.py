@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from l2r.models.size import model_size
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
-from l2r.moe import MoELayer
 from l2r.routers import Router
 
 
@@ -42,23 +41,15 @@ def vit_cost(config: L2rViTConfig) -> VitCost:
         model.eval().to(torch.bfloat16)(image)  # the only dtype of grouped_mm on the meta device
     per_module = counter.get_flop_counts()
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
-    idle = sum(
-        (1 - layer.router.top_k / layer.experts.num_experts) * _size(layer.experts)
-        for layer in model.modules()
-        if isinstance(layer, MoELayer)
-    )
+    size = model_size(model)
     prefix = type(model).__name__
     return VitCost(
-        parameters=_size(model),
-        active_parameters=round(_size(model) - idle),
-        router_parameters=sum(_size(router) for router in routers.values()),
+        parameters=size.parameters,
+        active_parameters=size.active,
+        router_parameters=size.routers,
         flops=counter.get_total_flops(),
         router_flops=sum(sum(per_module[f"{prefix}.{name}"].values()) for name in routers),
     )
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:

@@ -120,6 +120,8 @@ class VisionRecipe(Recipe):
                 f"training.micro_batch must be even with mixup or cutmix, which pair images; "
                 f"got {self.training.micro_batch}"
             )
+        if self.evaluation.tasks:
+            raise ValueError("evaluation.tasks are questions for language models; leave it empty")
         if self.training.tokens is not None:
             raise ValueError("training.tokens is for language; give steps or epochs")
         return self

@@ -21,7 +21,7 @@ _ROUTING = (
     ("load entropy", "entropy", "max"),
 )
 
-_PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
+PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
 
 
 def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
@@ -91,15 +91,18 @@ def write_report(
     facts = {run.name: run.read_json(run.environment) for run in runs}
     summaries = {run.name: run.read_json(run.diagnostics) for run in runs}
     summaries = {name: summary for name, summary in summaries.items() if summary}
-    unit = _unit(runs)
+    unit = unit_of(runs)
+    lines = {run.name: [run] for run in runs}
     sections = [
         Section("Result", parts=[*results, comparison_table(runs)]),
         Section(
             "Training",
             "Every run starts from the same weights outside its router and sees the same batches.",
-            [curves(runs, _PANELS[unit], unit)],
+            [curves(lines, PANELS[unit], unit)],
         ),
-        Section("Routing health", "Worst layer of every run.", [curves(runs, HEALTH_PANELS, unit)]),
+        Section(
+            "Routing health", "Worst layer of every run.", [curves(lines, HEALTH_PANELS, unit)]
+        ),
     ]
     if summaries:
         sections.append(
@@ -122,13 +125,14 @@ def write_report(
             )
         )
     sections.extend(more)
-    sections.append(Section("Runs", parts=[_facts_table(facts)]))
+    sections.append(Section("Runs", parts=[facts_table(facts)]))
     return write_page(
         path, title="l2r: routers compared", summary=_summary(runs, facts, unit), sections=sections
     )
 
 
-def _unit(runs: Sequence[RunFolder]) -> str:
+def unit_of(runs: Sequence[RunFolder]) -> str:
+    """What the runs count their progress in: tokens or images."""
     record = (runs[0].read_metrics("train") or [{}])[0]
     return "images" if "images" in record else "tokens"
 
@@ -141,7 +145,8 @@ def _summary(runs: Sequence[RunFolder], facts: dict[str, dict[str, Any]], unit: 
     )
 
 
-def _facts_table(facts: dict[str, dict[str, Any]]) -> Table:
+def facts_table(facts: dict[str, dict[str, Any]]) -> Table:
+    """One row per run: sizes, versions, device and command."""
     rows = []
     for name, fact in facts.items():
         packages = fact.get("packages", {})

@@ -1,13 +1,14 @@
-"""Training curves of one run or several, from metrics.jsonl."""
+"""Training curves from metrics.jsonl, one line per run or per group of runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.data.run_folder import RunFolder
-from l2r.report.style import layout, router_colour
+from l2r.report.style import layout, line_style
 
 # (record kind, field, panel title, axis title)
 LANGUAGE_PANELS = (
@@ -15,6 +16,11 @@ LANGUAGE_PANELS = (
     ("validation", "ce/mean", "Validation cross-entropy, mean of domains", "nats per token"),
     ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
     ("train", "z", "Router z-loss, mean of layers", "L_z"),
+    ("tasks", "mmlu", "MMLU accuracy", "share of documents"),
+    ("tasks", "hellaswag", "HellaSwag accuracy", "share of documents"),
+    ("tasks", "boolq", "BoolQ accuracy", "share of documents"),
+    ("tasks", "piqa", "PIQA accuracy", "share of documents"),
+    ("tasks", "sciq", "SciQ accuracy", "share of documents"),
 )
 VISION_PANELS = (
     ("train", "ce", "Training cross-entropy of soft targets", "nats per image"),
@@ -36,37 +42,59 @@ _WORST: dict[str, Callable[..., float]] = {
 
 
 def curves(
-    runs: Sequence[RunFolder], panels: Sequence[tuple[str, str, str, str]], unit: str
+    groups: Mapping[str, Sequence[RunFolder]],
+    panels: Sequence[tuple[str, str, str, str]],
+    unit: str,
 ) -> go.Figure:
-    """A panel per number, a line per run, against ``unit`` (tokens or images) seen."""
+    """A panel per number, a line per group, against ``unit`` (tokens or images) seen.
+
+    A line is the mean over the runs of its group (repeats with other seeds). Panels of which no
+    run has a record are left out.
+    """
+    lines = {
+        panel: {name: mean_curve(runs, *panel[:2], unit) for name, runs in groups.items()}
+        for panel in panels
+    }
+    shown = [panel for panel in panels if any(x for x, _ in lines[panel].values())] or panels[:1]
     columns = 2
-    rows = -(-len(panels) // columns)
+    rows = -(-len(shown) // columns)
     figure = make_subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=[title for _, _, title, _ in panels],
+        subplot_titles=[title for _, _, title, _ in shown],
         vertical_spacing=0.28 / rows,
     )
-    for number, (kind, field, _, axis) in enumerate(panels):
+    for number, panel in enumerate(shown):
         row, column = number // columns + 1, number % columns + 1
-        for position, run in enumerate(runs):
-            records = [r for r in run.read_metrics(kind) if field in r]
+        for position, (name, (x, y)) in enumerate(lines[panel].items()):
             figure.add_scatter(
-                x=[record[unit] for record in records],
-                y=[_value(field, record[field]) for record in records],
-                name=run.name,
-                legendgroup=run.name,
+                x=x,
+                y=y,
+                name=name,
+                legendgroup=name,
                 showlegend=number == 0,
-                mode="lines+markers" if len(records) < 20 else "lines",
-                line={"color": router_colour(run.name, position), "width": 1.8},
+                mode="lines+markers" if len(x) < 20 else "lines",
+                line=line_style(name, position),
                 row=row,
                 col=column,
             )
         figure.update_xaxes(title_text=unit, row=row, col=column)
-        figure.update_yaxes(title_text=axis, row=row, col=column)
+        figure.update_yaxes(title_text=panel[3], row=row, col=column)
     legend = {"orientation": "h", "y": 1.0 + 0.22 / rows, "x": 0}
     figure.update_layout(**layout(height=360 * rows + 40, legend=legend, margin={"t": 110}))
     return figure
+
+
+def mean_curve(
+    runs: Sequence[RunFolder], kind: str, field: str, unit: str
+) -> tuple[list[float], list[float]]:
+    """Positions that every run has reached, and the mean of the runs there."""
+    found = [
+        {r[unit]: _value(field, r[field]) for r in run.read_metrics(kind) if field in r}
+        for run in runs
+    ]
+    shared = sorted(set.intersection(*map(set, found))) if found else []
+    return shared, [fmean(values[x] for values in found) for x in shared]
 
 
 def _value(field: str, value: Any) -> float:

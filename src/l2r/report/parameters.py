@@ -17,6 +17,23 @@ def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
     return Table("Router parameters", columns, rows, caption=caption)
 
 
+def size_table(sizes: Mapping[str, tuple[str, int, int, int, int]]) -> Table:
+    """A row per recipe: router, all parameters, active ones, routers' and linear routers'."""
+    rows = tuple(
+        (name, router, total, active, show_count(own, linear))
+        for name, (router, total, active, own, linear) in sizes.items()
+    )
+    return Table(
+        "Models of the recipes",
+        ("recipe", "router", "parameters", "active", "in routers"),
+        rows,
+        caption=(
+            "Active: what one token meets, k of N experts, embeddings included. In parentheses "
+            "the routers' share of what linear routers would have."
+        ),
+    )
+
+
 def show_count(count: int, linear: int) -> str:
     """``131.072K (6.25%)`` below a million, ``1.114M (53.11%)`` above.
 

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +43,47 @@ def read_patch_routing(path: Path) -> Routing:
 
 
 def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
-    """Rows: images. Columns: the image, then each layer with every patch in the colour of its
-    heaviest expert; pointing at a patch shows its experts and weights."""
-    count = min(images, len(routing["images"]))
-    layers = [_short(str(name)) for name in routing["layers"]]
+    """Rows: images. Columns: the image, then every layer of one model."""
+    panels = [(_short(str(name)), routing, layer) for layer, name in enumerate(routing["layers"])]
+    rows = [_row_title(routing, row) for row in range(min(images, len(routing["images"])))]
+    return _figure(panels, rows)
+
+
+def compare_patches(routings: Mapping[str, Routing], *, images: int = 6) -> go.Figure:
+    """Rows: images. Columns: the image, then the last layer of every model.
+
+    Raises ValueError when the models were not given the same images.
+    """
+    first = next(iter(routings.values()))
+    if any(not np.array_equal(r["images"], first["images"]) for r in routings.values()):
+        raise ValueError("patches can only be compared on the same images")
+    panels = [(name, r, len(r["layers"]) - 1) for name, r in routings.items()]
+    names = [_class_name(first, int(label)) for label in first["labels"]]
+    return _figure(panels, names[:images])
+
+
+def _figure(panels: Sequence[tuple[str, Routing, int]], row_titles: Sequence[str]) -> go.Figure:
+    """Every patch in the colour of its heaviest expert; pointing at it shows all and weights."""
+    routing = panels[0][1]
+    count = len(row_titles)
     figure = make_subplots(
         rows=count,
-        cols=1 + len(layers),
-        column_titles=["image", *layers],
-        row_titles=[_row_title(routing, row) for row in range(count)],
+        cols=1 + len(panels),
+        column_titles=["image", *(title for title, _, _ in panels)],
+        row_titles=list(row_titles),
         horizontal_spacing=0.008,
         vertical_spacing=0.012,
     )
     for row in range(count):
         pixels = routing["images"][row]
         source = _png(pixels)
-        for column in range(1 + len(layers)):
+        for column in range(1 + len(panels)):
             place = {"row": row + 1, "col": column + 1}
             figure.add_trace(go.Image(source=source, hoverinfo="skip"), **place)
             if column:
-                figure.add_trace(_overlay(routing, column - 1, row, pixels.shape), **place)
-    experts = int(routing["num_experts"])
+                _, drawn, layer = panels[column - 1]
+                figure.add_trace(_overlay(drawn, layer, row, pixels.shape), **place)
+    experts = max(int(r["num_experts"]) for _, r, _ in panels)
     figure.update_annotations(font_size=12)
     figure.update_xaxes(visible=False, constrain="domain")
     figure.update_yaxes(visible=False)
@@ -71,7 +91,7 @@ def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
         layout(
             title="Which expert each patch goes to",
             height=110 + _TILE * count,
-            width=160 + _TILE * (1 + len(layers)),
+            width=160 + _TILE * (1 + len(panels)),
             coloraxis={
                 "colorscale": _steps(experts),
                 "cmin": -0.5,

@@ -12,12 +12,19 @@ ROUTER_COLOURS = {
     "l2r_cosine": "#009e73",
     "l2r_sips": "#d55e00",
 }
-_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#64748b", "#a16207")
+_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#be185d", "#a16207")
+_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def router_colour(name: str, position: int = 0) -> str:
     """Colour of a router; others take a spare colour by their position."""
     return ROUTER_COLOURS.get(name, _SPARE[position % len(_SPARE)])
+
+
+def line_style(name: str, position: int) -> dict[str, Any]:
+    """Line of a curve: a router's own colour, or a spare one, dashed from the seventh on."""
+    dash = "solid" if name in ROUTER_COLOURS else _DASHES[position // len(_SPARE) % len(_DASHES)]
+    return {"color": router_colour(name, position), "width": 1.8, "dash": dash}
 
 
 def expert_colours(count: int) -> list[str]:

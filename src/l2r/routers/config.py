@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -25,6 +25,7 @@ class RouterConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         check(math.isfinite(self.temperature) and self.temperature > 0, self, "temperature", "> 0")
         check(self.dtype in DTYPES, self, "dtype", f"one of {', '.join(DTYPES)}")
 
@@ -45,9 +46,29 @@ class RouterConfig:
         from l2r.routers.registry import make_config
 
         options = dict(values)
-        if "kind" not in options:
-            raise ValueError("kind is missing from the router configuration; add kind: l2r_sips")
+        if not isinstance(options.get("kind"), str):
+            raise ValueError(
+                "kind is missing from the router configuration, or is not a name; "
+                "add kind: l2r_sips"
+            )
         return make_config(options.pop("kind"), **options)
+
+
+def check_types(config: RouterConfig) -> None:
+    """Raise ValueError for a field whose value is not of its declared type."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        kinds = {
+            t if isinstance(t, type) else str for t in get_args(hint) or (hint,)
+        }  # Literal: str
+        if float in kinds:
+            kinds.add(int)
+        if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"{field.name} must be of type {names}; got {field.name}={value!r}")
+        if isinstance(value, float):
+            check(math.isfinite(value), config, field.name, "finite")
 
 
 def check(condition: bool, config: object, field: str, allowed: str) -> None:

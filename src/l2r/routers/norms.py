@@ -67,8 +67,18 @@ class MagnitudeBatchNorm(nn.Module):
         count = sums[0].detach()
         mean = sums[1] / count
         var = (sums[2] / count - mean.square()).clamp_min(0)
+        if _recomputing():
+            return mean, var
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp_min(1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype).view(1), self.momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype).view(1), self.momentum)
         return mean, var
+
+
+def _recomputing() -> bool:
+    """Whether activation checkpointing runs this forward again, inside backward.
+
+    The running statistics have taken in the batch by then.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -57,10 +57,13 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
     for name, value in preset.items():
         if options.get(name, value) != value:
             raise ValueError(f"router {kind!r} fixes {name}={value!r}; got {options[name]!r}")
-    try:
-        return cls.Config(**{**preset, **options})
-    except TypeError as error:  # a comparison between a number and something else
-        raise ValueError(f"router {kind!r} got an option of a wrong type: {error}") from error
+    return cls.Config(**{**preset, **options})
+
+
+def router_class(kind: str) -> "type[Router]":
+    """Class registered as ``kind``; raises ValueError for an unknown name."""
+    make_config(kind)
+    return _registry[kind][0]
 
 
 def kind_of(config: RouterConfig) -> str:

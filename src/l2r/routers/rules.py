@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 Score = Literal["softmax", "sigmoid"]
 
-_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+_READINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
 }
@@ -68,7 +68,7 @@ class ScoredTopK:
     def __call__(
         self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None
     ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
-        scores = _SCORES[self.score](logits)
+        scores = _READINGS[self.score](logits)
         if self.bias is not None:
             bias = _tensor_at(router, self.bias)
         ranking = scores if bias is None else scores + bias.reshape(-1)

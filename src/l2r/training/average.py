@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class WeightAverage:
@@ -44,6 +45,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward leaves whole copies behind, which would go stale
         held = {**self.parameters, **self.buffers}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             own = tensor.detach().clone()

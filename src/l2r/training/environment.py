@@ -27,6 +27,7 @@ def describe_environment(
         "router": recipe.router_config().kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "router_parameters": sum(p.numel() for r in routers for p in r.parameters()),
+        "linear_router_parameters": sum(r.num_experts * r.hidden_size for r in routers),
         "moe_layers": len(routers),
         "data": data,
     }

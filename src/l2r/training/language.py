@@ -27,6 +27,11 @@ class LanguageTask:
         self.recipe = recipe
         hide_progress_bars()
         data = recipe.data
+        if recipe.evaluation.tasks:
+            # Imported here: the task data is a package of its own, which training can do without.
+            from l2r.evaluation.tasks import select_tasks
+
+            select_tasks(recipe.evaluation.tasks)  # a wrong name should not cost a corpus
         self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
         if data.tokens:
             train: Any = data.tokens
@@ -43,6 +48,12 @@ class LanguageTask:
         self.validation = TokenDataset(validation, data.sequence_length)
         self.item_size = data.sequence_length
         self.items = len(self.train)
+        self.questions = None
+        if recipe.evaluation.tasks:
+            from l2r.training.questions import Questions
+
+            vocabulary = self.model_config().vocab_size
+            self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)
 
     def build_model(self) -> nn.Module:
         return L2rOlmoeForCausalLM(self.model_config())
@@ -86,6 +97,9 @@ class LanguageTask:
             device=device,
         )
         return {f"ce/{domain}": loss for domain, loss in losses.items()}
+
+    def downstream(self, model: nn.Module) -> dict[str, float]:
+        return {} if self.questions is None else self.questions.ask(model)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]

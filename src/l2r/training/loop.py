@@ -224,10 +224,12 @@ class _Trainer:
                 with self.average.applied(self.model):
                     found = self.task.validate(whole_model(self.model), self.ranks.device)
                 numbers |= {f"ema/{name}": value for name, value in found.items()}
+            answers = self.task.downstream(whole_model(self.model))
         if monitor is not None:
-            position = step * self.units_per_step
-            head = {"kind": "validation", "step": step, self.task.unit: position}
-            monitor.record({**head, **numbers})
+            position = {"step": step, self.task.unit: step * self.units_per_step}
+            monitor.record({"kind": "validation", **position, **numbers})
+            if answers:
+                monitor.record({"kind": "tasks", **position, **answers})
 
     def _resume(self, monitor: Monitor | None) -> int:
         checkpoints = self.run.complete_checkpoints()

@@ -37,6 +37,10 @@ class Task(Protocol):
         """Validation numbers by name."""
         ...
 
+    def downstream(self, model: nn.Module) -> dict[str, float]:
+        """Accuracy, a share of 1, of every task in ``evaluation.tasks``; empty without tasks."""
+        ...
+
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model in Hugging Face format."""
         ...

@@ -107,6 +107,7 @@ class VisionTask:
             deviation=self.recipe.data.deviation,
             batch_size=section.batch_size,
             max_images=section.batch_size * section.max_batches,
+            workers=self.recipe.data.workers,
         )
         self._note(found.skipped)
         return {
@@ -116,6 +117,9 @@ class VisionTask:
             "evaluated": found.images,
             "skipped": len(self.skipped),
         }
+
+    def downstream(self, model: nn.Module) -> dict[str, float]:
+        return {}  # VisionRecipe refuses tasks
 
     def export(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]

@@ -1,0 +1,148 @@
+"""``l2r evidence``: train small models over several seeds and test the paper's claims on them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from l2r.data.run_folder import RunFolder
+    from l2r.report.tables import Table
+    from l2r.training.sweep import Cell
+
+_QUICK = ("training.steps=20", "evaluation.every=0", "evaluation.max_batches=4")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "evidence",
+        epilog="Example: l2r evidence --seeds 5 --write docs/evidence.md",
+        help="Re-test the paper's claims that a small run can carry: each holds, does not hold, or "
+        "is undecided here. The same command goes on with unfinished runs.",
+    )(evidence)
+
+
+def evidence(
+    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value for all.")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe whose router is varied.")] = "demo/l2r-sips",
+    seeds: Annotated[int, typer.Option(help="Seeds per router.", min=2)] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="20 steps, for a first look.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/evidence"),
+    write: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+) -> None:
+    """Train every router with every seed, measure, judge."""
+    from l2r.cli.console import print_table
+    from l2r.data.run_folder import RunFolder
+    from l2r.diagnostics.claims import CLAIMS, VARIANTS, judge
+    from l2r.training.sweep import run_cells
+
+    cells = plan(recipe, [*(_QUICK if quick else ()), *(changes or [])], seeds)
+    for outcome in run_cells(cells, out, report=lambda line: typer.echo(line, err=True)):
+        if outcome.error is not None:
+            raise ValueError(f"{outcome.cell.name}: {outcome.error}")
+        if outcome.signal is not None:
+            typer.echo("stopped and saved; the same command goes on", err=True)
+            raise typer.Exit(128 + outcome.signal)
+    by_name = {cell.name: cell for cell in cells}
+    numbers = {
+        name: [
+            measure(RunFolder(out / cell), by_name[cell])
+            for cell in (f"{name}.seed-{seed}" for seed in range(seeds))
+        ]
+        for name in VARIANTS
+    }
+    table = findings_table([judge(claim, numbers) for claim in CLAIMS], seeds)
+    print_table(table, as_json=json)
+    if write is not None:
+        write_markdown(write, table, by_name["l2r_sips.seed-0"], seeds)
+        typer.echo(f"written: {write}", err=True)
+
+
+def plan(recipe: str, changes: list[str], seeds: int) -> list["Cell"]:
+    """A cell per router variant and seed, checked before anything is trained."""
+    from l2r.diagnostics.claims import VARIANTS
+    from l2r.recipes.load import load_recipe, parse_recipe
+    from l2r.training.sweep import Cell
+
+    values = load_recipe(recipe, changes).model_dump(mode="json")
+    cells = []
+    for seed in range(seeds):
+        for name, router in VARIANTS.items():
+            changed = {**values, "router": dict(router), "seed": seed}
+            cells.append(
+                Cell(f"{name}.seed-{seed}", {}, seed, parse_recipe(changed, source=recipe))
+            )
+    return cells
+
+
+def measure(run: "RunFolder", cell: "Cell") -> dict[str, float]:
+    """Numbers of one finished run: routing means over layers, losses over its last tenth."""
+    import torch
+
+    from l2r.cli.diagnostics import diagnose_run
+    from l2r.diagnostics.metrics import normalised_entropy
+
+    if not run.diagnostics.is_file():
+        run.write_json(run.diagnostics, diagnose_run(run, cell.recipe))
+    summary = run.read_json(run.diagnostics)
+    train, validation = run.read_metrics("train"), run.read_metrics("validation")
+    tail = train[-max(1, len(train) // 10) :]
+    top1 = [normalised_entropy(torch.tensor(layer)) for layer in summary["usage"]["top1"]]
+    return {
+        **summary["mean"],
+        "train_ce": sum(record["ce"] for record in tail) / len(tail),
+        "balance": sum(record["balance"] for record in tail) / len(tail),
+        "validation_ce": validation[-1]["ce/mean"],
+        "top1_entropy": sum(top1) / len(top1),
+    }
+
+
+def findings_table(findings: list[Any], seeds: int) -> "Table":
+    """A row per claim."""
+    from l2r.report.tables import Table
+
+    rows = []
+    for finding in findings:
+        claim, gap = finding.claim, finding.difference
+        sign = "larger" if claim.larger else "smaller"
+        rows.append(
+            (
+                claim.text,
+                claim.where,
+                f"{claim.field}: {claim.first} {sign} than {claim.second}",
+                f"{finding.first:.4f}",
+                f"{finding.second:.4f}",
+                f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]",
+                finding.verdict,
+            )
+        )
+    columns = ("claim", "paper", "tested as", "first", "second", "difference, 95%", "verdict")
+    caption = f"Means over {seeds} seeds; differences are paired by seed, intervals by Student's t."
+    return Table("The paper's claims on a small model", columns, tuple(rows), caption=caption)
+
+
+def write_markdown(path: Path, table: "Table", cell: "Cell", seeds: int) -> None:
+    """The table as a page, with what was trained."""
+    from l2r.data.atomic import write_text
+
+    recipe = cell.recipe
+    training = recipe.training
+    size = training.global_batch * recipe.data.sequence_length  # type: ignore[union-attr]
+    text = f"""# Evidence
+
+Made by `l2r evidence --seeds {seeds} --write {path}`: the claims of the paper that a small run can
+carry, as they came out. The model has {recipe.model.num_hidden_layers} layers of
+{recipe.model.hidden_size}, {recipe.model.num_experts} experts of which
+{recipe.model.num_experts_per_tok} are chosen, and saw {training.steps} steps of {size:,} tokens of
+the embedded corpus: four orders of magnitude less than the paper. A claim that is undecided or
+does not hold here may still hold there.
+
+*holds*: the whole 95% interval of the difference, paired by seed, lies on the claimed side.
+*does not hold*: all of it lies on the other side. Else *undecided here*. With
+{len(table.rows)} claims tested at 95%, about one verdict can be chance.
+
+{table.to_markdown()}
+"""
+    write_text(path, text)

@@ -1,0 +1,58 @@
+"""The sizes of the models that recipes describe, counted without memory for their weights."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from l2r.models.size import ModelSize
+    from l2r.recipes.load import AnyRecipe
+    from l2r.recipes.schema import LanguageRecipe
+    from l2r.recipes.vision import VisionRecipe
+    from l2r.report.tables import Table
+
+
+def recipe_table(folder: str) -> "Table":
+    """A row per recipe of a packaged folder. Raises ValueError for an unknown folder."""
+    from l2r.recipes.load import load_recipe, recipes_in
+    from l2r.report.parameters import size_table
+
+    recipes = {name: load_recipe(name) for name in recipes_in(folder)}
+    kinds = {name: recipe.router_config().kind for name, recipe in recipes.items()}
+    return size_table({n: (kinds[n], *recipe_size(recipe)) for n, recipe in recipes.items()})
+
+
+def recipe_size(recipe: "AnyRecipe") -> "ModelSize":
+    """Build the model of a recipe on the meta device and count it."""
+    import torch
+
+    from l2r.models.size import model_size
+
+    build = _MODELS[recipe.task](recipe)
+    with torch.device("meta"):
+        return model_size(build())
+
+
+def _language(recipe: "LanguageRecipe") -> Any:
+    from l2r.data.tokens import TokenDataset
+    from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+
+    vocabulary = recipe.model.vocab_size or recipe.data.vocab_size
+    if recipe.data.tokens and recipe.model.vocab_size is None:
+        tokens: Any = recipe.data.tokens
+        vocabulary = TokenDataset(tokens, recipe.data.sequence_length).tokenizer.vocab_size
+    section = recipe.model.model_dump(exclude={"rope_theta", "vocab_size"})
+    config = L2rOlmoeConfig(**section, vocab_size=vocabulary, router=recipe.router)
+    return lambda: L2rOlmoeForCausalLM(config)
+
+
+def _vision(recipe: "VisionRecipe") -> Any:
+    from l2r.data.image_sources import open_images
+    from l2r.models import L2rViTConfig, L2rViTForImageClassification
+
+    classes = recipe.model.num_labels or len(open_images(recipe.data.images)[0].classes)
+    section = recipe.model.model_dump(exclude={"num_labels", "dense"})
+    router = recipe.router_config().to_dict()
+    config = L2rViTConfig(**section, num_labels=classes, router=router)
+    return lambda: L2rViTForImageClassification(config)
+
+
+_MODELS: dict[str, Any] = {"language": _language, "vision": _vision}

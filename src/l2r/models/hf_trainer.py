@@ -1,0 +1,181 @@
+"""The router losses for transformers' own Trainer, on any model that holds our routers.
+
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    add_router_losses(trainer, balance=0.01, z=0.001)
+    trainer.train()
+
+Trainer hands its loss function the model's outputs alone, so the router outputs are captured by
+hooks that open with each forward of the whole model and close with it.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.functional.losses import BalanceVariant, ZVariant
+from l2r.routers import Captured, Router, capture
+
+
+def add_router_losses(
+    trainer: Trainer,
+    *,
+    balance: float = 0.01,
+    z: float = 0.001,
+    balance_variant: BalanceVariant = "paper",
+    z_variant: ZVariant = "paper",
+) -> "RouterLosses":
+    """Make ``trainer`` minimise its task loss + balance * L_bal + z * L_z (Eq. 14).
+
+    The router losses of a step are the mean over its micro-batches and over the ranks, whatever
+    the accumulation; tokens outside a 2-D ``attention_mask`` do not count. Both are logged
+    unweighted, as ``balance_loss`` and ``z_loss``, in every log line of training and to every
+    tracker. A ``compute_loss_func`` that the trainer has already stays the task loss; otherwise
+    it is the model's own next-token loss, or the cross-entropy of classes. Evaluation reports
+    the task loss alone.
+
+    Raises ValueError for a model without our routers, negative weights, or label smoothing.
+    While training, ValueError when the weights would have no effect: no router output was
+    recorded, it carries no gradient, or the trainer never calls its loss function.
+    """
+    for name, weight in (("balance", balance), ("z", z)):
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"{name} must be >= 0 and finite; got {name}={weight}")
+    if not any(isinstance(module, Router) for module in trainer.model.modules()):
+        raise ValueError(
+            f"{type(trainer.model).__name__} contains no l2r Router; swap its routers first "
+            "(l2r.models.swap_routers)"
+        )
+    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
+        raise ValueError(
+            "label_smoothing_factor is not applied by Trainer beside a loss function; set it to 0"
+        )
+    losses = RouterLosses(trainer, balance, z, balance_variant, z_variant)
+    trainer.compute_loss_func = losses
+    # First in the list, so that trackers find the numbers in the log they are given.
+    trainer.callback_handler.callbacks.insert(0, losses)
+    return losses
+
+
+class RouterLosses(TrainerCallback):
+    """Loss function and callback of one Trainer; made by ``add_router_losses``."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        balance: float,
+        z: float,
+        balance_variant: BalanceVariant,
+        z_variant: ZVariant,
+    ) -> None:
+        self.trainer = trainer
+        self.model: nn.Module = trainer.model
+        self.task_loss = trainer.compute_loss_func or self._own_task_loss
+        self.balance, self.z = balance, z
+        self.balance_variant, self.z_variant = balance_variant, z_variant
+        self._open = ExitStack()
+        self._captured: Captured | None = None
+        self._mask: Tensor | None = None
+        self._sums = torch.zeros(3)  # L_bal, L_z and how many micro-batches
+        self._called = False
+        self.model.register_forward_pre_hook(self._start, with_kwargs=True)
+        self.model.register_forward_hook(self._stop)
+
+    def __call__(
+        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Trainer's ``compute_loss_func``: task loss, plus router losses while training."""
+        task: Tensor = self.task_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+        captured, self._captured = self._captured, None
+        if not self.model.training:
+            return task
+        self._called = True
+        if captured is None or not captured.outputs:
+            raise ValueError(
+                f"the router losses have weights balance={self.balance}, z={self.z}, but no "
+                "router output was recorded; DataParallel replicas are not supported"
+            )
+        logits, indices = captured.logits(), captured.indices()
+        self._check_gradient(logits)
+        mask = self._mask
+        bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
+        top_k = indices[0].shape[1]
+        z = router_z_loss(logits, variant=self.z_variant, mask=mask, top_k=top_k)
+        self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
+        extra = (self.balance * bal + self.z * z) * self._share(num_items_in_batch)
+        return task + extra.to(task.device)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to go on where a subclass of Trainer computes its loss in another way."""
+        if not self._called and (self.balance or self.z):
+            raise ValueError(
+                f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "
+                "the router losses would be off"
+            )
+        self._called = False
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Put the means since the last log, over all ranks, beside the loss."""
+        if "loss" not in logs:
+            return
+        sums = self.trainer.accelerator.reduce(self._sums.to(args.device), reduction="sum")
+        bal, z, count = sums.tolist()
+        self._sums.zero_()
+        if count:
+            found = {"balance_loss": bal / count, "z_loss": z / count}
+            logs.update(found)
+            state.log_history[-1].update(found)
+
+    def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._open.close()  # a forward that failed left it open
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._captured = self._open.enter_context(capture(module))
+
+    def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._open.close()
+
+    def _share(self, num_items_in_batch: Any) -> float:
+        """Weight of one micro-batch, given what Trainer does with the loss afterwards."""
+        trainer = self.trainer
+        share = 1.0 / trainer.current_gradient_accumulation_steps
+        # With a loss function Trainer divides by nothing; it multiplies by the number of ranks
+        # where the number of items is that of all of them, because DDP then takes the mean.
+        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+            share /= trainer.accelerator.num_processes // trainer.get_tp_size()
+        return share
+
+    def _check_gradient(self, logits: list[Tensor]) -> None:
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        trained = any(p.requires_grad for router in routers for p in router.parameters())
+        if trained and not all(layer.requires_grad for layer in logits):
+            raise ValueError(
+                "router outputs carry no gradient, so their losses would be off; activation "
+                "checkpointing needs activation_checkpointing_kwargs={'use_reentrant': False}"
+            )
+
+    def _own_task_loss(
+        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Next-token loss of logits [B, S, V], or cross-entropy of classes for [B, C]."""
+        if labels is None:
+            raise ValueError("the training data has no labels; the task loss needs them")
+        logits = outputs["logits"]
+        if logits.dim() == 3:
+            model: Any = self.model
+            loss: Tensor = model.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
+            )
+            return loss
+        if num_items_in_batch is None:
+            return nn.functional.cross_entropy(logits.float(), labels)
+        total = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        return total / num_items_in_batch

@@ -1,0 +1,231 @@
+"""Ablation tables in the paper's layout, and the curves that go with them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from l2r.data.run_folder import RunFolder
+from l2r.report.curves import mean_curve
+from l2r.report.parameters import show_count
+from l2r.report.style import layout, line_style
+from l2r.report.tables import Table
+
+
+class Spread(NamedTuple):
+    """Mean over seeds and the ends of its 95% interval; equal for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice of the grid: its settings by field, its runs (one per seed) and their numbers.
+
+    linear_parameters: what linear routers in the same layers would have.
+    """
+
+    settings: Mapping[str, Any]
+    runs: Sequence[RunFolder]
+    numbers: Mapping[str, Spread]
+    router_parameters: int | None = None
+    linear_parameters: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Settings in one phrase, e.g. ``l2r_sips, rank 2, heads 4``."""
+        return ", ".join(phrase(field, value) for field, value in self.settings.items())
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Rows that differ in ``field`` alone; ``fixed`` is what they share of the grid."""
+
+    field: str
+    fixed: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def title(self) -> str:
+        """As the paper's captions: ``Varying rank with heads 4``."""
+        name = _NAMES.get(self.field, self.field)
+        shared = ", ".join(phrase(field, value) for field, value in self.fixed.items())
+        return f"Varying {name}" + (f" with {shared}" if shared else "")
+
+
+# Record -> column and its factor, in the paper's order.
+_TASKS = {
+    "mmlu": "MMLU",
+    "boolq": "BoolQ",
+    "hellaswag": "HSwag",
+    "piqa": "PIQA",
+    "sciq": "SciQ",
+    "overall": "Overall",
+}
+_PERCENT = (*_TASKS.values(), "Top-1", "Top-5")
+COLUMNS = (*_PERCENT, "train CE", "val CE", "balance loss")
+_NAMES = {"router.rank": "rank", "router.heads": "heads", "router.kind": "router"}
+_HEADS = {"router.rank": "Rank", "router.heads": "H", "router.kind": "Router"}
+
+
+def phrase(field: str, value: Any) -> str:
+    """One setting in words; a router is called by its name alone."""
+    if field == "router.kind":
+        return str(value)
+    return f"{_NAMES.get(field, field)} {value}"
+
+
+def final_numbers(run: RunFolder) -> dict[str, float]:
+    """What a finished run is judged by, by column; accuracies in per cent.
+
+    Accuracies come from evaluation.json (l2r eval) or else from the last evaluation in
+    training. Train CE and balance loss are means over the last tenth of training.
+    """
+    found: dict[str, float] = {}
+    asked = (run.read_metrics("tasks") or [{}])[-1]
+    found |= {column: 100 * asked[task] for task, column in _TASKS.items() if task in asked}
+    whole = run.read_json(run.evaluation).get("accuracy", {})
+    found |= {c: whole[c] for c in _TASKS.values() if whole.get(c) is not None}
+    validation = (run.read_metrics("validation") or [{}])[-1]
+    for field, column, factor in (
+        ("top1", "Top-1", 100),
+        ("top5", "Top-5", 100),
+        ("ce/mean", "val CE", 1),
+        ("ce", "val CE", 1),
+    ):
+        if field in validation:
+            found[column] = factor * validation[field]
+    train = run.read_metrics("train")
+    tail = train[-max(1, len(train) // 10) :]
+    for field, column in (("ce", "train CE"), ("balance", "balance loss")):
+        if tail:
+            found[column] = sum(record[field] for record in tail) / len(tail)
+    return found
+
+
+def sweep_table(rows: Sequence[Row]) -> Table:
+    """One row per choice of the grid, numbers with the ends of their interval, for programs."""
+    fields = list(dict.fromkeys(field for row in rows for field in row.settings))
+    shown = _columns(rows)
+    columns = [*fields, "seeds", "router params"]
+    columns += [text for column in shown for text in (column, f"{column} low", f"{column} high")]
+    table = []
+    for row in rows:
+        cells: list[Any] = [row.settings.get(field) for field in fields]
+        cells += [len(row.runs), row.router_parameters]
+        for column in shown:
+            cells += row.numbers.get(column, (None, None, None))
+        table.append(tuple(cells))
+    return Table("Sweep", tuple(columns), tuple(table))
+
+
+def ablations(rows: Sequence[Row]) -> list[Ablation]:
+    """Every set of at least two rows that differ in one field of the grid alone."""
+    found = []
+    for field in dict.fromkeys(field for row in rows for field in row.settings):
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            if field in row.settings:
+                groups.setdefault(repr(_without(row.settings, field)), []).append(row)
+        for group in groups.values():
+            if len(group) > 1:
+                found.append(Ablation(field, _without(group[0].settings, field), group))
+    return found
+
+
+def ablation_table(ablation: Ablation) -> Table:
+    """The paper's layout: a row per value; the router's size beside everything but ranks."""
+    shown = _columns(ablation.rows)
+    sizes = ablation.field != "router.rank"
+    rows = []
+    for row in ablation.rows:
+        size = [_size(row)] if sizes else []
+        numbers = [show_number(row, column) for column in shown]
+        rows.append((str(row.settings[ablation.field]), *size, *numbers))
+    head = _HEADS.get(ablation.field, ablation.field)
+    columns = (head, *(["Router params"] if sizes else []), *shown)
+    return Table(ablation.title, columns, tuple(rows), caption=_caption(ablation.rows, sizes=sizes))
+
+
+def all_rows_table(rows: Sequence[Row]) -> Table:
+    """Every choice of the grid in one table, for people."""
+    shown = _columns(rows)
+    return Table(
+        "All cells",
+        ("cell", "Router params", *shown),
+        tuple(
+            (row.label, _size(row), *(show_number(row, column) for column in shown)) for row in rows
+        ),
+        caption=_caption(rows),
+    )
+
+
+def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
+    """Training cross-entropy against ``unit``, a panel per ablation and a line per value."""
+    columns = min(2, len(found))
+    rows = -(-len(found) // columns)
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        subplot_titles=[ablation.title for ablation in found],
+        vertical_spacing=0.28 / rows,
+    )
+    for number, ablation in enumerate(found):
+        place = {"row": number // columns + 1, "col": number % columns + 1}
+        for position, row in enumerate(ablation.rows):
+            x, y = mean_curve(row.runs, "train", "ce", unit)
+            value = row.settings[ablation.field]
+            figure.add_scatter(
+                x=x,
+                y=y,
+                name=phrase(ablation.field, value),
+                legendgroup=f"{number}",
+                legendgrouptitle_text=ablation.title,
+                mode="lines+markers" if len(x) < 20 else "lines",
+                line=line_style(str(value), position),
+                **place,
+            )
+        figure.update_xaxes(title_text=unit, **place)
+        figure.update_yaxes(title_text="training cross-entropy (nats)", **place)
+    figure.update_layout(**layout(height=max(380, 340 * rows + 60)))
+    return figure
+
+
+def show_number(row: Row, column: str) -> str:
+    """``41.6 ± 0.3`` in per cent, four decimals for losses; no interval for one seed."""
+    spread = row.numbers.get(column)
+    if spread is None:
+        return "-"
+    digits = 1 if column in _PERCENT else 4
+    text = f"{spread.mean:.{digits}f}"
+    return text if len(row.runs) == 1 else f"{text} ± {spread.high - spread.mean:.{digits}f}"
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return [column for column in COLUMNS if any(column in row.numbers for row in rows)]
+
+
+def _size(row: Row) -> str:
+    if row.router_parameters is None:
+        return "-"
+    if not row.linear_parameters:
+        return f"{row.router_parameters:,}"
+    return show_count(row.router_parameters, row.linear_parameters)
+
+
+def _without(settings: Mapping[str, Any], field: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != field}
+
+
+def _caption(rows: Sequence[Row], *, sizes: bool = True) -> str:
+    text = "Accuracies in per cent, CE in nats."
+    if sizes:
+        text += " Router parameters over all MoE layers, and their share of the linear router's."
+    seeds = sorted({len(row.runs) for row in rows})
+    if seeds == [1]:
+        return f"{text} One seed each: differences of this size say nothing without more seeds."
+    return f"{text} Mean over {'/'.join(map(str, seeds))} seeds ± half of the 95% interval."

@@ -1,0 +1,120 @@
+"""``l2r diagnose`` and ``l2r landscape`` from the command line, on checkpoints side by side."""
+
+import json
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from l2r.cli.app import build_app
+from l2r.cli.diagnose import names
+from l2r.data.manifest import TokenizerIdentity
+from l2r.data.tokens import write_token_files
+from tests.diagnostics.models import ours, stock
+
+SHORT = ["--instances", "8", "--length", "16", "--sample", "64", "--certify", "3"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A model with our router, a stock one, and token files of two domains."""
+    root = tmp_path_factory.mktemp("diagnose")
+    ours(heads=3).save_pretrained(root / "l2r_sips")
+    stock().save_pretrained(root / "stock")
+    generator = torch.Generator().manual_seed(0)
+    documents = {
+        name: [torch.randint(low, 60, (40,), generator=generator).tolist() for _ in range(8)]
+        for name, low in (("one", 2), ("two", 30))
+    }
+    identity = TokenizerIdentity(name="numbers", vocab_size=64, eos_token_id=0, sha256="0" * 64)
+    write_token_files(root / "tokens", documents, tokenizer=identity)
+    return root
+
+
+def run(*arguments):
+    return CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+
+
+def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(checkpoints, tmp_path):
+    paths = [checkpoints / "l2r_sips", checkpoints / "stock"]
+    data = ["--data", checkpoints / "tokens"]
+    result = run("diagnose", *paths, *data, *SHORT, "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    records = json.loads(result.stdout)
+    assert [record["checkpoint"] for record in records] == ["l2r_sips", "stock"]
+    for record in records:
+        assert 0 < record["certified_top1"] <= record["found_top1"]
+        assert 0 <= record["stability"] <= 1
+    assert records[0]["effective_heads"] >= 1
+    assert records[1]["effective_heads"] is None
+    saved = json.loads((tmp_path / "stock" / "diagnosis.json").read_text())
+    assert saved["info"]["domains"] == ["one", "two"]
+    assert saved["info"]["tokens"] == 8 * 16
+    arrays = load_file(tmp_path / "l2r_sips" / "diagnosis.safetensors")
+    assert arrays["1.sample_query"].shape == (64, 2)
+    page = (tmp_path / "index.html").read_text()
+    for words in (
+        "Certified routing",
+        "Geometry of l2r_sips",
+        "Expert usage by domain",
+        "Layers of",
+    ):
+        assert words in page
+    assert page.count("Routing plane, layer") == 2  # two layers, of the rank-2 router alone
+
+
+def test_tables_are_printed_and_certificates_can_be_left_out(checkpoints, tmp_path):
+    short = [*SHORT[:-1], "0"]
+    data = ["--data", checkpoints / "tokens"]
+    result = run("diagnose", checkpoints / "stock", *data, *short, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "stability" in result.stdout
+    assert "Certified" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "checkpoint must be a folder with config.json"),
+        (["{stock}", "--length", "0"], "length must be >= 1; got 0"),
+        (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1 token; got 0"),
+        (["{stock}", "--data", "{text}"], "the checkpoint has no tokenizer"),
+        (["{stock}", "{stock}"], "checkpoints must differ"),
+        (["{stock}", "--data", "{tokens}", "--sigma", "-1"], "sigma must be >= 0; got -1"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoints, tmp_path, arguments, message):
+    (tmp_path / "note.txt").write_text("words")
+    places = {
+        "stock": checkpoints / "stock",
+        "tokens": checkpoints / "tokens",
+        "text": tmp_path / "note.txt",
+    }
+    filled = [argument.format(**places) for argument in arguments]
+    result = run("diagnose", *filled, "--out", tmp_path / "out")
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_tokens_of_another_vocabulary_are_refused(checkpoints, tmp_path):
+    identity = TokenizerIdentity(name="large", vocab_size=900, eos_token_id=0, sha256="0" * 64)
+    write_token_files(tmp_path / "large", {"a": [[899] * 40]}, tokenizer=identity)
+    result = run("diagnose", checkpoints / "stock", "--data", tmp_path / "large", *SHORT)
+    assert "below the checkpoint's vocab_size 64; got 899" in str(result.exception)
+
+
+def test_names_grow_until_they_differ():
+    assert names(["a/x", "b/x"]) == {"a-x": "a/x", "b-x": "b/x"}
+    assert names(["runs/one"]) == {"one": "runs/one"}
+
+
+def test_landscape_writes_a_page(tmp_path):
+    result = run("landscape", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    for words in ("Dot product", "Cosine", "SIPS, beta = 0.25", "k = [-2, 0]"):
+        assert words in page
+    wrong = run("landscape", "--reach", "-1")
+    assert "reach must be > 0; got -1" in str(wrong.exception)

@@ -1,0 +1,62 @@
+"""Verdicts from made-up seeds, and the command on tiny runs."""
+
+import json
+
+import pytest
+
+from l2r.cli import main
+from l2r.diagnostics.claims import CLAIMS, VARIANTS, Claim, judge
+
+LARGER = Claim("here", "a has more", "f", "a", "b", True)
+SMALLER = Claim("here", "a has less", "f", "a", "b", False)
+
+
+def seeds(*values):
+    return [{"f": float(value)} for value in values]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "larger", "smaller"),
+    [
+        ((3, 4, 5), (1, 2, 3), "holds", "does not hold"),
+        ((1, 2, 3), (3, 4, 5), "does not hold", "holds"),
+        ((1, 5, 2), (2, 1, 4), "undecided here", "undecided here"),
+        ((1, 2, 3), (1, 2, 3), "undecided here", "undecided here"),
+    ],
+)
+def test_verdicts(first, second, larger, smaller):
+    numbers = {"a": seeds(*first), "b": seeds(*second)}
+    assert judge(LARGER, numbers).verdict == larger
+    assert judge(SMALLER, numbers).verdict == smaller
+
+
+def test_pairing_by_seed_sees_what_the_spread_of_seeds_hides():
+    numbers = {"a": seeds(1.1, 5.1, 9.1), "b": seeds(1, 5, 9)}
+    finding = judge(LARGER, numbers)
+    assert finding.verdict == "holds" and finding.difference.mean == pytest.approx(0.1)
+
+
+def test_one_seed_or_unequal_seeds_are_refused():
+    for first, second in ((seeds(1), seeds(2)), (seeds(1, 2, 3), seeds(1, 2))):
+        with pytest.raises(ValueError, match="same seeds on both sides, at least 2"):
+            judge(LARGER, {"a": first, "b": second})
+
+
+def test_claims_name_variants_that_exist():
+    assert {c.first for c in CLAIMS} | {c.second for c in CLAIMS} == set(VARIANTS)
+
+
+def test_the_command_judges_every_claim_and_goes_on(tiny_changes, tmp_path, capsys):
+    changes = [c for c in tiny_changes if not c.startswith(("training.steps", "checkpoint"))]
+    args = ["evidence", *changes, "training.steps=2", "model.hidden_size=64", "--seeds", "2"]
+    args += ["--out", str(tmp_path / "runs"), "--json", "--write", str(tmp_path / "page.md")]
+    with pytest.raises(SystemExit) as done:
+        main(args)
+    out = capsys.readouterr().out
+    assert done.value.code == 0
+    rows = json.loads(out)
+    assert len(rows) == len(CLAIMS)
+    assert {row["verdict"] for row in rows} <= {"holds", "does not hold", "undecided here"}
+    page = (tmp_path / "page.md").read_text()
+    assert "2 steps of 256 tokens" in page and page.count("\n| ") >= len(CLAIMS)
+    assert len(list((tmp_path / "runs").iterdir())) == 2 * len(VARIANTS)

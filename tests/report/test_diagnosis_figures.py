@@ -1,0 +1,93 @@
+"""Figures of the diagnosis are drawn from plain arrays and show what they are given."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from l2r.report import geometry, landscape, robustness
+
+RNG = np.random.default_rng(0)
+
+
+def test_principal_axes_equal_a_singular_value_decomposition():
+    points = RNG.normal(size=(50, 6)) * [5, 1, 3, 0.2, 0.1, 2] + 7
+    flat, shares = geometry.principal_axes(points)
+    centred = points - points.mean(axis=0)
+    u, s, _ = np.linalg.svd(centred, full_matrices=False)
+    np.testing.assert_allclose(np.abs(flat), np.abs(u[:, :2] * s[:2]), atol=1e-9)
+    np.testing.assert_allclose(shares, s[:2] ** 2 / (s**2).sum())
+
+
+def test_scatter_has_a_panel_per_cloud_and_colours_64_experts():
+    cloud = geometry.Cloud("x, layer 0", RNG.normal(size=(900, 5)), np.arange(900) % 64)
+    figure = geometry.pca_scatter([[cloud, cloud, cloud], [cloud, cloud, cloud]], 64)
+    assert len(figure.data) == 6
+    assert all(0 < len(trace.x) <= 600 for trace in figure.data)
+    axis = figure.layout.coloraxis
+    assert (axis.cmin, axis.cmax) == (-0.5, 63.5)
+    assert len(axis.colorbar.tickvals) <= 16
+    assert len({colour for _, colour in axis.colorscale}) == 64
+    assert figure.layout.xaxis.title.text.startswith("PC1 (")
+
+
+def test_planes_show_regions_tokens_and_anchors():
+    plane = geometry.Plane(
+        "layer 0",
+        np.linspace(-2, 2, 21),
+        RNG.integers(0, 4, size=(21, 21)),
+        RNG.normal(size=(4, 3, 2)),
+        RNG.normal(size=(30, 2)),
+    )
+    figure = geometry.routing_planes([plane, plane])
+    kinds = [trace.type for trace in figure.data]
+    assert kinds == ["heatmap", "scatter", "scatter"] * 2
+    assert len(figure.data[2].x) == 12
+    assert list(figure.data[2].marker.color) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_variance_bars_show_means_layers_and_the_reference():
+    figure = geometry.cosine_variance_bars({"linear": [0.01, 0.03], "l2r_sips": [0.4, 0.7]})
+    assert list(figure.data[0].y) == pytest.approx([0.02, 0.55])
+    assert list(figure.data[1].y) == [0.01, 0.03, 0.4, 0.7]
+    assert figure.layout.shapes[0].y0 == 0.5
+    assert figure.layout.yaxis.range[1] > 0.7
+
+
+def test_certified_curves_fall_and_lie_below_what_was_found():
+    certified = np.sort(RNG.random(200))
+    found = certified * 1.1
+    found[-1] = np.inf
+    radii = robustness.Radii(certified, found, noise=0.3)
+    figure = robustness.certified_curves({"First": {"a": radii}, "Set": {"a": radii}})
+    proven, searched = figure.data[0], figure.data[1]
+    assert proven.y[0] == 1
+    assert (np.diff(proven.y) <= 0).all()
+    assert (np.array(proven.y) <= np.array(searched.y)).all()
+    assert {shape.x0 for shape in figure.layout.shapes} == {0.3}
+
+
+def test_stability_bars_carry_their_intervals():
+    values = {"a": {"stability": (0.9, 0.88, 0.93)}}
+    figure = robustness.stability_bars(values, {"stability": "Stability"})
+    assert figure.data[0].error_y.array[0] == pytest.approx(0.03)
+    assert figure.data[0].error_y.arrayminus[0] == pytest.approx(0.02)
+
+
+def test_landscapes_hold_every_rule():
+    axis = np.linspace(-1, 1, 5)
+    grids = {name: RNG.normal(size=(5, 5)) for name in ("a", "b", "c", "d", "e")}
+    surfaces = landscape.landscapes_3d(axis, grids)
+    assert [trace.type for trace in surfaces.data] == ["surface"] * 5
+    flat = landscape.landscapes_2d(axis, {"a": grids["a"]}, (2.0, 2.0))
+    assert [trace.type for trace in flat.data] == ["contour", "scatter"]
+    np.testing.assert_allclose(flat.data[0].z, grids["a"], atol=1e-4)
+
+
+def test_figures_and_the_page_need_no_torch():
+    code = (
+        "import sys; import l2r.report.diagnosis, l2r.report.landscape; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

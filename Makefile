@@ -17,13 +17,16 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo test lint fuzz docs clean
+.PHONY: help demo demo-vision test lint fuzz docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.demo ## Train all six routers on embedded text, write runs/demo/report.html
 	$(BIN)/l2r compare demo $(CHANGES)
+
+demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
+	$(BIN)/l2r compare demo-vision --seeds 3 $(CHANGES)
 
 test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

@@ -103,6 +103,7 @@ class _Trainer:
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         decay = training.ema_decay
         self.average = WeightAverage(self.model, decay) if decay else None
+        self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
     def fit(self, monitor: Monitor | None) -> RunResult:
         step = self._resume(monitor)
@@ -124,15 +125,8 @@ class _Trainer:
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
                 if stopping or self._due(step, every):
-                    save_checkpoint(
-                        self.run,
-                        step,
-                        self.model,
-                        self.optimizer,
-                        self.ranks,
-                        keep=keep,
-                        extra=self._average_tensors(),
-                    )
+                    state = (self.model, self.optimizer, self.ranks)
+                    save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
                 if stopping and step < self.steps:
                     return RunResult(self.run.path, step, self.steps, False, stop.signal)
@@ -235,13 +229,8 @@ class _Trainer:
         checkpoints = self.run.complete_checkpoints()
         step = 0
         if checkpoints:
-            step = load_checkpoint(
-                checkpoints[-1],
-                self.model,
-                self.optimizer,
-                self.ranks,
-                extra=self._average_tensors(),
-            )
+            state = (self.model, self.optimizer, self.ranks)
+            step = load_checkpoint(checkpoints[-1], *state, extra=self.extra)
         if self.ranks.first:
             self.run.cut_metrics(step)
         if monitor is not None and step:
@@ -266,9 +255,6 @@ class _Trainer:
             self.task.export(model, temporary)
             temporary.replace(folder)
         self.ranks.wait()
-
-    def _average_tensors(self) -> dict[str, Tensor]:
-        return {} if self.average is None else self.average.tensors()
 
     def _last_checkpoint(self) -> str:
         checkpoints = self.run.complete_checkpoints()

@@ -36,14 +36,14 @@ bench() { # NAME SECONDS OPTIONS...
 
 : >"$OUT/status.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
-part tests 170 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
+part tests 200 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
   --confcutdir=tests/kernels -p no:cacheprovider --durations=10
-bench router 110 --seconds 1.5 --compiled
-bench moe 50 --seconds 1.5
-bench step 60 --seconds 4
-bench inference 60 --seconds 4
-bench memory 30
-bench scaling 60 --seconds 0.8
+bench router 100 --seconds 1.5 --compiled
+bench moe 45 --seconds 1.5
+bench step 50 --seconds 3
+bench inference 50 --seconds 3
+bench memory 20
+bench scaling 50 --seconds 0.8
 
 cat "$parts"/*.log >"$OUT/log.txt"
 cat "$parts"/out/*.txt >"$OUT/tables.txt" 2>/dev/null

@@ -13,7 +13,7 @@ from l2r.kernels.dispatch import implementation
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 quick = settings(
     deadline=None,
-    max_examples=12 if DEVICE == "cpu" else 60,
+    max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

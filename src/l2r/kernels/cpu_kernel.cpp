@@ -75,16 +75,27 @@ struct AnchorSide {
   AnchorSide(const float* anchors, const Sizes& s, const Score& c) : b(s.rank * s.heads * s.experts) {
     const int64_t plane = s.heads * s.experts;
     for (int64_t n = 0; n < s.experts; ++n)
-      for (int64_t h = 0; h < s.heads; ++h) {
-        const float* key = anchors + (n * s.heads + h) * s.rank;
-        float norm = 0.0f, factor = 1.0f;
-        for (int64_t r = 0; r < s.rank; ++r) norm += key[r] * key[r];
-        norm = std::sqrt(norm);
-        if (c.scoring > 0) factor = 1.0f / std::fmax(norm, c.eps);
-        if (c.scoring == 2) factor *= 1.0f + (norm - 1.0f) / c.p;
-        longest = std::fmax(longest, std::fabs(factor) * norm);
-        for (int64_t r = 0; r < s.rank; ++r) b[r * plane + h * s.experts + n] = factor * key[r];
-      }
+      for (int64_t h = 0; h < s.heads; ++h)
+        for (int64_t r = 0; r < s.rank; ++r)
+          b[r * plane + h * s.experts + n] = anchors[(n * s.heads + h) * s.rank + r];
+    std::vector<float> norm(plane, 0.0f);
+    for (int64_t r = 0; r < s.rank; ++r)
+#pragma omp simd
+      for (int64_t i = 0; i < plane; ++i) norm[i] += b[r * plane + i] * b[r * plane + i];
+    float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < plane; ++i) {
+      const float length = std::sqrt(norm[i]);
+      const float divisor = length > c.eps ? length : c.eps;
+      const float grown = c.scoring == 2 ? 1.0f + (length - 1.0f) / c.p : 1.0f;
+      norm[i] = c.scoring > 0 ? grown / divisor : 1.0f;
+      const float reach = std::fabs(norm[i]) * length;
+      largest = reach > largest ? reach : largest;
+    }
+    longest = largest;
+    for (int64_t r = 0; r < s.rank; ++r)
+#pragma omp simd
+      for (int64_t i = 0; i < plane; ++i) b[r * plane + i] *= norm[i];
   }
 };
 

@@ -37,6 +37,8 @@ def assign(indices: Int[Tensor, "T K"], num_experts: int) -> Assignment:
 
 def spread(x: Float[Tensor, "T D"], plan: Assignment, top_k: int) -> Float[Tensor, "S D"]:
     """Rows of x in the order of the assignments."""
+    if not torch.is_grad_enabled():  # spares a decode step the autograd function
+        return x.index_select(0, plan.token)
     rows: Tensor = _Spread.apply(x, plan.token, plan.order, top_k)  # type: ignore[no-untyped-call]
     return rows
 
@@ -48,6 +50,8 @@ def combine(
 ) -> Float[Tensor, "T D"]:
     """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
     weights = weights.to(outputs.dtype)
+    if not torch.is_grad_enabled():
+        return _sum_rows(outputs, _inverse(order).view_as(weights), weights)
     total: Tensor = _Combine.apply(outputs, weights, order)  # type: ignore[no-untyped-call]
     return total
 

@@ -12,6 +12,7 @@ from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.models.experts_backend import register
 from l2r.models.loading import hide_progress_bars
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
@@ -56,7 +57,9 @@ class LanguageTask:
             self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)
 
     def build_model(self) -> nn.Module:
-        return L2rOlmoeForCausalLM(self.model_config())
+        model = L2rOlmoeForCausalLM(self.model_config())
+        model.set_experts_implementation(register())  # ours: fewer passes (docs/performance.md)
+        return model
 
     def model_config(self) -> L2rOlmoeConfig:
         """Model configuration of the recipe with the tokenizer's vocabulary."""

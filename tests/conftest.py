@@ -10,6 +10,8 @@ from hypothesis import settings
 settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("l2r")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,18 @@ model = OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, eos_token_id=0))
 model.save_pretrained("my-olmoe")
 ids = torch.randint(2, 99, (2, 8))
 """
-PRELUDES = {"swap.md": MODEL, "README.md": f"{MODEL}\nx = torch.randn(3, 2048)\n"}
+SIGMOID = """
+from l2r.routers import SigmoidConfig
+from l2r.models import swap_routers
+swap_routers(model, SigmoidConfig())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+PRELUDES = {
+    "swap.md": MODEL,
+    "upcycle.md": f"{MODEL}\nbatches, held_out = [ids, ids], [ids]\n",
+    "zoo.md": MODEL + SIGMOID,
+    "README.md": f"{MODEL}\nx = torch.randn(3, 2048)\n",
+}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [p for p in PAGES if any(not skipped for skipped, _ in BLOCK.findall(p.read_text()))]
 

@@ -114,3 +114,13 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with pytest.raises(ValueError, match="out must be a new or empty folder"):
         export_remote_code(own("linear"), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["keep.txt"]
+
+
+def test_the_exported_code_leaves_this_process_its_own_classes():
+    from transformers import AutoConfig
+
+    module = ModuleType("exported_modeling")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(modeling_source("l2r_sips"), module.__dict__)
+    del sys.modules[module.__name__]
+    assert type(AutoConfig.for_model("l2r_olmoe")) is L2rOlmoeConfig

@@ -142,7 +142,7 @@ def _foreign_imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _body(module: ModuleType, tree: ast.Module) -> str:
-    """Source of a module without docstring, imports and type-checking blocks."""
+    """Source of a module without docstring, imports, type-checking blocks and Auto*.register."""
     lines = inspect.getsource(module).splitlines()
     dropped: set[int] = set()
     for node in ast.walk(tree):
@@ -157,7 +157,10 @@ def _is_preamble(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Expr):
+        return False
+    # auto_map does what Auto*.register does here, and a process that has this package keeps its own
+    return isinstance(node.value, ast.Constant) or ast.unparse(node.value).startswith("Auto")
 
 
 def _top_level_names(tree: ast.Module) -> Iterator[str]:

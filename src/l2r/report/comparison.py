@@ -43,8 +43,9 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     rows = []
     for run in runs:
         train = run.read_metrics("train")
-        tail = train[-max(1, len(train) // 10) :]
-        balance = sum(record["balance"] for record in tail) / len(tail) if tail else None
+        balances = [record["balance"] for record in train if "balance" in record]
+        tail = balances[-max(1, len(balances) // 10) :]
+        balance = sum(tail) / len(tail) if tail else None
         mean = run.read_json(run.diagnostics).get("mean", {})
         rows.append(
             (

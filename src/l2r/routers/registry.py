@@ -42,10 +42,9 @@ def router_names() -> list[str]:
 
 def make_config(kind: str, **options: Any) -> RouterConfig:
     """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
-    if kind not in _registry:
-        raise ValueError(
-            f"unknown router {kind!r}{nearest(kind, _registry)}; known: {', '.join(router_names())}"
-        )
+    if not isinstance(kind, str) or kind not in _registry:
+        hint, known = nearest(str(kind), _registry), ", ".join(router_names())
+        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
     cls, preset = _registry[kind]
     fields = [f.name for f in dataclasses.fields(cls.Config)]
     for name in options:

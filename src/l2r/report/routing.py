@@ -93,7 +93,7 @@ def _heatmaps(
         cols=columns,
         subplot_titles=list(grids),
         horizontal_spacing=0.1,
-        vertical_spacing=gap / area,
+        vertical_spacing=gap / area if rows > 1 else 0,
     )
     for number, (name, grid) in enumerate(grids.items()):
         row, column = number // columns + 1, number % columns + 1

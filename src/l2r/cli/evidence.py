@@ -56,7 +56,8 @@ def evidence(
     table = findings_table([judge(claim, numbers) for claim in CLAIMS], seeds)
     print_table(table, as_json=json)
     if write is not None:
-        write_markdown(write, table, by_name["l2r_sips.seed-0"], seeds)
+        command = " ".join(["l2r evidence", *(changes or []), f"--seeds {seeds}"])
+        write_markdown(write, table, by_name["l2r_sips.seed-0"], command)
         typer.echo(f"written: {write}", err=True)
 
 
@@ -123,7 +124,7 @@ def findings_table(findings: list[Any], seeds: int) -> "Table":
     return Table("The paper's claims on a small model", columns, tuple(rows), caption=caption)
 
 
-def write_markdown(path: Path, table: "Table", cell: "Cell", seeds: int) -> None:
+def write_markdown(path: Path, table: "Table", cell: "Cell", command: str) -> None:
     """The table as a page, with what was trained."""
     from l2r.data.atomic import write_text
 
@@ -132,8 +133,11 @@ def write_markdown(path: Path, table: "Table", cell: "Cell", seeds: int) -> None
     size = training.global_batch * recipe.data.sequence_length  # type: ignore[union-attr]
     text = f"""# Evidence
 
-Made by `l2r evidence --seeds {seeds} --write {path}`: the claims of the paper that a small run can
-carry, as they came out. The model has {recipe.model.num_hidden_layers} layers of
+Made by
+
+    {command}
+
+The claims of the paper that a small run can carry, as they came out. The model has {recipe.model.num_hidden_layers} layers of
 {recipe.model.hidden_size}, {recipe.model.num_experts} experts of which
 {recipe.model.num_experts_per_tok} are chosen, and saw {training.steps} steps of {size:,} tokens of
 the embedded corpus: four orders of magnitude less than the paper. A claim that is undecided or

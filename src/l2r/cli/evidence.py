@@ -137,11 +137,11 @@ Made by
 
     {command}
 
-The claims of the paper that a small run can carry, as they came out. The model has {recipe.model.num_hidden_layers} layers of
-{recipe.model.hidden_size}, {recipe.model.num_experts} experts of which
-{recipe.model.num_experts_per_tok} are chosen, and saw {training.steps} steps of {size:,} tokens of
-the embedded corpus: four orders of magnitude less than the paper. A claim that is undecided or
-does not hold here may still hold there.
+The claims of the paper that a small run can carry, as they came out. The model has
+{recipe.model.num_hidden_layers} layers of {recipe.model.hidden_size} and
+{recipe.model.num_experts} experts of which {recipe.model.num_experts_per_tok} are chosen, and saw
+{training.steps} steps of {size:,} tokens of the embedded corpus: four orders of magnitude less
+than the paper. A claim that is undecided or does not hold here may still hold there.
 
 *holds*: the whole 95% interval of the difference, paired by seed, lies on the claimed side.
 *does not hold*: all of it lies on the other side. Else *undecided here*. With

@@ -32,6 +32,28 @@ class Selected(NamedTuple):
     sums: Tensor
 
 
+class Upstream(NamedTuple):
+    """Gradients of logits [T, N], weights [T, K], log-sum-exp [T] and probability sums [N]."""
+
+    logits: Tensor | None = None
+    weights: Tensor | None = None
+    lse: Tensor | None = None
+    share: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What the backward of a whole router needs; 1 / rms is empty without a gain."""
+
+    x: Tensor
+    weight: Tensor
+    gain: Tensor | None
+    anchors: Tensor
+    query: Tensor
+    rstd: Tensor
+    logits: Tensor
+    selected: Selected
+
+
 FUSED = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton_backend"}
 
 
@@ -56,6 +78,19 @@ def name_for(tensor: Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else "plain"
 
 
+@cache
 def module(name: str) -> ModuleType:
     """Module with the launches of a fused backend."""
     return importlib.import_module(FUSED[name])
+
+
+def route_backward_in_parts(
+    name: str, saved: Saved, up: Upstream, *, constants: Score, normalize: bool, need_x: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, W_q, gain and anchors by the three backward passes of a backend."""
+    backend = module(name)
+    x, weight, gain, anchors, query, rstd, logits, selected = saved
+    grad = backend.select_backward(logits, selected, up, normalize=normalize)
+    grad, grad_anchors, _ = backend.score_backward(grad, query, anchors, None, logits, constants)
+    ends = backend.project_backward(grad, x, weight, gain, query, rstd, need_x=need_x)
+    return *ends, grad_anchors

@@ -1,79 +1,55 @@
-"""CPU backend: the tokens in blocks that stay in the caches, recomputed in the backward.
+"""CPU backend: the compiled kernels for fp32 tokens, torch operations for the rest.
 
-The same calls as ``triton_backend``. A block of x is read once from memory for the RMS statistic
-and the projection, and once more in the backward; scores exist for one block at a time, as
-[B, H, N], the anchors in the middle, so that the sum over them adds contiguous rows. Products
-with a few columns are matrix-vector products, which run at the speed of the memory; a general
-matrix product is slower there. Queries are kept rank-major, [R, T].
+The same calls as ``triton_backend``. Tensors are contiguous.
 
-Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
+Shape letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from l2r.kernels import cpu_native as native
-from l2r.kernels.backend import Score, Selected
-from l2r.kernels.factored import (
-    anchor_side,
-    anchor_side_backward,
-    norms,
-    query_side,
-    query_side_backward,
-)
+from l2r.kernels import cpu_torch
+from l2r.kernels.backend import Saved, Score, Selected, Upstream, route_backward_in_parts
 
-READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
-SCORE_NUMBERS = 2**17  # scores in a block, per thread
-FEW_TOKENS = 16  # below this, calls cost more than arithmetic
-VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
-SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
+MAX_RANK = 8  # above, the projection of torch is faster
+MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
+_NOTHING = torch.empty(0)  # stands for a result nobody asked for
 
 
 def project(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] and, with a gain, 1 / rms [T] of every token."""
-    query, rstd = _project(x, weight, gain, norm_eps)
-    return query.t().contiguous().to(weight.dtype), rstd
+    if not _compiled(x, weight) or weight.shape[0] > MAX_RANK:
+        return cpu_torch.project(x, weight, gain, norm_eps)
+    query, rstd = _query_room(x, weight, gain)
+    native.forward(native.Stages(x, weight, gain, query=query, rstd=rstd), norm_eps=norm_eps)
+    return query, rstd
 
 
 def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) -> Tensor:
     """Logits [T, N]."""
-    if rho is None and _native(query, anchors):
-        return native.forward(
-            query,
-            None,
-            query[:0],
-            None,
-            anchors,
-            constants=constants,
-            norm_eps=0.0,
-            top_k=0,
-            normalize=False,
-            sums=False,
-        )[1]
-    core = _Core(_columns(query), anchors, rho, constants)
-    return core.all_logits().to(query.dtype)
+    if rho is not None or not _compiled(query, anchors):
+        return cpu_torch.score(query, anchors, rho, constants)
+    logits = query.new_empty(query.shape[0], anchors.shape[0])
+    native.forward(native.Stages(anchors=anchors, query=query, logits=logits), constants)
+    return logits
 
 
 def select(
-    logits: Tensor, top_k: int, *, normalize: bool, sums: bool, lse: bool = True
+    logits: Tensor, top_k: int, *, normalize: bool, sums: bool, save: bool = True
 ) -> Selected:
-    """Softmax over experts and the k largest; ``lse`` false leaves the log-sum-exp out."""
-    wide = logits.float()
-    probs = torch.softmax(wide, dim=1)
-    weights, indices = torch.topk(probs, top_k, dim=1)
-    total, counts = weights.new_empty(0), weights.new_empty(0, 2, logits.shape[1])
-    if lse:  # log sum exp = logit - log prob, exact for the most probable expert
-        total = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
-    if normalize:
-        weights = weights / weights.sum(dim=1, keepdim=True)
-    if sums:
-        used = torch.bincount(indices.flatten(), minlength=logits.shape[1])
-        counts = torch.stack([probs.sum(0), used.float()])
-    return Selected(weights, indices, total, counts)
+    """Softmax over experts and the k largest; ``save`` false leaves the log-sum-exp out."""
+    if not _compiled(logits):
+        return cpu_torch.select(logits, top_k, normalize=normalize, sums=sums, save=save)
+    selected = _selection_room(logits, top_k, sums=sums, save=save)
+    native.forward(
+        native.Stages(logits=logits).selecting(selected),
+        normalize=normalize,
+        sums=selected.sums if sums else None,
+    )
+    return selected
 
 
 def route(
@@ -87,63 +63,58 @@ def route(
     top_k: int,
     normalize: bool,
     sums: bool,
-    lse: bool = True,
+    save: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
-    """Everything: query, 1 / rms, logits and the selection."""
-    if _native(x, weight, anchors):
-        here = x if weight.shape[0] <= native.MAX_RANK else None
-        if here is None:
-            query, rstd = project(x, weight, gain, norm_eps)
-        else:
-            query, rstd = weight.new_empty(x.shape[0], weight.shape[0]), None
-        own_rstd, logits, selected = native.forward(
-            query,
-            here,
+    """Everything: query, 1 / rms, logits and the selection.
+
+    ``save`` false may leave empty what the backward alone needs: query, 1 / rms, log-sum-exp.
+    """
+    if not _compiled(x, weight, anchors):
+        return cpu_torch.route(
+            x,
             weight,
             gain,
             anchors,
-            constants=constants,
             norm_eps=norm_eps,
+            constants=constants,
             top_k=top_k,
             normalize=normalize,
             sums=sums,
+            save=save,
         )
-        return query, own_rstd if rstd is None else rstd, logits, selected
-    query, rstd = _project(x, weight, gain, norm_eps)
-    logits = _Core(query, anchors, None, constants).all_logits().to(weight.dtype)
-    selected = select(logits, top_k, normalize=normalize, sums=sums, lse=lse)
-    return query.t().contiguous().to(weight.dtype), rstd, logits, selected
-
-
-def select_backward(
-    logits: Tensor,
-    selected: Selected,
-    *,
-    normalize: bool,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-) -> Tensor:
-    """Gradient of the logits [T, N], fp32."""
-    weights, indices, lse, _ = selected
-    grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_()
-    through = torch.zeros_like(lse) if grad_lse is None else grad_lse.clone()
-    chosen = None
-    if grad_weights is not None:
-        chosen = weights * grad_weights
-        total = chosen.sum(dim=1)
-        if normalize:
-            chosen -= weights * total.unsqueeze(1)
-        else:
-            through -= total
-    if grad_share is not None:
-        grad *= through.sub_(grad @ grad_share).unsqueeze(1) + grad_share
+    logits = x.new_empty(x.shape[0], anchors.shape[0])
+    selected = _selection_room(logits, top_k, sums=sums, save=save)
+    query = rstd = None
+    if weight.shape[0] > MAX_RANK:
+        query, rstd = cpu_torch.project(x, weight, gain, norm_eps)
+        stages = native.Stages(anchors=anchors, query=query, logits=logits)
     else:
-        grad *= through.unsqueeze(1)
-    if chosen is not None:
-        grad.scatter_add_(1, indices, chosen)
-    return grad if grad_logits is None else grad.add_(grad_logits)
+        if save:
+            query, rstd = _query_room(x, weight, gain)
+        stages = native.Stages(x, weight, gain, anchors, query, rstd, logits)
+    native.forward(
+        stages.selecting(selected),
+        constants,
+        norm_eps=norm_eps,
+        normalize=normalize,
+        sums=selected.sums if sums else None,
+    )
+    return (
+        _NOTHING if query is None else query,
+        _NOTHING if rstd is None else rstd,
+        logits,
+        selected,
+    )
+
+
+def select_backward(logits: Tensor, selected: Selected, up: Upstream, *, normalize: bool) -> Tensor:
+    """Gradient of the logits [T, N], fp32."""
+    if not _compiled(logits):
+        return cpu_torch.select_backward(logits, selected, up, normalize=normalize)
+    grad = torch.empty_like(logits)
+    stages = native.Stages(logits=logits).selecting(selected)
+    native.backward(stages, up, native.Grads(logits=grad), normalize=normalize)
+    return grad
 
 
 def score_backward(
@@ -155,21 +126,13 @@ def score_backward(
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
-    if rho is None and _native(query, anchors) and anchors.numel() <= native.MAX_ANCHOR_NUMBERS:
-        grad_a, grad_b = native.score_backward(query, anchors, logits, grad_logits, constants)
-        vectors = anchors.permute(2, 1, 0).reshape(query.shape[1], -1)
-        grad_query, _ = query_side_backward(_columns(grad_a), _columns(query), None, constants)
-        grad_keys = anchor_side_backward(grad_b.view_as(vectors), vectors, constants)
-        grad_anchors = grad_keys.view_as(grad_b).permute(2, 1, 0).contiguous()
-        return grad_query.t().contiguous(), grad_anchors, query.new_empty(0)
-    core = _Core(_columns(query), anchors, rho, constants)
-    grad_query, grad_anchors, grad_rho = core.backward(grad_logits, logits)
-    none = query.new_empty(0)
-    return (
-        grad_query.t().contiguous().to(query.dtype),
-        grad_anchors.to(anchors.dtype),
-        none if grad_rho is None else grad_rho.to(query.dtype),
-    )
+    if rho is not None or not _compiled(query, anchors, grad_logits) or _many(anchors):
+        return cpu_torch.score_backward(grad_logits, query, anchors, rho, logits, constants)
+    grad_query, grad_anchors = torch.empty_like(query), torch.empty_like(anchors)
+    grads = native.Grads(query=grad_query, anchors=grad_anchors)
+    stages = native.Stages(anchors=anchors, query=query, logits=logits)
+    native.backward(stages, Upstream(grad_logits), grads, constants)
+    return grad_query, grad_anchors, query.new_empty(0)
 
 
 def project_backward(
@@ -183,199 +146,72 @@ def project_backward(
     need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
-    tokens, hidden = x.shape
-    folded = _folded(weight, gain)
-    grad, pull = _columns(grad_query), None
-    if gain is not None:
-        pull = ((grad * _columns(query)).sum(dim=0) * rstd.square() * (-1 / hidden)).unsqueeze(1)
-        grad = grad * rstd
-    grad_x = x.new_empty(tokens if need_x else 0, hidden)
-    if _native(x, weight) and weight.shape[0] <= native.MAX_RANK:
-        grad_folded = native.project_backward(
-            x, weight, gain, grad.t().contiguous(), pull, grad_x if need_x else None
-        )
-        return _unfolded(grad_x, grad_folded, weight, gain)
-    grad_folded = torch.zeros_like(folded)
-    for block in _blocks(tokens, READ_NUMBERS // hidden):
-        rows, columns = x[block].float(), grad[:, block]
-        grad_folded.addmm_(columns, rows)
-        if need_x:
-            out = grad_x[block] if x.dtype == torch.float32 else torch.empty_like(rows)
-            if pull is None:
-                torch.mm(columns.t(), folded, out=out)
-            else:
-                torch.mul(rows, pull[block], out=out).addmm_(columns.t(), folded)
-            if x.dtype != torch.float32:
-                grad_x[block] = out
-    return _unfolded(grad_x, grad_folded, weight, gain)
+    if not _compiled(x, weight, grad_query) or weight.shape[0] > MAX_RANK:
+        return cpu_torch.project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
+    ends = _end_room(x, weight, gain, need_x=need_x)
+    stages = native.Stages(x, weight, gain, query=query, rstd=rstd)
+    native.backward(stages, Upstream(), native.Grads(None, grad_query, *ends))
+    return ends
 
 
 def route_backward(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    logits: Tensor,
-    selected: Selected,
-    query: Tensor,
-    rstd: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    *,
-    constants: Score,
-    normalize: bool,
-    need_x: bool,
+    saved: Saved, up: Upstream, *, constants: Score, normalize: bool, need_x: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
-    grad = select_backward(
-        logits,
-        selected,
+    x, weight, gain, anchors, query, rstd, logits, selected = saved
+    if not _compiled(x, weight, anchors) or _many(anchors) or weight.shape[0] > MAX_RANK:
+        return route_backward_in_parts(
+            "cpu",
+            saved,
+            up,
+            constants=constants,
+            normalize=normalize,
+            need_x=need_x,
+        )
+    grad_anchors = torch.empty_like(anchors)
+    ends = _end_room(x, weight, gain, need_x=need_x)
+    native.backward(
+        native.Stages(x, weight, gain, anchors, query, rstd, logits).selecting(selected),
+        up,
+        native.Grads(None, None, *ends, grad_anchors),
+        constants,
         normalize=normalize,
-        grad_logits=grad_logits,
-        grad_weights=grad_weights,
-        grad_lse=grad_lse,
-        grad_share=grad_share,
     )
-    grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
-    grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
-    return *grads, grad_anchors
+    return *ends, grad_anchors
 
 
-def _project(
-    x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
-) -> tuple[Tensor, Tensor]:
-    """Rank-major query [R, T], fp32, and 1 / rms [T] (empty without a gain)."""
-    tokens, hidden = x.shape
-    folded = _folded(weight, gain)
-    norm = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
-    if tokens < FEW_TOKENS:
-        x = x.float()
-        query = torch.mm(folded, x.t())
-        if gain is not None:
-            torch.linalg.vector_norm(x, dim=1, out=norm)
-    else:
-        query = folded.new_empty(weight.shape[0], tokens)
-        for block in _blocks(tokens, READ_NUMBERS // hidden):
-            rows = x[block].float()
-            _times_rows(folded, rows, out=query[:, block])
-            if gain is not None:
-                torch.linalg.vector_norm(rows, dim=1, out=norm[block])
-    if gain is None:
-        return query, norm
-    rstd = norm.square_().mul_(1 / hidden).add_(norm_eps).rsqrt_()
-    return query.mul_(rstd), rstd
-
-
-class _Core:
-    """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
-
-    def __init__(
-        self, query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score
-    ) -> None:
-        self.constants = constants
-        self.query, self.rho = query, None if rho is None else rho.float()
-        self.experts, self.heads, self.rank = anchors.shape
-        self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
-        self.a = query_side(query, self.rho, constants)
-        self.b = anchor_side(self.anchors, constants)
-        self.safe = self.heads > 1 and self._bound() <= SAFE_EXPONENT
-
-    def _bound(self) -> float:
-        """Largest possible |a . b| (Cauchy and Schwarz)."""
-        if self.a.shape[1] < FEW_TOKENS:
-            return float("inf")  # finding the bound would cost more than it saves
-        return float(norms(self.a).max() * norms(self.b).max())
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
-        tokens, columns = self.a.shape[1], self.b.shape[1]
-        size = max(1, SCORE_NUMBERS * torch.get_num_threads() // columns)
-        buffer = self.a.new_empty(min(size, tokens), columns)
-        for block in _slices(tokens, size):
-            scores = buffer[: block.stop - block.start]
-            torch.mm(self.a[:, block].t(), self.b, out=scores)
-            yield block, scores.view(-1, self.heads, self.experts)
-
-    def all_logits(self) -> Tensor:
-        """Logits [T, N], fp32."""
-        logits = self.a.new_empty(self.a.shape[1], self.experts)
-        for block, scores in self.blocks():
-            out = logits[block]
-            if self.heads == 1:
-                out.copy_(scores[:, 0])
-            elif self.safe:
-                torch.sum(scores.exp_(), dim=1, out=out)
-            else:
-                torch.logsumexp(scores, dim=1, out=out)
-        if self.safe:
-            logits.log_()
-        return logits if self.constants.scale == 1 else logits.mul_(self.constants.scale)
-
-    def backward(self, grad_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the query [R, T], the anchors [N, H, R] and rho_hat."""
-        grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
-        weight = grad_logits * self.constants.scale
-        pooled = logits.float() / self.constants.scale
-        if self.safe:
-            weight *= torch.exp(-pooled)
-        for block, scores in self.blocks():
-            if self.heads == 1:
-                scores.copy_(weight[block].unsqueeze(1))
-            elif self.safe:
-                scores.exp_().mul_(weight[block].unsqueeze(1))
-            else:
-                scores.sub_(pooled[block].unsqueeze(1)).exp_().mul_(weight[block].unsqueeze(1))
-            flat = scores.reshape(-1, self.b.shape[1])
-            _times_rows(self.b, flat, out=grad_a[:, block])
-            grad_b.addmm_(self.a[:, block], flat)
-        grad_query, grad_rho = query_side_backward(grad_a, self.query, self.rho, self.constants)
-        grad_anchors = anchor_side_backward(grad_b, self.anchors, self.constants)
-        shape = self.rank, self.heads, self.experts
-        return grad_query, grad_anchors.view(shape).permute(2, 1, 0).contiguous(), grad_rho
-
-
-def _columns(query: Tensor) -> Tensor:
-    """[T, R] as rank-major fp32 [R, T]."""
-    return query.t().contiguous().float()
-
-
-def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
-    """W_q with the gain of the norm folded in, fp32 [R, D]."""
-    return weight.float() if gain is None else weight.float() * gain
-
-
-def _unfolded(
-    grad_x: Tensor, grad_folded: Tensor, weight: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Share the gradient of W_q times gain between the two."""
-    if gain is None:
-        return grad_x, grad_folded.to(weight.dtype), weight.new_empty(0)
-    grad_gain = (grad_folded * weight).sum(dim=0)
-    return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
-
-
-def _native(*tensors: Tensor) -> bool:
-    """Whether the compiled kernels take these tensors."""
-    if any(tensor.dtype != torch.float32 for tensor in tensors):
+def _compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels take these tensors, the tokens first."""
+    if tensors[0].shape[0] == 0 or any(tensor.dtype != torch.float32 for tensor in tensors):
         return False
     return native.library() is not None
 
 
-def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
-    """weight [R, D] times rows [B, D] transposed: out [R, B]."""
-    if weight.shape[0] <= VECTOR_COLUMNS:
-        for vector, target in zip(weight, out, strict=True):
-            torch.mv(rows, vector, out=target)
-    else:
-        out.copy_(torch.mm(weight, rows.t()))
+def _many(anchors: Tensor) -> bool:
+    return anchors.numel() > MAX_ANCHOR_NUMBERS
 
 
-def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:
-    return _slices(tokens, max(1, per_thread * torch.get_num_threads()))
+def _query_room(x: Tensor, weight: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
+    query = x.new_empty(x.shape[0], weight.shape[0])
+    return query, x.new_empty(0 if gain is None else x.shape[0])
 
 
-def _slices(tokens: int, size: int) -> Iterator[slice]:
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
+def _selection_room(logits: Tensor, top_k: int, *, sums: bool, save: bool) -> Selected:
+    tokens, experts = logits.shape
+    return Selected(
+        logits.new_empty(tokens, top_k),
+        logits.new_empty(tokens, top_k, dtype=torch.int64),
+        logits.new_empty(tokens) if save else _NOTHING,
+        logits.new_empty((2, experts) if sums else (0, 2, experts)) if save else _NOTHING,
+    )
+
+
+def _end_room(
+    x: Tensor, weight: Tensor, gain: Tensor | None, *, need_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
+    return (
+        torch.empty_like(x) if need_x else x.new_empty(0, x.shape[1]),
+        torch.empty_like(weight),
+        weight.new_empty(0) if gain is None else torch.empty_like(gain),
+    )

@@ -1,4 +1,4 @@
-"""The compiled form of the CPU backend: builds ``cpu_kernel.cpp`` once and calls it.
+"""The compiled form of the CPU backend: builds ``cpu_forward.cpp`` and ``cpu_backward.cpp`` once.
 
 The library is built on first use where a C++ compiler is found (one to two seconds, said on the
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
@@ -15,19 +15,31 @@ import subprocess
 import tempfile
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Score, Selected
-
-MAX_RANK = 8  # above, the projection of torch is faster
-MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
+from l2r.kernels.backend import Score, Selected, Upstream
 
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
-_SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCES = [_FOLDER / "cpu_forward.cpp", _FOLDER / "cpu_backward.cpp"]
+_HEADER = _FOLDER / "cpu_common.h"
 _SCORINGS = {"dot": 0, "cosine": 1, "sips": 2}
+NO_SCORE = Score("dot", 1.0, 1.0, 1.0, 1.0, 1.0)  # where no stage scores
 _log = logging.getLogger("l2r")
+
+
+class Grads(NamedTuple):
+    """Gradients of logits, query, x, W_q, gain and anchors; None where not computed."""
+
+    logits: Tensor | None = None
+    query: Tensor | None = None
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    gain: Tensor | None = None
+    anchors: Tensor | None = None
 
 
 class _Score(ctypes.Structure):
@@ -39,8 +51,7 @@ class _Score(ctypes.Structure):
 _NUMBER, _POINTER = ctypes.c_int32, ctypes.c_void_p
 _TYPES = {
     "l2r_forward": [_POINTER, _POINTER, _NUMBER, _NUMBER, *[_POINTER] * 11],
-    "l2r_score_backward": [_POINTER, _POINTER, _NUMBER, *[_POINTER] * 6],
-    "l2r_project_backward": [_POINTER, _NUMBER, *[_POINTER] * 7],
+    "l2r_backward": [_POINTER, _POINTER, _NUMBER, _NUMBER, *[_POINTER] * 20],
 }
 
 
@@ -54,17 +65,22 @@ def library() -> ctypes.CDLL | None:
         _log.info("no C++ compiler found; routers use torch operations on the CPU")
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler)))
+        found = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("the CPU router kernel could not be built, torch code runs: %s", reason)
         return None
+    for name, types in _TYPES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = types, None
+    return found
 
 
 def _build(compiler: str) -> Path:
     """Path of the library; compiled under a temporary name and renamed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor()]
+    sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
+    parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
     path = folder / f"cpu-kernel-{digest}.so"
@@ -75,7 +91,7 @@ def _build(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as room:
         fresh = Path(room) / "kernel.so"
         subprocess.run(
-            [compiler, "-std=c++17", *_FLAGS, "-fPIC", "-shared", str(_SOURCE), "-o", str(fresh)],
+            [compiler, "-std=c++17", *_FLAGS, "-fPIC", "-shared", *_SOURCES, "-o", fresh],
             capture_output=True,
             check=True,
             text=True,
@@ -91,122 +107,109 @@ def _processor() -> bytes:
     return b"\n".join(sorted({line for line in lines if line.startswith((b"model", b"flags"))}))
 
 
+class Stages(NamedTuple):
+    """Tensors of one call; None for what a stage that is left out would need.
+
+    ``x`` None: the query is given. ``anchors`` None: the logits are, if any. ``weights`` None: no
+    selection. ``query``, ``rstd`` and ``lse`` None: not wanted.
+    """
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    gain: Tensor | None = None
+    anchors: Tensor | None = None
+    query: Tensor | None = None
+    rstd: Tensor | None = None
+    logits: Tensor | None = None
+    weights: Tensor | None = None
+    indices: Tensor | None = None
+    lse: Tensor | None = None
+
+    def selecting(self, selected: Selected) -> "Stages":
+        """With the tensors of a selection; an empty log-sum-exp is not wanted."""
+        weights, indices, lse, _ = selected
+        return self._replace(weights=weights, indices=indices, lse=lse if lse.shape[0] else None)
+
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """T, D, R, N, H and K, 0 where a stage is left out."""
+        hidden = rank = experts = heads = top_k = tokens = 0
+        if self.logits is not None:
+            tokens, experts = self.logits.shape
+        if self.anchors is not None:
+            experts, heads, rank = self.anchors.shape
+        if self.query is not None:
+            tokens, rank = self.query.shape
+        if self.x is not None:
+            tokens, hidden = self.x.shape
+        if self.weights is not None:
+            top_k = self.weights.shape[1]
+        return tokens, hidden, rank, experts, heads, top_k
+
+
 def forward(
-    query: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
+    stages: Stages,
+    constants: Score = NO_SCORE,
     *,
-    constants: Score,
-    norm_eps: float,
-    top_k: int,
-    normalize: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Selected]:
-    """1 / rms, logits and the selection (empty for top_k 0); fills ``query`` unless x is None."""
-    tokens, rank = query.shape
-    experts, heads, _ = anchors.shape
-    threads = _threads(tokens, experts * heads)
-    rstd = query.new_empty(0 if x is None or gain is None else tokens)
-    logits = query.new_empty(tokens, experts)
-    selected = Selected(
-        query.new_empty(tokens, top_k),
-        query.new_empty(tokens, top_k, dtype=torch.int64),
-        query.new_empty(tokens),
-        query.new_zeros(threads if sums else 0, 2, experts),
-    )
-    _call(
-        "l2r_forward",
-        _sizes(tokens, weight.shape[1], rank, experts, heads, top_k),
+    norm_eps: float = 0.0,
+    normalize: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """Fill the outputs among the stages, and ``sums`` [2, N] where given."""
+    sizes = stages.sizes()
+    threads = _threads(sizes)
+    parts = None if sums is None else sums.new_zeros(threads, *sums.shape)
+    _library().l2r_forward(
+        _sizes(sizes),
         _score(constants, norm_eps),
         threads,
-        int(normalize),
-        x,
-        weight,
-        gain,
-        anchors,
-        query,
-        rstd,
-        logits,
-        selected.weights if top_k else None,
-        selected.indices,
-        selected.lse,
-        selected.sums if sums else None,
+        normalize,
+        *[None if tensor is None else tensor.data_ptr() for tensor in (*stages, parts)],
     )
-    return rstd, logits, selected._replace(sums=selected.sums.sum(0)) if sums else selected
+    if parts is not None:
+        torch.sum(parts, 0, out=sums)
 
 
-def score_backward(
-    query: Tensor, anchors: Tensor, logits: Tensor, grad: Tensor, constants: Score
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a [T, R] and b [R, H, N]."""
-    tokens, rank = query.shape
-    experts, heads, _ = anchors.shape
-    threads = _threads(tokens, experts * heads)
-    grad_a = torch.empty_like(query)
-    grad_b = query.new_zeros(threads, rank, heads, experts)
-    _call(
-        "l2r_score_backward",
-        _sizes(tokens, 0, rank, experts, heads, 0),
+def backward(
+    stages: Stages,
+    upstream: Upstream,
+    grads: Grads,
+    constants: Score = NO_SCORE,
+    *,
+    normalize: bool = False,
+) -> None:
+    """Fill ``grads`` in one pass over the tokens.
+
+    With ``x`` alone among x and anchors, the gradient of the query is an input.
+    """
+    sizes = stages.sizes()
+    _library().l2r_backward(
+        _sizes(sizes),
         _score(constants, 0.0),
-        threads,
-        query,
-        anchors,
-        logits,
-        grad,
-        grad_a,
-        grad_b,
+        _threads(sizes),
+        normalize,
+        *[None if tensor is None else tensor.data_ptr() for tensor in (*stages, *upstream, *grads)],
     )
-    return grad_a, grad_b.sum(0)
 
 
-def project_backward(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    grad: Tensor,
-    pull: Tensor | None,
-    grad_x: Tensor | None,
-) -> Tensor:
-    """Gradient of the folded projection [R, D]; fills ``grad_x``."""
-    tokens, hidden = x.shape
-    threads = _threads(tokens, hidden)
-    grad_folded = x.new_zeros(threads, *weight.shape)
-    _call(
-        "l2r_project_backward",
-        _sizes(tokens, hidden, weight.shape[0], 0, 0, 0),
-        threads,
-        x,
-        weight,
-        gain,
-        grad,
-        pull,
-        grad_x,
-        grad_folded,
-    )
-    return grad_folded.sum(0)
+def _threads(sizes: tuple[int, ...]) -> int:
+    """Threads worth starting: one for every 2**15 numbers."""
+    tokens, hidden, _, experts, heads, _ = sizes
+    work = tokens * (hidden + experts * max(1, heads))
+    return max(1, min(torch.get_num_threads(), tokens, work // 2**15))
 
 
-def _call(name: str, *arguments: object) -> None:
+def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None
-    function = getattr(found, name)
-    function.argtypes = _TYPES[name]
-    function(*[v.data_ptr() if isinstance(v, Tensor) else v for v in arguments])
+    assert found is not None  # asked by the caller
+    return found
 
 
 @lru_cache(maxsize=256)
-def _sizes(*values: int) -> object:
-    return (ctypes.c_int64 * 6)(*values)
+def _sizes(sizes: tuple[int, ...]) -> object:
+    return (ctypes.c_int64 * 6)(*sizes)
 
 
 @lru_cache(maxsize=256)
 def _score(constants: Score, norm_eps: float) -> object:
     scoring, *floats = constants
     return ctypes.byref(_Score(_SCORINGS[scoring], *floats, norm_eps))
-
-
-def _threads(tokens: int, work: int) -> int:
-    """Threads worth starting: one for every 2**15 numbers."""
-    return max(1, min(torch.get_num_threads(), tokens * work // 2**15))

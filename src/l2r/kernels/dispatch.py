@@ -148,7 +148,7 @@ def route(
             top_k=top_k,
             normalize=normalize,
             sums=sums,
-            lse=sums,
+            save=sums,
         )
         return _routed(logits, *selected, by_products=sums)
     from l2r.kernels import op_route

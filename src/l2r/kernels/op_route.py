@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Score, Selected, module
+from l2r.kernels.backend import Saved, Score, Selected, Upstream, module
 from l2r.kernels.op_common import Grads, dense, fake_selected, share_of
 
 
@@ -97,19 +97,19 @@ def route_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), weight, gain (empty without one) and anchors."""
-    return module(backend).route_backward(
+    saved = Saved(
         x.contiguous(),
         weight.contiguous(),
         dense(gain),
         anchors.contiguous(),
-        logits,
-        Selected(weights, indices, lse, lse),
         query,
         rstd,
-        dense(grad_logits),
-        dense(grad_weights),
-        dense(grad_lse),
-        dense(grad_share),
+        logits,
+        Selected(weights, indices, lse, lse),
+    )
+    return module(backend).route_backward(
+        saved,
+        Upstream(*map(dense, (grad_logits, grad_weights, grad_lse, grad_share))),
         constants=Score(scoring, gamma, beta, p, eps, scale),
         normalize=normalize,
         need_x=need_x,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Score, Selected, module
+from l2r.kernels.backend import Score, Selected, Upstream, module
 from l2r.kernels.op_common import Grads, dense, fake_selected, share_of
 
 # --- query -----------------------------------------------------------------------------------
@@ -236,11 +236,8 @@ def select_backward(
     return module(backend).select_backward(
         logits.contiguous(),
         Selected(weights, indices, lse, lse),
+        Upstream(*map(dense, (grad_logits, grad_weights, grad_lse, grad_share))),
         normalize=normalize,
-        grad_logits=dense(grad_logits),
-        grad_weights=dense(grad_weights),
-        grad_lse=dense(grad_lse),
-        grad_share=dense(grad_share),
     )
 
 

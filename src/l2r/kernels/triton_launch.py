@@ -85,7 +85,7 @@ def route(
     top_k: int,
     normalize: bool,
     sums: bool,
-    lse: bool = True,
+    save: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Selected]:
     """Everything: query, rstd, logits and the selection; one launch where it fits."""
     rank, experts = weight.shape[0], anchors.shape[0]

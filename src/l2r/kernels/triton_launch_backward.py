@@ -6,23 +6,14 @@ from torch import Tensor
 
 from l2r.kernels import triton_backward as backward
 from l2r.kernels import triton_launch as forward
-from l2r.kernels.backend import Score, Selected
+from l2r.kernels.backend import Saved, Score, Selected, Upstream, route_backward_in_parts
 from l2r.kernels.triton_sizes import SCORINGS, Rank, on_device, power
 
 PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multiprocessor
 PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hold
 
 
-def select_backward(
-    logits: Tensor,
-    selected: Selected,
-    *,
-    normalize: bool,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-) -> Tensor:
+def select_backward(logits: Tensor, selected: Selected, up: Upstream, *, normalize: bool) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
     tokens, experts = logits.shape
     out = forward.empty(tokens, experts, like=logits, dtype=torch.float32)
@@ -36,18 +27,18 @@ def select_backward(
             selected.lse,
             selected.indices,
             selected.weights,
-            grad_logits,
-            grad_weights,
-            grad_lse,
-            grad_share,
+            up.logits,
+            up.weights,
+            up.lse,
+            up.share,
             out,
             tokens,
             experts,
             selected.weights.shape[1],
-            HAS_LOGITS=grad_logits is not None,
-            HAS_WEIGHTS=grad_weights is not None,
-            HAS_LSE=grad_lse is not None,
-            HAS_SHARE=grad_share is not None,
+            HAS_LOGITS=up.logits is not None,
+            HAS_WEIGHTS=up.weights is not None,
+            HAS_LSE=up.lse is not None,
+            HAS_SHARE=up.share is not None,
             NORMALIZE=normalize,
             BT=rows,
             BN=columns,
@@ -204,36 +195,12 @@ def project_backward(
 
 
 def route_backward(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    logits: Tensor,
-    selected: Selected,
-    query: Tensor,
-    rstd: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    *,
-    constants: Score,
-    normalize: bool,
-    need_x: bool,
+    saved: Saved, up: Upstream, *, constants: Score, normalize: bool, need_x: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
-    grad = select_backward(
-        logits,
-        selected,
-        normalize=normalize,
-        grad_logits=grad_logits,
-        grad_weights=grad_weights,
-        grad_lse=grad_lse,
-        grad_share=grad_share,
+    return route_backward_in_parts(
+        "triton", saved, up, constants=constants, normalize=normalize, need_x=need_x
     )
-    grad_query, grad_anchors, _ = score_backward(grad, query, anchors, None, logits, constants)
-    grads = project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
-    return *grads, grad_anchors
 
 
 def _splits(tokens: int, rows: int, blocks: int, numbers: int) -> tuple[int, int]:

@@ -23,11 +23,11 @@ def test_operations_pass_torch_opcheck(name: str) -> None:
     with implementation(name):
         query = plain.routing_query(x, weight, gain).detach().requires_grad_()
         logits = plain.anchor_logits(query, anchors, scoring="sips").detach().requires_grad_()
-        opcheck(ops.routing_query, (x, weight, gain, 1e-5, name))
-        opcheck(ops.routing_query, (x, weight, None, 1e-5, name))
-        opcheck(ops.anchor_logits, (query, anchors, None, *SCORE, name))
-        opcheck(ops.select, (logits, 2, False, False, name))
-        opcheck(op_route.route, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
+        opcheck(ops.routing_query.op, (x, weight, gain, 1e-5, name))
+        opcheck(ops.routing_query.op, (x, weight, None, 1e-5, name))
+        opcheck(ops.anchor_logits.op, (query, anchors, None, *SCORE, name))
+        opcheck(ops.select.op, (logits, 2, False, False, name))
+        opcheck(op_route.route.op, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

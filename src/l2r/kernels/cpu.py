@@ -182,8 +182,11 @@ def route_backward(
 
 def _compiled(*tensors: Tensor) -> bool:
     """Whether the compiled kernels take these tensors, the tokens first."""
-    if tensors[0].shape[0] == 0 or any(tensor.dtype != torch.float32 for tensor in tensors):
+    if tensors[0].shape[0] == 0:
         return False
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32:
+            return False
     return native.library() is not None
 
 

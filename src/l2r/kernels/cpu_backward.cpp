@@ -55,17 +55,19 @@ inline void select_backward(int64_t t, const float* logits, const Chosen& chosen
 }
 
 // Gradient of a from that of the logits; adds that of b to sum [R, H, N].
-inline void pool_backward(const float* a, const float* b, const float* logits, const float* grad,
-                          const Sizes& s, const Score& c, float* work, float* out, float* sum) {
+inline void pool_backward(const float* a, const AnchorSide& keys, const float* logits,
+                          const float* grad, const Sizes& s, const Score& c, float* work,
+                          float* out, float* sum) {
   const int64_t n = s.experts, plane = s.plane();
-  const float inverse = 1.0f / c.scale;
+  const float* b = keys.b.data();
+  const float to_unit = keys.unit / c.scale;
   for (int64_t r = 0; r < s.rank; ++r) out[r] = 0.0f;
   for (int64_t h = 0; h < s.heads; ++h) {
     if (s.heads > 1) {
       score_row(a, b, h, s, work);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i)
-        work[i] = grad[i] * c.scale * fast_exp(work[i] - logits[i] * inverse);
+        work[i] = grad[i] * c.scale * fast_exp2(work[i] - logits[i] * to_unit);
     } else {
       for (int64_t i = 0; i < n; ++i) work[i] = grad[i] * c.scale;
     }
@@ -79,7 +81,7 @@ inline void pool_backward(const float* a, const float* b, const float* logits, c
         inner += work[i] * row[i];
         target[i] += factor * work[i];
       }
-      out[r] += inner;
+      out[r] += inner / keys.unit;
     }
   }
 }
@@ -117,10 +119,10 @@ void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& k
   const int64_t plane = s.plane();
   for (int64_t n = 0; n < s.experts; ++n)
     for (int64_t h = 0; h < s.heads; ++h) {
-      const int64_t place = h * s.experts + n;
-      const float* anchor = anchors + (n * s.heads + h) * s.rank;
-      float* g = grad + place;
-      const float norm = keys.norm[place];
+      const int64_t flat = n * s.heads + h;
+      const float* anchor = anchors + flat * s.rank;
+      float* g = grad + h * s.experts + n;
+      const float norm = keys.norm[flat];
       float grad_norm = 0.0f;
       if (c.scoring == 2) {
         for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * plane] * anchor[r];
@@ -129,7 +131,7 @@ void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& k
         for (int64_t r = 0; r < s.rank; ++r) g[r * plane] *= grown;
       }
       if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, plane);
-      float* out = grad_anchors + (n * s.heads + h) * s.rank;
+      float* out = grad_anchors + flat * s.rank;
       for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * plane];
     }
 }
@@ -217,7 +219,7 @@ void l2r_backward(const int64_t* sizes, const Score* score, int32_t threads,
       if (anchors || grad_logits) select_backward(t, z, chosen, up, normalize_weights, s, grad);
       if (anchors) {
         query_side(q, s, c, a);
-        pool_backward(a, keys.b.data(), z, grad, s, c, work, g,
+        pool_backward(a, keys, z, grad, s, c, work, g,
                       anchor_sums.data() + part * anchor_numbers);
         query_side_backward(g, q, s, c);
         if (!x) std::memcpy(grad_query + t * s.rank, g, s.rank * sizeof(float));

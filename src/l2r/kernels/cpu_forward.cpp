@@ -32,35 +32,39 @@ inline float project(const float* x, const float* folded, const Sizes& s, const 
   return rstd;
 }
 
-inline void pool(const float* a, float length, const float* b, const Sizes& s, const Score& c,
-                 float longest, float* work, float* logits) {
+// Logits of one token: log-sum-exp over the anchors of each expert, times scale.
+inline void pool(const float* a, float length, const AnchorSide& keys, const Sizes& s,
+                 const Score& c, float* work, float* logits) {
   const int64_t n = s.experts;
+  const float* b = keys.b.data();
   if (s.heads == 1) {
     score_row(a, b, 0, s, logits);
-  } else if (length * longest <= kSafeExponent) {
+  } else {
+    const bool safe = length * keys.longest <= kSafeExponent;
+    float* top = work + n;
     for (int64_t i = 0; i < n; ++i) logits[i] = 0.0f;
-    for (int64_t h = 0; h < s.heads; ++h) {
-      score_row(a, b, h, s, work);
+    if (safe) {
+      for (int64_t h = 0; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp(work[i]);
+        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i]);
+      }
+    } else {
+      score_row(a, b, 0, s, top);
+      for (int64_t h = 1; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
+        for (int64_t i = 0; i < n; ++i) top[i] = work[i] > top[i] ? work[i] : top[i];
+      }
+      for (int64_t h = 0; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i] - top[i]);
+      }
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) logits[i] = fast_log(logits[i]);
-  } else {
-    float* top = work + n;
-    score_row(a, b, 0, s, top);
-    for (int64_t h = 1; h < s.heads; ++h) {
-      score_row(a, b, h, s, work);
-      for (int64_t i = 0; i < n; ++i) top[i] = work[i] > top[i] ? work[i] : top[i];
-    }
-    for (int64_t i = 0; i < n; ++i) logits[i] = 0.0f;
-    for (int64_t h = 0; h < s.heads; ++h) {
-      score_row(a, b, h, s, work);
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp(work[i] - top[i]);
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) logits[i] = top[i] + fast_log(logits[i]);
+    if (!safe)
+      for (int64_t i = 0; i < n; ++i) logits[i] += top[i] * kLn2;
   }
   if (c.scale != 1.0f)
     for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
@@ -133,7 +137,7 @@ void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
         if (gain && rstd) rstd[t] = scale;
       }
       float* out = logits + t * s.experts;
-      if (anchors) pool(a, query_side(q, s, c, a), keys.b.data(), s, c, keys.longest, work, out);
+      if (anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, out);
       if (!weights) continue;
       const float total = select(out, s, normalize_weights, weights + t * s.top_k,
                                  indices + t * s.top_k, work, mine);

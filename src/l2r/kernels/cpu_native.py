@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from l2r.kernels.backend import Score, Selected, Upstream
 
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_FLAGS: tuple[str, ...] = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+)
+if platform.machine() in ("x86_64", "AMD64"):
+    _FLAGS += ("-mprefer-vector-width=512",)  # compilers choose 256 by default; 0.87 of the time
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "cpu_forward.cpp", _FOLDER / "cpu_backward.cpp"]
 _HEADER = _FOLDER / "cpu_common.h"

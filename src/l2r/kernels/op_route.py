@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from l2r.kernels.backend import Saved, Score, Selected, Upstream, module
-from l2r.kernels.op_common import Grads, dense, fake_selected, share_of
+from l2r.kernels.op_common import Grads, Operation, dense, fake_selected, share_of
 
 
-@torch.library.custom_op("l2r::route", mutates_args=())
-def route(
+def _route(
     x: Tensor,
     weight: Tensor,
     gain: Tensor | None,
@@ -45,8 +44,7 @@ def route(
     return logits, *selected, query, rstd
 
 
-@route.register_fake
-def _(
+def _route_fake(
     x: Tensor,
     weight: Tensor,
     gain: Tensor | None,
@@ -70,8 +68,7 @@ def _(
     return logits, *fake_selected(logits, top_k, sums), query, rstd
 
 
-@torch.library.custom_op("l2r::route_backward", mutates_args=())
-def route_backward(
+def _route_backward(
     x: Tensor,
     weight: Tensor,
     gain: Tensor | None,
@@ -116,8 +113,7 @@ def route_backward(
     )
 
 
-@route_backward.register_fake
-def _(
+def _route_backward_fake(
     x: Tensor,
     weight: Tensor,
     gain: Tensor | None,
@@ -159,7 +155,8 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(x, weight, gain, anchors, logits, weights, indices, lse, query, rstd)
 
 
-def _route_backward(
+def _route_grads(
+    run: Any,
     ctx: Any,
     grad_logits: Tensor | None,
     grad_weights: Tensor | None,
@@ -170,7 +167,7 @@ def _route_backward(
 ) -> Grads:
     x, weight, gain, anchors, logits, weights, indices, lse, query, rstd = ctx.saved_tensors
     need_x = ctx.needs_input_grad[0]
-    grad_x, grad_weight, grad_gain, grad_anchors = route_backward(
+    grad_x, grad_weight, grad_gain, grad_anchors = run(
         x,
         weight,
         gain,
@@ -199,4 +196,12 @@ def _route_backward(
     )
 
 
-torch.library.register_autograd("l2r::route", _route_backward, setup_context=_route_setup)
+route = Operation(
+    "l2r::route",
+    _route,
+    _route_backward,
+    fake=_route_fake,
+    fake_backward=_route_backward_fake,
+    setup=_route_setup,
+    backward=_route_grads,
+)

@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from l2r.kernels.backend import Score, Selected, Upstream, module
-from l2r.kernels.op_common import Grads, dense, fake_selected, share_of
+from l2r.kernels.op_common import Grads, Operation, dense, fake_selected, share_of
 
 # --- query -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("l2r::routing_query", mutates_args=())
-def routing_query(
+def _routing_query(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] in the dtype of ``weight`` and 1 / rms [T] (empty without a gain)."""
     return module(backend).project(x.contiguous(), weight.contiguous(), dense(gain), norm_eps)
 
 
-@routing_query.register_fake
-def _(
+def _routing_query_fake(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
@@ -36,8 +34,7 @@ def _(
     return weight.new_empty(tokens, weight.shape[0]), rstd
 
 
-@torch.library.custom_op("l2r::routing_query_backward", mutates_args=())
-def routing_query_backward(
+def _routing_query_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -59,8 +56,7 @@ def routing_query_backward(
     )
 
 
-@routing_query_backward.register_fake
-def _(
+def _routing_query_backward_fake(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -77,31 +73,36 @@ def _(
     )
 
 
-def _query_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _routing_query_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, gain, _, ctx.backend = inputs
     query, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(x, weight, gain, query, rstd)
 
 
-def _query_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Grads:
+def _routing_query_grads(run: Any, ctx: Any, grad: Tensor, _: Tensor | None) -> Grads:
     x, weight, gain, query, rstd = ctx.saved_tensors
     need_x = ctx.needs_input_grad[0]
-    grad_x, grad_weight, grad_gain = routing_query_backward(
-        grad, x, weight, gain, query, rstd, need_x, ctx.backend
-    )
+    grad_x, grad_weight, grad_gain = run(grad, x, weight, gain, query, rstd, need_x, ctx.backend)
     grad_gain = None if gain is None else grad_gain
     return (grad_x if need_x else None), grad_weight, grad_gain, None, None
 
 
-torch.library.register_autograd("l2r::routing_query", _query_backward, setup_context=_query_setup)
+routing_query = Operation(
+    "l2r::routing_query",
+    _routing_query,
+    _routing_query_backward,
+    fake=_routing_query_fake,
+    fake_backward=_routing_query_backward_fake,
+    setup=_routing_query_setup,
+    backward=_routing_query_grads,
+)
 
 
 # --- logits ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("l2r::anchor_logits", mutates_args=())
-def anchor_logits(
+def _anchor_logits(
     query: Tensor,
     anchors: Tensor,
     rho_hat: Tensor | None,
@@ -120,8 +121,7 @@ def anchor_logits(
     )
 
 
-@anchor_logits.register_fake
-def _(
+def _anchor_logits_fake(
     query: Tensor,
     anchors: Tensor,
     rho_hat: Tensor | None,
@@ -136,8 +136,7 @@ def _(
     return query.new_empty(query.shape[0], anchors.shape[0])
 
 
-@torch.library.custom_op("l2r::anchor_logits_backward", mutates_args=())
-def anchor_logits_backward(
+def _anchor_logits_backward(
     grad: Tensor,
     query: Tensor,
     anchors: Tensor,
@@ -163,8 +162,7 @@ def anchor_logits_backward(
     )
 
 
-@anchor_logits_backward.register_fake
-def _(
+def _anchor_logits_backward_fake(
     grad: Tensor,
     query: Tensor,
     anchors: Tensor,
@@ -185,42 +183,45 @@ def _(
     )
 
 
-def _logits_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _anchor_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     query, anchors, rho_hat, *ctx.constants = inputs
     ctx.save_for_backward(query, anchors, rho_hat, output)
 
 
-def _logits_backward(ctx: Any, grad: Tensor) -> Grads:
+def _anchor_logits_grads(run: Any, ctx: Any, grad: Tensor) -> Grads:
     query, anchors, rho_hat, logits = ctx.saved_tensors
-    grad_query, grad_anchors, grad_rho = anchor_logits_backward(
-        grad, query, anchors, rho_hat, logits, *ctx.constants
-    )
+    grad_query, grad_anchors, grad_rho = run(grad, query, anchors, rho_hat, logits, *ctx.constants)
     return grad_query, grad_anchors, (None if rho_hat is None else grad_rho), *[None] * 7
 
 
-torch.library.register_autograd("l2r::anchor_logits", _logits_backward, setup_context=_logits_setup)
+anchor_logits = Operation(
+    "l2r::anchor_logits",
+    _anchor_logits,
+    _anchor_logits_backward,
+    fake=_anchor_logits_fake,
+    fake_backward=_anchor_logits_backward_fake,
+    setup=_anchor_logits_setup,
+    backward=_anchor_logits_grads,
+)
 
 
 # --- selection -------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("l2r::select", mutates_args=())
-def select(
+def _select(
     logits: Tensor, top_k: int, normalize: bool, sums: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """weights and indices [T, K], log-sum-exp [T], sums [2, N] of probabilities and choices."""
     return tuple(module(backend).select(logits.contiguous(), top_k, normalize=normalize, sums=sums))
 
 
-@select.register_fake
-def _(
+def _select_fake(
     logits: Tensor, top_k: int, normalize: bool, sums: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return fake_selected(logits, top_k, sums)
 
 
-@torch.library.custom_op("l2r::select_backward", mutates_args=())
-def select_backward(
+def _select_backward(
     logits: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -241,8 +242,7 @@ def select_backward(
     )
 
 
-@select_backward.register_fake
-def _(
+def _select_backward_fake(
     logits: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -265,7 +265,8 @@ def _select_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.save_for_backward(logits, weights, indices, lse)
 
 
-def _select_backward(
+def _select_grads(
+    run: Any,
     ctx: Any,
     grad_weights: Tensor | None,
     _: Tensor | None,
@@ -273,7 +274,7 @@ def _select_backward(
     grad_sums: Tensor | None,
 ) -> Grads:
     logits, weights, indices, lse = ctx.saved_tensors
-    grad = select_backward(
+    grad = run(
         logits,
         weights,
         indices,
@@ -288,4 +289,12 @@ def _select_backward(
     return grad.to(logits.dtype), None, None, None, None
 
 
-torch.library.register_autograd("l2r::select", _select_backward, setup_context=_select_setup)
+select = Operation(
+    "l2r::select",
+    _select,
+    _select_backward,
+    fake=_select_fake,
+    fake_backward=_select_backward_fake,
+    setup=_select_setup,
+    backward=_select_grads,
+)

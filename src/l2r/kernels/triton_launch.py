@@ -69,7 +69,9 @@ def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) 
     return logits
 
 
-def select(logits: Tensor, top_k: int, *, normalize: bool, sums: bool) -> Selected:
+def select(
+    logits: Tensor, top_k: int, *, normalize: bool, sums: bool, save: bool = True
+) -> Selected:
     """Softmax over experts and the k largest."""
     return _forward(logits=logits, top_k=top_k, normalize=normalize, sums=sums)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from l2r.functional import magnitude, unit
 from l2r.kernels import dispatch
 from l2r.kernels.plain import Scoring
-from l2r.routers.base import Router
+from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.norms import MagnitudeBatchNorm, RmsNormGain
 
@@ -65,12 +65,11 @@ class AnchorRouter(Router):
             self.norm.weight.fill_(1)
         if self.magnitude_norm is not None:
             self.magnitude_norm.reset_parameters()
-        if self.magnitude_norm is not None:
-            self.magnitude_norm.reset_parameters()
 
     def gain(self, dtype: torch.dtype) -> Tensor | None:
         """Gain of the input's RMSNorm, or None where the query norm is another."""
-        return None if self.norm is None else self.norm.weight.to(dtype)
+        norm = self.norm
+        return None if norm is None else as_dtype(norm.weight, dtype)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)

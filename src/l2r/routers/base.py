@@ -103,7 +103,7 @@ class Router(nn.Module):
             else:
                 logits = self._tempered(self.raw_logits(flat))
                 weights, indices = self.rule(self, logits, bias)
-        return RouterOutput(logits, weights.to(x.dtype), indices)
+        return RouterOutput(logits, as_dtype(weights, x.dtype), indices)
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
@@ -129,11 +129,19 @@ class Router(nn.Module):
         return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+_NOTHING_TO_DO = nullcontext()
+
+
 def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off; nothing to enter, and no time lost, where it is off already.
 
     The meta device, on which models are counted, has no autocast.
     """
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _NOTHING_TO_DO
     return torch.autocast(device.type, enabled=False)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.base import as_dtype
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
@@ -68,9 +69,9 @@ class L2RRouter(AnchorRouter):
         c, dtype = self.config, self.compute_dtype(x)
         return dispatch.route(
             x,
-            self.projection.weight.to(dtype),
+            as_dtype(self.projection.weight, dtype),
             self.gain(dtype),
-            self.anchors.to(dtype),
+            as_dtype(self.anchors, dtype),
             scoring=c.scoring,
             top_k=self.top_k,
             norm_eps=c.norm_eps,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from l2r import build_router
 from l2r.moe import Experts, MoELayer
-from l2r.moe.dispatch import assign, combine, grouped_linear
+from l2r.moe.dispatch import ByRow, assign, by_expert, grouped_linear
 
 KINDS = [("swiglu", False), ("gelu", False), ("gelu", True)]
 
@@ -73,11 +73,25 @@ def test_no_and_one_token(tokens):
     torch.testing.assert_close(experts(x, indices, weights), dense(experts, x, indices, weights))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("activation", "bias"), KINDS)
+def test_few_rows_without_gradients_equal_the_dense_reference(activation, bias, tokens):
+    experts = build(activation, bias, torch.float32)
+    indices, weights = routing(tokens, 0, torch.float32)
+    x = torch.randn(tokens, 16)
+    with torch.no_grad():
+        assert isinstance(assign(x, indices, 6), ByRow)
+        torch.testing.assert_close(
+            experts(x, indices, weights), dense(experts, x, indices, weights)
+        )
+    assert not isinstance(assign(x, indices, 6), ByRow)
+
+
 @given(tokens=st.integers(1, 40), top_k=st.integers(1, 5), seed=st.integers(0, 99))
 def test_assignment_is_a_sorted_permutation(tokens, top_k, seed):
     torch.manual_seed(seed)
     indices = torch.rand(tokens, 7).topk(top_k).indices
-    plan = assign(indices, 7)
+    plan = by_expert(indices, 7)
     assert sorted(plan.order.tolist()) == list(range(tokens * top_k))
     assert (plan.expert.diff() >= 0).all() and plan.ends[-1] == tokens * top_k
     assert torch.equal(indices.flatten()[plan.order], plan.expert)
@@ -86,10 +100,10 @@ def test_assignment_is_a_sorted_permutation(tokens, top_k, seed):
 
 def test_combine_undoes_the_order():
     indices = torch.tensor([[2, 0], [1, 2], [0, 1]])
-    plan = assign(indices, 3)
+    plan = by_expert(indices, 3)
     rows = torch.arange(6.0)[:, None][plan.order]
     weights = torch.tensor([[1.0, 10.0], [1.0, 10.0], [1.0, 10.0]])
-    assert combine(rows, weights, plan.order).flatten().tolist() == [10.0, 32.0, 54.0]
+    assert plan.combine(rows, weights).flatten().tolist() == [10.0, 32.0, 54.0]
 
 
 def test_grouped_linear_skips_empty_groups():

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from l2r.moe.dispatch import assign, combine, grouped_linear, spread
+from l2r.moe.dispatch import assign
 
 NAME = "l2r"
 
@@ -32,9 +32,9 @@ def l2r_experts_forward(
     if not plain:
         own: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return own
-    plan = assign(top_k_index, self.num_experts)
     dtype = self.gate_up_proj.dtype  # under autocast the stream may be wider than the weights
-    rows = spread(hidden_states.to(dtype), plan, top_k_index.shape[1])
-    hidden = self._apply_gate(grouped_linear(rows, self.gate_up_proj, plan.ends))
-    outputs = grouped_linear(hidden.to(dtype), self.down_proj, plan.ends)
-    return combine(outputs, top_k_weights, plan.order).to(hidden_states.dtype)
+    x = hidden_states.to(dtype)
+    plan = assign(x, top_k_index, self.num_experts)
+    hidden = self._apply_gate(plan.linear(plan.spread(x), self.gate_up_proj))
+    outputs = plan.linear(hidden.to(dtype), self.down_proj)
+    return plan.combine(outputs, top_k_weights).to(hidden_states.dtype)

@@ -13,8 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from l2r.kernels.op_common import traced
 
-class Assignment(NamedTuple):
+
+class ByExpert(NamedTuple):
     """The S assignments sorted by expert.
 
     order [S]: position in the flattened [T, K] indices. token [S]: which token it is.
@@ -26,49 +28,95 @@ class Assignment(NamedTuple):
     ends: Int[Tensor, " N"]
     expert: Int[Tensor, " S"]
 
+    def spread(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "S D"]:
+        """Rows of x in the order of the assignments."""
+        if not torch.is_grad_enabled():  # spares a decode step the autograd function
+            return x.index_select(0, self.token)
+        rows: Tensor = _Spread.apply(x, self.token, self.order)  # type: ignore[no-untyped-call]
+        return rows
 
-def assign(indices: Int[Tensor, "T K"], num_experts: int) -> Assignment:
+    def linear(
+        self, rows: Float[Tensor, "S I"], weight: Float[Tensor, "N O I"]
+    ) -> Float[Tensor, "S O"]:
+        """Every row times the matrix of its expert."""
+        return grouped_linear(rows, weight, self.ends)
+
+    def combine(
+        self, outputs: Float[Tensor, "S D"], weights: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
+        """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
+        weights = weights.to(outputs.dtype)
+        if not torch.is_grad_enabled():
+            return _sum_rows(outputs, _inverse(self.order).view_as(weights), weights)
+        total: Tensor = _Combine.apply(outputs, weights, self.order)  # type: ignore[no-untyped-call]
+        return total
+
+
+class ByRow(NamedTuple):
+    """The S assignments in the tokens' own order, for a handful of them on a CPU.
+
+    The grouped product is a loop over all experts there, the empty ones included, and sorting
+    costs more than it saves. expert [S]: expert of each row; ``experts``: the same as numbers.
+    """
+
+    expert: Int[Tensor, " S"]
+    experts: list[int]
+
+    def spread(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "S D"]:
+        """Every row of x K times."""
+        return x.repeat_interleave(len(self.experts) // x.shape[0], dim=0)
+
+    def linear(
+        self, rows: Float[Tensor, "S I"], weight: Float[Tensor, "N O I"]
+    ) -> Float[Tensor, "S O"]:
+        """Every row times the matrix of its expert."""
+        pairs = zip(rows.unsqueeze(1), self.experts, strict=True)
+        return torch.cat([torch.nn.functional.linear(row, weight[n]) for row, n in pairs])
+
+    def combine(
+        self, outputs: Float[Tensor, "S D"], weights: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
+        """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
+        by_token = outputs.view(*weights.shape, outputs.shape[1])
+        return (weights.to(outputs.dtype).unsqueeze(1) @ by_token).squeeze(1)
+
+
+def assign(
+    x: Float[Tensor, "T D"], indices: Int[Tensor, "T K"], num_experts: int
+) -> ByExpert | ByRow:
+    """The way to the chosen experts and back: rows sorted by expert, or one by one if few."""
+    if x.device.type == "cpu" and 0 < indices.numel() <= num_experts and _only_inference(x):
+        return ByRow(indices.flatten(), indices.flatten().tolist())
+    return by_expert(indices, num_experts)
+
+
+def by_expert(indices: Int[Tensor, "T K"], num_experts: int) -> ByExpert:
     """Sort assignments by expert, tokens in their own order within one expert."""
     expert, order = torch.sort(indices.flatten(), stable=True)
     every = torch.arange(num_experts, device=indices.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, every, right=True, out_int32=True)
-    return Assignment(order, order // indices.shape[1], ends, expert)
+    return ByExpert(order, order // indices.shape[1], ends, expert)
 
 
-def spread(x: Float[Tensor, "T D"], plan: Assignment, top_k: int) -> Float[Tensor, "S D"]:
-    """Rows of x in the order of the assignments."""
-    if not torch.is_grad_enabled():  # spares a decode step the autograd function
-        return x.index_select(0, plan.token)
-    rows: Tensor = _Spread.apply(x, plan.token, plan.order, top_k)  # type: ignore[no-untyped-call]
-    return rows
-
-
-def combine(
-    outputs: Float[Tensor, "S D"],
-    weights: Float[Tensor, "T K"],
-    order: Int[Tensor, " S"],
-) -> Float[Tensor, "T D"]:
-    """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
-    weights = weights.to(outputs.dtype)
-    if not torch.is_grad_enabled():
-        return _sum_rows(outputs, _inverse(order).view_as(weights), weights)
-    total: Tensor = _Combine.apply(outputs, weights, order)  # type: ignore[no-untyped-call]
-    return total
+def _only_inference(x: Tensor) -> bool:
+    """No gradients and nothing that would have to trace a loop over numbers."""
+    return not (torch.is_grad_enabled() or traced(x))
 
 
 class _Spread(torch.autograd.Function):
     """Gather rows; the gradient of a token is the sum over its K rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.top_k = top_k
+        ctx.tokens = x.shape[0]
         return x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return _sum_rows(grad, _inverse(order).view(-1, ctx.top_k), None), None, None, None
+        places = _inverse(order).view(ctx.tokens, order.shape[0] // max(1, ctx.tokens))
+        return _sum_rows(grad, places, None), None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.moe.dispatch import assign, combine, grouped_linear, spread
+from l2r.moe.dispatch import assign
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -67,20 +67,20 @@ class Experts(nn.Module):
         weights: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T D"]:
         """Weighted sum of the chosen experts' outputs, one grouped product per matrix."""
-        plan = assign(indices, self.num_experts)
-        rows = spread(x, plan, indices.shape[1])
+        plan = assign(x, indices, self.num_experts)
+        rows = plan.spread(x)
         if self.activation == "swiglu":
-            gate, up = grouped_linear(rows, self.gate_up_proj, plan.ends).chunk(2, dim=-1)
+            gate, up = plan.linear(rows, self.gate_up_proj).chunk(2, dim=-1)
             hidden = nn.functional.silu(gate) * up
         else:
-            hidden = grouped_linear(rows, self.up_proj, plan.ends)
+            hidden = plan.linear(rows, self.up_proj)
             if self.up_bias is not None:
                 hidden = hidden + self.up_bias[plan.expert]
             hidden = nn.functional.gelu(hidden)
-        outputs = grouped_linear(hidden, self.down_proj, plan.ends)
+        outputs = plan.linear(hidden, self.down_proj)
         if self.down_bias is not None:
             outputs = outputs + self.down_bias[plan.expert]
-        return combine(outputs, weights, plan.order)
+        return plan.combine(outputs, weights)
 
     def extra_repr(self) -> str:
         n, d, f = self.down_proj.shape

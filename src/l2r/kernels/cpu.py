@@ -45,9 +45,9 @@ def select(
         return cpu_torch.select(logits, top_k, normalize=normalize, sums=sums, save=save)
     selected = _selection_room(logits, top_k, sums=sums, save=save)
     native.forward(
-        native.Stages(logits=logits).selecting(selected),
+        native.Stages(logits=logits, **selected._asdict()),
         normalize=normalize,
-        sums=selected.sums if sums else None,
+        sums=sums,
     )
     return selected
 
@@ -84,27 +84,19 @@ def route(
         )
     logits = x.new_empty(x.shape[0], anchors.shape[0])
     selected = _selection_room(logits, top_k, sums=sums, save=save)
-    query = rstd = None
-    if weight.shape[0] > MAX_RANK:
+    here, query, rstd = weight.shape[0] <= MAX_RANK, _NOTHING, _NOTHING
+    if not here:
         query, rstd = cpu_torch.project(x, weight, gain, norm_eps)
-        stages = native.Stages(anchors=anchors, query=query, logits=logits)
-    else:
-        if save:
-            query, rstd = _query_room(x, weight, gain)
-        stages = native.Stages(x, weight, gain, anchors, query, rstd, logits)
+    elif save:
+        query, rstd = _query_room(x, weight, gain)
     native.forward(
-        stages.selecting(selected),
+        native.Stages(x if here else None, weight, gain, anchors, query, rstd, logits, *selected),
         constants,
         norm_eps=norm_eps,
         normalize=normalize,
-        sums=selected.sums if sums else None,
+        sums=sums,
     )
-    return (
-        _NOTHING if query is None else query,
-        _NOTHING if rstd is None else rstd,
-        logits,
-        selected,
-    )
+    return query, rstd, logits, selected
 
 
 def select_backward(logits: Tensor, selected: Selected, up: Upstream, *, normalize: bool) -> Tensor:
@@ -112,7 +104,7 @@ def select_backward(logits: Tensor, selected: Selected, up: Upstream, *, normali
     if not _compiled(logits):
         return cpu_torch.select_backward(logits, selected, up, normalize=normalize)
     grad = torch.empty_like(logits)
-    stages = native.Stages(logits=logits).selecting(selected)
+    stages = native.Stages(logits=logits, **selected._asdict())
     native.backward(stages, up, native.Grads(logits=grad), normalize=normalize)
     return grad
 
@@ -171,7 +163,7 @@ def route_backward(
     grad_anchors = torch.empty_like(anchors)
     ends = _end_room(x, weight, gain, need_x=need_x)
     native.backward(
-        native.Stages(x, weight, gain, anchors, query, rstd, logits).selecting(selected),
+        native.Stages(x, weight, gain, anchors, query, rstd, logits, *selected),
         up,
         native.Grads(None, None, *ends, grad_anchors),
         constants,

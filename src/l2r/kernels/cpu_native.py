@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Score, Selected, Upstream
+from l2r.kernels.backend import Score, Upstream
 
 _FLAGS: tuple[str, ...] = (
     "-O3",
@@ -120,7 +120,7 @@ class Stages(NamedTuple):
     """Tensors of one call; None for what a stage that is left out would need.
 
     ``x`` None: the query is given. ``anchors`` None: the logits are, if any. ``weights`` None: no
-    selection. ``query``, ``rstd`` and ``lse`` None: not wanted.
+    selection. ``query``, ``rstd`` and ``lse`` empty: not wanted.
     """
 
     x: Tensor | None = None
@@ -133,26 +133,21 @@ class Stages(NamedTuple):
     weights: Tensor | None = None
     indices: Tensor | None = None
     lse: Tensor | None = None
-
-    def selecting(self, selected: Selected) -> "Stages":
-        """With the tensors of a selection; an empty log-sum-exp is not wanted."""
-        weights, indices, lse, _ = selected
-        return self._replace(weights=weights, indices=indices, lse=lse if lse.shape[0] else None)
+    sums: Tensor | None = None
 
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """T, D, R, N, H and K, 0 where a stage is left out."""
-        hidden = rank = experts = heads = top_k = tokens = 0
-        if self.logits is not None:
-            tokens, experts = self.logits.shape
-        if self.anchors is not None:
-            experts, heads, rank = self.anchors.shape
-        if self.query is not None:
-            tokens, rank = self.query.shape
-        if self.x is not None:
-            tokens, hidden = self.x.shape
-        if self.weights is not None:
-            top_k = self.weights.shape[1]
-        return tokens, hidden, rank, experts, heads, top_k
+        x, weight, _, anchors, _, _, logits, weights, *_ = self
+        hidden = rank = experts = heads = tokens = 0
+        if logits is not None:
+            tokens, experts = logits.shape
+        if anchors is not None:
+            _, heads, rank = anchors.shape
+        elif weight is not None:
+            rank = weight.shape[0]
+        if x is not None:
+            tokens, hidden = x.shape
+        return tokens, hidden, rank, experts, heads, 0 if weights is None else weights.shape[1]
 
 
 def forward(
@@ -161,21 +156,16 @@ def forward(
     *,
     norm_eps: float = 0.0,
     normalize: bool = False,
-    sums: Tensor | None = None,
+    sums: bool = False,
 ) -> None:
-    """Fill the outputs among the stages, and ``sums`` [2, N] where given."""
+    """Fill the outputs among the stages; the sums only if asked for."""
+    *tensors, total = stages
     sizes = stages.sizes()
     threads = _threads(sizes)
-    parts = None if sums is None else sums.new_zeros(threads, *sums.shape)
-    _library().l2r_forward(
-        _sizes(sizes),
-        _score(constants, norm_eps),
-        threads,
-        normalize,
-        *[None if tensor is None else tensor.data_ptr() for tensor in (*stages, parts)],
-    )
+    parts = total.new_zeros(threads, *total.shape) if sums and total is not None else None
+    _run("l2r_forward", sizes, _score(constants, norm_eps), threads, normalize, *tensors, parts)
     if parts is not None:
-        torch.sum(parts, 0, out=sums)
+        torch.sum(parts, 0, out=total)
 
 
 def backward(
@@ -190,27 +180,30 @@ def backward(
 
     With ``x`` alone among x and anchors, the gradient of the query is an input.
     """
-    sizes = stages.sizes()
-    _library().l2r_backward(
-        _sizes(sizes),
-        _score(constants, 0.0),
-        _threads(sizes),
-        normalize,
-        *[None if tensor is None else tensor.data_ptr() for tensor in (*stages, *upstream, *grads)],
-    )
+    sizes, tensors = stages.sizes(), (*stages[:-1], *upstream, *grads)
+    score = _score(constants, 0.0)
+    _run("l2r_backward", sizes, score, _threads(sizes), normalize, *tensors)
+
+
+def _run(
+    name: str,
+    sizes: tuple[int, ...],
+    score: object,
+    threads: int,
+    normalize: bool,
+    *tensors: Tensor | None,
+) -> None:
+    found = library()
+    assert found is not None  # asked by the caller
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    getattr(found, name)(_sizes(sizes), score, threads, normalize, *addresses)
 
 
 def _threads(sizes: tuple[int, ...]) -> int:
     """Threads worth starting: one for every 2**15 numbers."""
     tokens, hidden, _, experts, heads, _ = sizes
     work = tokens * (hidden + experts * max(1, heads))
-    return max(1, min(torch.get_num_threads(), tokens, work // 2**15))
-
-
-def _library() -> ctypes.CDLL:
-    found = library()
-    assert found is not None  # asked by the caller
-    return found
+    return 1 if work < 2**16 else min(torch.get_num_threads(), tokens, work // 2**15)
 
 
 @lru_cache(maxsize=256)

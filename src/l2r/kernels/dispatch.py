@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+WORTH_SELECTING = 2**14  # logits from which the CPU's own selection is faster than torch's calls
 _LIMITS = {"experts": 1024, "heads": 64, "rank": 64}  # of the Triton kernels
 
 linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
@@ -56,7 +57,7 @@ def routing_query(
     eps: float = 1e-5,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    fused = _fused(x, projection, rank=projection.shape[0])
+    fused = _fused(traced(x), x, projection, rank=projection.shape[0])
     if fused is None:
         return plain.routing_query(x, projection, gain, eps=eps)
     from l2r.kernels import ops
@@ -77,7 +78,7 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     experts, heads, rank = anchors.shape
-    fused = _fused(query, anchors, experts=experts, heads=heads, rank=rank)
+    fused = _fused(traced(query), query, anchors, experts=experts, heads=heads, rank=rank)
     if fused is None:
         return plain.anchor_logits(
             query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, rho_hat=rho_hat, eps=eps
@@ -91,10 +92,11 @@ def softmax_top_k(
     logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
 ) -> tuple[Float[Tensor, "T K"], Tensor]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
-    fused = _fused(logits, experts=logits.shape[1])
-    if fused is None or (fused == "cpu" and not _worth_selecting(logits)):
+    watched = traced(logits)
+    fused = _fused(watched, logits, experts=logits.shape[1])
+    if fused is None or (fused == "cpu" and (watched or logits.numel() < WORTH_SELECTING)):
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
-    if _direct(logits):
+    if _direct(watched, logits):
         options = {"normalize": normalize, "sums": False, "save": False}
         return module(fused).select(logits.contiguous(), top_k, **options)[:2]
     from l2r.kernels import ops
@@ -122,7 +124,8 @@ def route(
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
     experts, heads, rank = anchors.shape
-    fused = _fused(x, projection, anchors, experts=experts, heads=heads, rank=rank)
+    watched = traced(x)
+    fused = _fused(watched, x, projection, anchors, experts=experts, heads=heads, rank=rank)
     if fused is None:
         return plain.route(
             x,
@@ -140,7 +143,7 @@ def route(
             normalize=normalize,
             sums=sums,
         )
-    if _direct(x, projection, gain, anchors):
+    if _direct(watched, x, projection, gain, anchors):
         score = Score(scoring, gamma, beta, p, eps, 1 / temperature)
         _, _, logits, selected = module(fused).route(
             x.contiguous(),
@@ -177,7 +180,7 @@ def route(
     return _routed(logits, weights, indices, lse, totals, by_products=sums)
 
 
-def _fused(*tensors: Tensor, **sizes: int) -> str | None:
+def _fused(watched: bool, *tensors: Tensor, **sizes: int) -> str | None:
     """Fused backend for these tensors, by the device of the first; None where plain code runs."""
     name = name_for(tensors[0])
     if name == "plain":
@@ -185,17 +188,10 @@ def _fused(*tensors: Tensor, **sizes: int) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
             return None
-    if torch.compiler.is_exporting():
-        return None
-    if not torch.compiler.is_compiling() and _transformed():
+    if torch.compiler.is_exporting() if watched else _transformed():
         return None
     fits = name == "cpu" or all(size <= _LIMITS[which] for which, size in sizes.items())
     return name if fits else None
-
-
-def _worth_selecting(logits: Tensor) -> bool:
-    """On a CPU torch's own two calls are as fast for few tokens, and a compiler fuses them."""
-    return logits.numel() >= 2**14 and not torch.compiler.is_compiling()
 
 
 def _routed(
@@ -212,14 +208,16 @@ def _routed(
     return Routed(logits, weights, indices, None, None)
 
 
-def _direct(*tensors: Tensor | None) -> bool:
+def _direct(watched: bool, *tensors: Tensor | None) -> bool:
     """Without gradients, in plain eager mode, the backend is called past the operation.
 
     Decoding a token feels every microsecond of the call.
     """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if watched:
         return False
-    return tensors[0] is not None and not traced(tensors[0])
+    return not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in tensors
+    )
 
 
 def _transformed() -> bool:

@@ -3,7 +3,7 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -78,7 +78,9 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with _autocast_off(x.device):
+        with (
+            torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else nullcontext()
+        ):
             return self._tempered(self.raw_logits(self._prepare(x)))
 
     def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
@@ -96,13 +98,18 @@ class Router(nn.Module):
         ``bias`` [N] is what some model families pass for their selection ``rule``; without a
         rule it is not used.
         """
-        with _autocast_off(x.device):
-            flat = self._prepare(x)
-            if self.rule is None:
-                logits, weights, indices = self.routed(flat)
-            else:
-                logits = self._tempered(self.raw_logits(flat))
-                weights, indices = self.rule(self, logits, bias)
+        if _autocasts(x.device):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._route(x, bias)
+        return self._route(x, bias)
+
+    def _route(self, x: Tensor, bias: Tensor | None) -> RouterOutput:
+        flat = self._prepare(x)
+        if self.rule is None:
+            logits, weights, indices = self.routed(flat)
+        else:
+            logits = self._tempered(self.raw_logits(flat))
+            weights, indices = self.rule(self, logits, bias)
         return RouterOutput(logits, as_dtype(weights, x.dtype), indices)
 
     def extra_repr(self) -> str:
@@ -134,14 +141,6 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-_NOTHING_TO_DO = nullcontext()
-
-
-def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off; nothing to enter, and no time lost, where it is off already.
-
-    The meta device, on which models are counted, has no autocast.
-    """
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return _NOTHING_TO_DO
-    return torch.autocast(device.type, enabled=False)
+def _autocasts(device: torch.device) -> bool:
+    """Whether autocast is on; the meta device, on which models are counted, has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from l2r.data.tokens import TokenDataset
 
+_NO_TARGET = -100
+
 
 @torch.no_grad()
 def validation_loss(
@@ -45,7 +47,12 @@ def validation_loss(
 def token_losses(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Cross-entropy [B, S - 1] of every next token, in fp32."""
     output: Any = model(input_ids=input_ids, use_cache=False)
-    logits = output.logits[:, :-1].float()
-    targets = input_ids[:, 1:]
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)
+    # the last position predicts nothing; cutting it off would copy the logits, twice
+    targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=_NO_TARGET)
+    losses = nn.functional.cross_entropy(
+        output.logits.float().flatten(0, 1),
+        targets.flatten(),
+        reduction="none",
+        ignore_index=_NO_TARGET,
+    )
+    return losses.view_as(targets)[:, :-1]

@@ -21,6 +21,7 @@ from l2r.training.average import WeightAverage
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
@@ -65,6 +66,8 @@ def train(
     """
     run = RunFolder(folder)
     with join_ranks() as ranks:
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
         if ranks.first:
             run.create()
         ranks.wait()
@@ -150,7 +153,9 @@ class _Trainer:
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             with accumulate(self.model, last=last):
-                losses, summary = self._backward(step, batch, usage, len(batches), last=last)
+                losses, summary = self._backward(
+                    step, batch, usage, len(batches), summarise=last and summarise
+                )
             for name, value in losses.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
         norm = self._clip(step)
@@ -165,7 +170,7 @@ class _Trainer:
         return {**head, **means, "lr": rate, "grad_norm": norm, **summary}
 
     def _backward(
-        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, last: bool
+        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, summarise: bool
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         section = self.recipe.losses
         with precision(self.recipe.training.precision, self.ranks.device):
@@ -181,7 +186,7 @@ class _Trainer:
                 + self._last_checkpoint()
             )
         (loss / parts).backward()  # type: ignore[no-untyped-call]
-        summary = routing_summary(captured) if last else {}
+        summary = routing_summary(captured) if summarise else {}
         return {"ce": task_loss.detach(), **parts_of_extra}, summary
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:

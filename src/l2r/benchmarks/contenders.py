@@ -83,8 +83,6 @@ def contenders(
         forms = ["plain", "fused"]
         if compiled and label in ("linear", "l2r_sips H16"):  # seconds to compile, each
             forms.append("compiled")
-        if label == "linear" and device == "cpu":
-            forms.remove("fused")  # the same code on a CPU
         found += [Contender(f"{label}, {form}", router, form) for form in forms]
         if label == "linear" and dtype != torch.float32:
             half = HalfLinear(router.weight.detach().to(dtype), top_k)

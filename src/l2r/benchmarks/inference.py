@@ -16,7 +16,8 @@ def run(settings: Settings) -> Bench:
     bench = Bench(
         "inference",
         settings,
-        note="ratio: time over the stock model's. router share: time of all "
+        note="ratio: time over the stock model's. over linear: over our own with the linear "
+        "router. router share: time of all "
         "routers alone over the step's. plain: the router without fused code.",
     )
     length = 16 if settings.quick else 2048 if settings.device == "cuda" else 128
@@ -51,6 +52,7 @@ def run(settings: Settings) -> Bench:
                 high_ms=1e3 * time.high,
                 tokens_per_second=count / time.median,
                 ratio=time.median / base,
+                over_linear=time.median / times["l2r, linear"].median,
                 router_share=_share(found, name, count, settings) / time.median,
             )
     return bench

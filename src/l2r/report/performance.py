@@ -34,23 +34,28 @@ def bench_table(bench: Mapping[str, Any]) -> Table:
 def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median_us") -> go.Figure:
     """Time (``median_us``), memory (``peak_mib``) or ``ratio`` against one size, log-log.
 
+    Of several forms of one router the best at each size is drawn.
+
     Raises ValueError for an axis or column that the benchmark does not have.
     """
     records = [record for record in bench["records"] if record.get("axis") == axis]
     if axis not in AXES or not records or column not in records[0]:
         raise ValueError(f"no records for axis={axis!r} and column={column!r} in this benchmark")
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for record in records:  # of several forms of one router, the best at each size
+        router = str(record["contender"]).split(",", 1)[0]
+        points = lines.setdefault((router, record["phase"]), {})
+        value = record[column]
+        points[record["value"]] = min(value, points.get(record["value"], value))
     figure = go.Figure()
-    for name in dict.fromkeys(record["contender"] for record in records):
-        for phase, dash in _DASHES.items():
-            points = [r for r in records if r["contender"] == name and r["phase"] == phase]
-            kind = str(name).split(",", 1)[0]
-            figure.add_scatter(
-                x=[point["value"] for point in points],
-                y=[point[column] for point in points],
-                name=f"{name}, {phase}",
-                mode="lines+markers",
-                line={"dash": dash, "color": router_colour(kind)},
-            )
+    for (router, phase), points in lines.items():
+        figure.add_scatter(
+            x=list(points),
+            y=list(points.values()),
+            name=f"{router}, {phase}",
+            mode="lines+markers",
+            line={"dash": _DASHES[phase], "color": router_colour(router)},
+        )
     titles = {"median_us": "microseconds", "peak_mib": "peak MiB", "ratio": "ratio to linear"}
     figure.update_layout(layout(title=f"{titles[column].capitalize()} against {AXES[axis]}"))
     figure.update_xaxes(type="log", title=AXES[axis])

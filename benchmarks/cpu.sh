@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 RESULTS=${RESULTS:-benchmarks/results}
+CORES=$(nproc) # which OMP_NUM_THREADS, set below, would change
 
 all() { # THREADS CLOCK FOLDER
   export OMP_NUM_THREADS=$1
@@ -18,6 +19,6 @@ all() { # THREADS CLOCK FOLDER
 }
 
 all 1 cpu cpu-1-thread
-all "$(nproc)" wall "cpu-$(nproc)-threads"
+all "$CORES" wall "cpu-$CORES-threads"
 unset OMP_NUM_THREADS
-"$PYTHON" benchmarks/kept_memory.py --out "$RESULTS/cpu-$(nproc)-threads"
+"$PYTHON" benchmarks/kept_memory.py --out "$RESULTS/cpu-$CORES-threads"

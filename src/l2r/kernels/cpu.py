@@ -12,7 +12,8 @@ from l2r.kernels import cpu_native as native
 from l2r.kernels import cpu_torch
 from l2r.kernels.backend import Saved, Score, Selected, Upstream, route_backward_in_parts
 
-MAX_RANK = 8  # above, the projection of torch is faster
+MAX_RANK = 8  # above, the products of torch are faster
+FEW_TOKENS = 16  # below, calls cost more than arithmetic
 MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 _NOTHING = torch.empty(0)  # stands for a result nobody asked for
 
@@ -21,7 +22,7 @@ def project(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] and, with a gain, 1 / rms [T] of every token."""
-    if not _compiled(x, weight) or weight.shape[0] > MAX_RANK:
+    if not _compiled(x, weight) or _wide(weight.shape[0], x.shape[0]):
         return cpu_torch.project(x, weight, gain, norm_eps)
     query, rstd = _query_room(x, weight, gain)
     native.forward(native.Stages(x, weight, gain, query=query, rstd=rstd), norm_eps=norm_eps)
@@ -30,7 +31,7 @@ def project(
 
 def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) -> Tensor:
     """Logits [T, N]."""
-    if rho is not None or not _compiled(query, anchors):
+    if rho is not None or not _compiled(query, anchors) or _wide(query.shape[1], query.shape[0]):
         return cpu_torch.score(query, anchors, rho, constants)
     logits = query.new_empty(query.shape[0], anchors.shape[0])
     native.forward(native.Stages(anchors=anchors, query=query, logits=logits), constants)
@@ -69,28 +70,15 @@ def route(
 
     ``save`` false may leave empty what the backward alone needs: query, 1 / rms, log-sum-exp.
     """
-    if not _compiled(x, weight, anchors):
-        return cpu_torch.route(
-            x,
-            weight,
-            gain,
-            anchors,
-            norm_eps=norm_eps,
-            constants=constants,
-            top_k=top_k,
-            normalize=normalize,
-            sums=sums,
-            save=save,
-        )
+    if not _compiled(x, weight, anchors) or _wide(weight.shape[0], x.shape[0]):
+        query, rstd = project(x, weight, gain, norm_eps)
+        logits = score(query, anchors, None, constants)
+        return query, rstd, logits, select(logits, top_k, normalize=normalize, sums=sums, save=save)
     logits = x.new_empty(x.shape[0], anchors.shape[0])
     selected = _selection_room(logits, top_k, sums=sums, save=save)
-    here, query, rstd = weight.shape[0] <= MAX_RANK, _NOTHING, _NOTHING
-    if not here:
-        query, rstd = cpu_torch.project(x, weight, gain, norm_eps)
-    elif save:
-        query, rstd = _query_room(x, weight, gain)
+    query, rstd = _query_room(x, weight, gain) if save else (_NOTHING, _NOTHING)
     native.forward(
-        native.Stages(x if here else None, weight, gain, anchors, query, rstd, logits, *selected),
+        native.Stages(x, weight, gain, anchors, query, rstd, logits, *selected),
         constants,
         norm_eps=norm_eps,
         normalize=normalize,
@@ -118,7 +106,11 @@ def score_backward(
     constants: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, anchors and rho_hat (empty without one)."""
-    if rho is not None or not _compiled(query, anchors, grad_logits) or _many(anchors):
+    if (
+        rho is not None
+        or not _compiled(query, anchors, grad_logits)
+        or _many(anchors, query.shape[0])
+    ):
         return cpu_torch.score_backward(grad_logits, query, anchors, rho, logits, constants)
     grad_query, grad_anchors = torch.empty_like(query), torch.empty_like(anchors)
     grads = native.Grads(query=grad_query, anchors=grad_anchors)
@@ -138,7 +130,7 @@ def project_backward(
     need_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
-    if not _compiled(x, weight, grad_query) or weight.shape[0] > MAX_RANK:
+    if not _compiled(x, weight, grad_query) or _wide(weight.shape[0], x.shape[0]):
         return cpu_torch.project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
     ends = _end_room(x, weight, gain, need_x=need_x)
     stages = native.Stages(x, weight, gain, query=query, rstd=rstd)
@@ -151,7 +143,7 @@ def route_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, W_q, gain and anchors."""
     x, weight, gain, anchors, query, rstd, logits, selected = saved
-    if not _compiled(x, weight, anchors) or _many(anchors) or weight.shape[0] > MAX_RANK:
+    if not _compiled(x, weight, anchors) or _many(anchors, x.shape[0]):
         return route_backward_in_parts(
             "cpu",
             saved,
@@ -182,8 +174,14 @@ def _compiled(*tensors: Tensor) -> bool:
     return native.library() is not None
 
 
-def _many(anchors: Tensor) -> bool:
-    return anchors.numel() > MAX_ANCHOR_NUMBERS
+def _wide(rank: int, tokens: int) -> bool:
+    """Where matrix products of torch are faster."""
+    return rank > MAX_RANK and tokens > FEW_TOKENS
+
+
+def _many(anchors: Tensor, tokens: int) -> bool:
+    """The same for the backward, whose sums over tokens must stay in the caches."""
+    return anchors.numel() > MAX_ANCHOR_NUMBERS or _wide(anchors.shape[2], tokens)
 
 
 def _query_room(x: Tensor, weight: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:

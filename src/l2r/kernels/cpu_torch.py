@@ -35,8 +35,19 @@ def project(
     x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """Query [T, R] and, with a gain, 1 / rms [T] of every token."""
-    query, rstd = _project(x, weight, gain, norm_eps)
-    return query.t().contiguous().to(weight.dtype), rstd
+    tokens, hidden = x.shape
+    folded = _folded(weight, gain)
+    norm = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
+    query = x.new_empty(tokens, weight.shape[0], dtype=torch.float32)
+    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
+        rows = x[block].float()
+        _times_rows(folded, rows, out=query[block])
+        if gain is not None:
+            torch.linalg.vector_norm(rows, dim=1, out=norm[block])
+    if gain is not None:
+        norm.square_().mul_(1 / hidden).add_(norm_eps).rsqrt_()
+        query.mul_(norm.unsqueeze(1))
+    return query.to(weight.dtype), norm
 
 
 def score(query: Tensor, anchors: Tensor, rho: Tensor | None, constants: Score) -> Tensor:
@@ -61,26 +72,6 @@ def select(
         used = torch.bincount(indices.flatten(), minlength=logits.shape[1])
         counts = torch.stack([probs.sum(0), used.float()])
     return Selected(weights, indices, total, counts)
-
-
-def route(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    *,
-    norm_eps: float,
-    constants: Score,
-    top_k: int,
-    normalize: bool,
-    sums: bool,
-    save: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Selected]:
-    """Everything: query, 1 / rms, logits and the selection."""
-    query, rstd = _project(x, weight, gain, norm_eps)
-    logits = _Core(query, anchors, None, constants).all_logits().to(weight.dtype)
-    selected = select(logits, top_k, normalize=normalize, sums=sums, save=save)
-    return query.t().contiguous().to(weight.dtype), rstd, logits, selected
 
 
 def select_backward(logits: Tensor, selected: Selected, up: Upstream, *, normalize: bool) -> Tensor:
@@ -143,7 +134,7 @@ def project_backward(
         grad = grad * rstd
     grad_x = x.new_empty(tokens if need_x else 0, hidden)
     grad_folded = torch.zeros_like(folded)
-    for block in _blocks(tokens, READ_NUMBERS // hidden):
+    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
         rows, columns = x[block].float(), grad[:, block]
         grad_folded.addmm_(columns, rows)
         if need_x:
@@ -155,31 +146,6 @@ def project_backward(
             if x.dtype != torch.float32:
                 grad_x[block] = out
     return _unfolded(grad_x, grad_folded, weight, gain)
-
-
-def _project(
-    x: Tensor, weight: Tensor, gain: Tensor | None, norm_eps: float
-) -> tuple[Tensor, Tensor]:
-    """Rank-major query [R, T], fp32, and 1 / rms [T] (empty without a gain)."""
-    tokens, hidden = x.shape
-    folded = _folded(weight, gain)
-    norm = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
-    if tokens < FEW_TOKENS:
-        x = x.float()
-        query = torch.mm(folded, x.t())
-        if gain is not None:
-            torch.linalg.vector_norm(x, dim=1, out=norm)
-    else:
-        query = folded.new_empty(weight.shape[0], tokens)
-        for block in _blocks(tokens, READ_NUMBERS // hidden):
-            rows = x[block].float()
-            _times_rows(folded, rows, out=query[:, block])
-            if gain is not None:
-                torch.linalg.vector_norm(rows, dim=1, out=norm[block])
-    if gain is None:
-        return query, norm
-    rstd = norm.square_().mul_(1 / hidden).add_(norm_eps).rsqrt_()
-    return query.mul_(rstd), rstd
 
 
 class _Core:
@@ -214,12 +180,12 @@ class _Core:
 
     def all_logits(self) -> Tensor:
         """Logits [T, N], fp32."""
+        if self.heads == 1:
+            return torch.mm(self.a.t(), self.b).mul_(self.constants.scale)
         logits = self.a.new_empty(self.a.shape[1], self.experts)
         for block, scores in self.blocks():
             out = logits[block]
-            if self.heads == 1:
-                out.copy_(scores[:, 0])
-            elif self.safe:
+            if self.safe:
                 torch.sum(scores.exp_(), dim=1, out=out)
             else:
                 torch.logsumexp(scores, dim=1, out=out)
@@ -229,21 +195,24 @@ class _Core:
 
     def backward(self, grad_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the query [R, T], the anchors [N, H, R] and rho_hat."""
-        grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
         weight = grad_logits * self.constants.scale
+        if self.heads == 1:
+            return self._ends(torch.mm(self.b, weight.t()), torch.mm(self.a, weight))
+        grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
         pooled = logits.float() / self.constants.scale
         if self.safe:
             weight *= torch.exp(-pooled)
         for block, scores in self.blocks():
-            if self.heads == 1:
-                scores.copy_(weight[block].unsqueeze(1))
-            elif self.safe:
+            if self.safe:
                 scores.exp_().mul_(weight[block].unsqueeze(1))
             else:
                 scores.sub_(pooled[block].unsqueeze(1)).exp_().mul_(weight[block].unsqueeze(1))
             flat = scores.reshape(-1, self.b.shape[1])
-            _times_rows(self.b, flat, out=grad_a[:, block])
+            _times_rows(self.b, flat, out=grad_a[:, block].t())
             grad_b.addmm_(self.a[:, block], flat)
+        return self._ends(grad_a, grad_b)
+
+    def _ends(self, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         grad_query, grad_rho = query_side_backward(grad_a, self.query, self.rho, self.constants)
         grad_anchors = anchor_side_backward(grad_b, self.anchors, self.constants)
         shape = self.rank, self.heads, self.experts
@@ -270,13 +239,18 @@ def _unfolded(
     return grad_x, (grad_folded * gain).to(weight.dtype), grad_gain.to(gain.dtype)
 
 
+def _read_numbers(weight: Tensor, gain: Tensor | None) -> int:
+    """Numbers of x in a block: all of them where a matrix product is all there is to do."""
+    return 2**62 if gain is None and weight.shape[0] > VECTOR_COLUMNS else READ_NUMBERS
+
+
 def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
-    """weight [R, D] times rows [B, D] transposed: out [R, B]."""
+    """rows [B, D] times weight [R, D] transposed: out [B, R]."""
     if weight.shape[0] <= VECTOR_COLUMNS:
-        for vector, target in zip(weight, out, strict=True):
-            torch.mv(rows, vector, out=target)
+        for vector, target in zip(weight, out.unbind(1), strict=True):
+            target.copy_(torch.mv(rows, vector))
     else:
-        out.copy_(torch.mm(weight, rows.t()))
+        torch.mm(rows, weight.t(), out=out)
 
 
 def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:

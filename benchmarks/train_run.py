@@ -58,7 +58,7 @@ def main() -> None:
         first, second = records(whole), records(again)
     after = [r["ce"] for r in first if r["step"] > half]
     resumed = [r["ce"] for r in second if r["step"] > half]
-    speeds = [r["per_second"] for r in first[5:]]
+    speeds = [r["per_second"] for r in first[len(first) // 4 :]]
     found = {
         "recipe": given.recipe,
         "changes": changes,

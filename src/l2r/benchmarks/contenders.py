@@ -48,6 +48,10 @@ class Contender:
 
         return torch.compile(plain) if self.form == "compiled" else plain
 
+    def forget(self) -> None:
+        """Compile anew on the next call: another shape would count as a recompilation."""
+        self.__dict__.pop("call", None)
+
 
 class HalfLinear(nn.Module):
     """Linear router as OLMoE of transformers runs it: product in the dtype of x, fp32 softmax."""

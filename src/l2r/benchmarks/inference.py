@@ -17,18 +17,27 @@ def run(settings: Settings) -> Bench:
         "inference",
         settings,
         note="ratio: time over the stock model's. over linear: over our own with the linear "
-        "router. router share: time of all "
-        "routers alone over the step's. plain: the router without fused code.",
+        "router. router share: time of all routers alone over the step's. plain: the router "
+        "without fused code. layer: one layer of OLMoE's own size.",
     )
+    both = settings.device == "cpu" and not settings.quick
+    for size in ("small", "layer") if both else ("small",):
+        _size(bench, size)
+    return bench
+
+
+def _size(bench: Bench, size: str) -> None:
+    settings = bench.settings
     length = 16 if settings.quick else 2048 if settings.device == "cuda" else 128
     generator = torch.Generator().manual_seed(0)
-    vocabulary = sizes(settings)["vocab_size"]
-    prompt = torch.randint(2, vocabulary, (1, length), generator=generator).to(settings.device)
-    found = {name: model.eval() for name, model in models(settings).items()}
+    shape = sizes(settings, size)
+    prompt = torch.randint(2, shape["vocab_size"], (1, length), generator=generator)
+    prompt = prompt.to(settings.device)
+    found = {name: model.eval() for name, model in models(settings, size).items()}
     with torch.no_grad():
         wanted = found["stock"](prompt[:, :16]).logits
         if not agrees(found["l2r, linear"](prompt[:, :16]).logits, wanted, settings):
-            return bench  # ours with the stock weights must be the stock model
+            return  # ours with the stock weights must be the stock model
     phases = {"prefill": (_prefill, prompt), "decode": (_decode, prompt)}
     for phase, (make, tokens) in phases.items():
         steps = {name: make(model, tokens) for name, model in found.items()}
@@ -42,20 +51,20 @@ def run(settings: Settings) -> Bench:
             rounds=9,
         )
         count = length if phase == "prefill" else 1
-        base = times["stock"].median
         for name, time in times.items():
+            routers = _share(found, name, count, shape["hidden_size"], settings)
             bench.add(
+                size=size,
                 phase=phase,
                 contender=name,
                 latency_ms=1e3 * time.median,
                 low_ms=1e3 * time.low,
                 high_ms=1e3 * time.high,
                 tokens_per_second=count / time.median,
-                ratio=time.median / base,
+                ratio=time.median / times["stock"].median,
                 over_linear=time.median / times["l2r, linear"].median,
-                router_share=_share(found, name, count, settings) / time.median,
+                router_share=routers / time.median,
             )
-    return bench
 
 
 def _prefill(model: Any, prompt: Tensor) -> Step:
@@ -89,12 +98,12 @@ def _unfused(step: Step) -> Step:
     return plain
 
 
-def _share(found: dict[str, Any], name: str, tokens: int, settings: Settings) -> float:
+def _share(found: dict[str, Any], name: str, tokens: int, hidden: int, settings: Settings) -> float:
     """Seconds of all routers of a model alone, on random hidden states."""
     model = found[name.removesuffix(", plain")]
     gates: list[nn.Module] = [layer.mlp.gate for layer in model.model.layers]
     dtype = next(model.parameters()).dtype
-    x = torch.randn(tokens, sizes(settings)["hidden_size"], device=settings.device, dtype=dtype)
+    x = torch.randn(tokens, hidden, device=settings.device, dtype=dtype)
 
     def step(_: int) -> object:
         with torch.no_grad():

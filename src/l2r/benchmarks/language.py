@@ -15,6 +15,10 @@ _CPU = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
 }  # fmt: skip
+_LAYER = {  # one layer as in OLMoE-1B-7B, with few words
+    "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 1,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+}  # fmt: skip
 _CUDA = {
     "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
@@ -28,27 +32,34 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def sizes(settings: Settings) -> dict[str, Any]:
-    """Model sizes for a device: OLMoE's proportions, small enough for a quick benchmark."""
+def sizes(settings: Settings, size: str = "small") -> dict[str, Any]:
+    """Model sizes for a device: OLMoE's proportions, small enough for a quick benchmark.
+
+    ``size="layer"``: a single layer of OLMoE's own.
+    """
+    if size == "layer":
+        return {**_LAYER, **_SPECIAL}
     chosen = _QUICK if settings.quick else _CUDA if settings.device == "cuda" else _CPU
     return {**chosen, **_SPECIAL}
 
 
-def stock(settings: Settings) -> nn.Module:
+def stock(settings: Settings, size: str = "small") -> nn.Module:
     """transformers' OLMoE with its default experts (grouped_mm)."""
     from l2r.models.stock import stock_olmoe
 
     torch.manual_seed(0)
-    return _placed(stock_olmoe(**sizes(settings)), settings)
+    return _placed(stock_olmoe(**sizes(settings, size)), settings)
 
 
-def ours(settings: Settings, router: dict[str, Any], weights: nn.Module) -> nn.Module:
+def ours(
+    settings: Settings, router: dict[str, Any], weights: nn.Module, size: str = "small"
+) -> nn.Module:
     """Our OLMoE with a router and our dispatch; other weights as in ``weights``."""
     from l2r.models.experts_backend import register
     from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
 
     torch.manual_seed(0)
-    config = L2rOlmoeConfig(**sizes(settings), router=router)
+    config = L2rOlmoeConfig(**sizes(settings, size), router=router)
     model = L2rOlmoeForCausalLM(config)
     model.set_experts_implementation(register())
     missing, unexpected = model.load_state_dict(weights.state_dict(), strict=False)
@@ -57,10 +68,10 @@ def ours(settings: Settings, router: dict[str, Any], weights: nn.Module) -> nn.M
     return _placed(model, settings)
 
 
-def models(settings: Settings) -> dict[str, nn.Module]:
+def models(settings: Settings, size: str = "small") -> dict[str, nn.Module]:
     """All contenders by name, the stock model first."""
-    base = stock(settings)
-    return {"stock": base, **{name: ours(settings, r, base) for name, r in ROUTERS.items()}}
+    base = stock(settings, size)
+    return {"stock": base, **{name: ours(settings, r, base, size) for name, r in ROUTERS.items()}}
 
 
 def _placed(model: nn.Module, settings: Settings) -> nn.Module:

@@ -5,11 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from l2r.models import olmoe
 from l2r.models.swap import replay_swaps
+
+_SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "intermediate_size", "num_experts", "num_experts_per_tok",
+)  # fmt: skip
 
 
 def load_pretrained(path: str | Path, **options: Any) -> Any:
@@ -29,6 +35,22 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
         return _load_swapped(folder, config, swaps, options)
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise ValueError(f"cannot load a language model from {folder}: {error}") from error
+
+
+def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
+    """The model in ``path``, in fp32 and training mode, if it is what ``config`` describes.
+
+    Raises ValueError naming the first field that differs, or when nothing can be loaded.
+    """
+    model = load_pretrained(path, dtype=torch.float32).train()
+    wanted, found = config.to_dict(), model.config.to_dict()
+    for name in (*_SIZES, "router"):
+        if found.get(name) != wanted[name]:
+            raise ValueError(
+                f"init_from must hold a model like the recipe's: {name} is {found.get(name)} in "
+                f"{path}, {wanted[name]} in the recipe"
+            )
+    return model
 
 
 def save_model(

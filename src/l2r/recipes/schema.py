@@ -25,8 +25,13 @@ class Section(BaseModel):
 
 
 class OlmoeSection(Section):
-    """Architecture of the language model; defaults are OLMoE-1B-7B's in the paper's table."""
+    """Architecture of the language model; defaults are OLMoE-1B-7B's in the paper's table.
 
+    init_from: folder of a model to start from, such as ``l2r upcycle`` or a run writes; its sizes
+    and its routers must be those of the recipe.
+    """
+
+    init_from: str | None = None
     hidden_size: PositiveInt = 2048
     num_hidden_layers: PositiveInt = 16
     num_attention_heads: PositiveInt = 16
@@ -132,6 +137,8 @@ class OptimizerSection(Section):
 class LossSection(Section):
     """Weights and variants of the auxiliary losses.
 
+    bias_speed: how far the selection bias of routers that have one (sigmoid) moves against the load
+    after each step (loss-free balancing, arXiv 2408.15664); 0 leaves it where it is.
     balance_scope: tokens that the balance statistics cover. "microbatch": those of one forward
     on one rank, as OLMoE trains; "step": all ranks and all accumulated micro-batches, which
     makes training independent of how a step is cut (accumulation then needs a second forward).
@@ -140,6 +147,7 @@ class LossSection(Section):
     balance: NonNegativeFloat = 0.01
     balance_variant: Literal["paper", "olmoe", "hf", "tutel"] = "paper"
     balance_scope: Literal["microbatch", "step"] = "microbatch"
+    bias_speed: NonNegativeFloat = 0.0
     z: NonNegativeFloat = 0.001
     z_variant: Literal["paper", "olmoe"] = "paper"
 

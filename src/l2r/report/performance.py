@@ -104,7 +104,7 @@ def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
 
 def _group(record: Mapping[str, Any]) -> str:
     """Phase, mode, shape and token count of a record, as one label."""
-    parts = [record[key] for key in ("shape", "phase", "mode") if key in record]
+    parts = [record[key] for key in ("shape", "size", "phase", "mode") if key in record]
     if "tokens" in record:
         parts.append(f"T={record['tokens']}")
     return " ".join(str(part) for part in parts)

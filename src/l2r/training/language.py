@@ -14,6 +14,7 @@ from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.experts_backend import register
 from l2r.models.loading import hide_progress_bars
+from l2r.models.pretrained import model_like
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
 from l2r.training.task import Batch
@@ -57,14 +58,16 @@ class LanguageTask:
             self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)
 
     def build_model(self) -> nn.Module:
-        model = L2rOlmoeForCausalLM(self.model_config())
+        start = self.recipe.model.init_from
+        config = self.model_config()
+        model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
         model.set_experts_implementation(register())  # ours: fewer passes (docs/performance.md)
         return model
 
     def model_config(self) -> L2rOlmoeConfig:
         """Model configuration of the recipe with the tokenizer's vocabulary."""
         identity = self.train.tokenizer
-        section = self.recipe.model.model_dump(exclude={"rope_theta", "vocab_size"})
+        section = self.recipe.model.model_dump(exclude={"rope_theta", "vocab_size", "init_from"})
         return L2rOlmoeConfig(
             **section,
             vocab_size=self.recipe.model.vocab_size or identity.vocab_size,

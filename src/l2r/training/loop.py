@@ -18,6 +18,7 @@ from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import AnyRecipe, dump_recipe
 from l2r.routers import capture
 from l2r.training.average import WeightAverage
+from l2r.training.bias_balance import BiasBalance
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
@@ -105,6 +106,8 @@ class _Trainer:
         self.model = spread(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         decay = training.ema_decay
+        speed = recipe.losses.bias_speed
+        self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
@@ -160,6 +163,8 @@ class _Trainer:
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
         norm = self._clip(step)
         self.optimizer.step()
+        if self.bias_balance is not None:
+            self.bias_balance.step(self.ranks)
         if self.average is not None:
             self.average.update(self.model, step)
         if not summarise:
@@ -180,6 +185,8 @@ class _Trainer:
                 usage = self._over_ranks(layer_usage(captured, section))
             extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
             loss = task_loss + extra
+            if self.bias_balance is not None:
+                self.bias_balance.add(captured)
         if not bool(torch.isfinite(loss)):
             raise NonFiniteError(
                 explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)

@@ -1,0 +1,40 @@
+"""Loss-free balancing: after a step, selection biases move against the load (arXiv 2408.15664)."""
+
+import torch
+from torch import Tensor, nn
+
+from l2r.functional import expert_usage
+from l2r.routers import Captured, SigmoidRouter, update_selection_bias
+from l2r.training.ranks import Ranks
+
+
+class BiasBalance:
+    """The loads of one step, over micro-batches and ranks, and what they do to the biases.
+
+    Raises ValueError when no router of the model has a selection bias.
+    """
+
+    def __init__(self, model: nn.Module, speed: float) -> None:
+        self.speed = speed
+        self.routers = {n: m for n, m in model.named_modules() if isinstance(m, SigmoidRouter)}
+        if not self.routers:
+            raise ValueError(
+                f"losses.bias_speed is for routers with a selection bias (kind: sigmoid); "
+                f"got losses.bias_speed={speed}"
+            )
+        self.loads: dict[str, Tensor] = {}
+
+    def add(self, captured: Captured) -> None:
+        """Count what each expert got in one forward pass."""
+        for name, router in self.routers.items():
+            for output in captured.outputs.get(name, []):
+                load = expert_usage(output.indices, router.num_experts)
+                self.loads[name] = self.loads[name] + load if name in self.loads else load
+
+    @torch.no_grad()
+    def step(self, ranks: Ranks) -> None:
+        """Move the biases and start to count anew."""
+        for name, load in self.loads.items():
+            bias = self.routers[name].e_score_correction_bias
+            update_selection_bias(bias, ranks.sum(load), speed=self.speed)
+        self.loads.clear()

@@ -1,0 +1,83 @@
+"""Where training starts from and what balances it: init_from, the selection bias."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from l2r.cli.app import build_app
+from l2r.data.run_folder import RunFolder
+from l2r.recipes.load import load_recipe
+from l2r.training import loop
+
+
+def run(folder, changes, *extra, recipe="demo/l2r-sips"):
+    return loop.train(load_recipe(recipe, [*changes, *extra]), folder, show_progress=False)
+
+
+def bias(folder, layer=0) -> torch.Tensor:
+    weights = load_file(folder / "model" / "model.safetensors")
+    return weights[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+
+
+def test_training_goes_on_from_the_model_of_another_run(tiny_changes, tmp_path):
+    run(tmp_path / "first", tiny_changes, "training.steps=20", "optimizer.lr=0.01")
+    start = f"model.init_from={tmp_path / 'first'}"
+    run(tmp_path / "second", tiny_changes, start)
+    last = RunFolder(tmp_path / "first").read_metrics("train")[-1]["ce"]
+    fresh = RunFolder(tmp_path / "first").read_metrics("train")[0]["ce"]
+    found = RunFolder(tmp_path / "second").read_metrics("train")[0]["ce"]
+    assert abs(found - last) < 0.5 * (fresh - last)
+
+
+def test_training_goes_on_from_an_upcycled_model(tiny_changes, text_folder, tmp_path):
+    from typer.testing import CliRunner
+
+    run(tmp_path / "linear", tiny_changes, recipe="demo/linear")
+    command = ["upcycle", str(tmp_path / "linear"), "--router", "l2r_sips", "--rank", "4",
+               "--heads", "2", "--text", str(text_folder), "--tokens", "2000",
+               "--held-out", "500", "--out", str(tmp_path / "up")]  # fmt: skip
+    result = CliRunner().invoke(build_app(), command)
+    assert result.exit_code == 0, result.output
+    start = [f"model.init_from={tmp_path / 'up'}", "router.rank=4", "router.heads=2"]
+    assert run(tmp_path / "on", tiny_changes, *start).finished
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.num_experts=4", "num_experts is 8 in .*, 4 in the recipe"),
+        ("router.rank=3", "router is .*'rank': 2.*, .*'rank': 3.* in the recipe"),
+    ],
+)
+def test_a_model_that_differs_is_refused_by_name(tiny_changes, tmp_path, change, message):
+    run(tmp_path / "first", tiny_changes, "training.steps=1")
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "second", tiny_changes, f"model.init_from={tmp_path / 'first'}", change)
+
+
+def test_a_folder_without_a_model_is_refused(tiny_changes, tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        run(tmp_path / "run", tiny_changes, f"model.init_from={tmp_path}")
+
+
+def test_selection_biases_move_with_every_step(tiny_changes, tmp_path):
+    speed = "losses.bias_speed=0.01"
+    run(tmp_path / "on", tiny_changes, speed, recipe="zoo/sigmoid")
+    run(tmp_path / "off", tiny_changes, "losses.bias_speed=0", recipe="zoo/sigmoid")
+    steps = (bias(tmp_path / "on") / 0.01).round()
+    torch.testing.assert_close(bias(tmp_path / "on"), steps * 0.01)  # six moves of one speed
+    assert steps.abs().max() <= 6
+    assert (steps != 0).sum() >= 6
+    assert not bias(tmp_path / "off").any()
+
+
+def test_selection_biases_do_not_depend_on_how_a_step_is_cut(tiny_changes, tmp_path):
+    for name, parts in (("whole", "8"), ("parts", "2")):
+        changes = ["training.steps=1", f"training.micro_batch={parts}", "losses.bias_speed=0.01"]
+        run(tmp_path / name, tiny_changes, *changes, recipe="zoo/sigmoid")
+    assert torch.equal(bias(tmp_path / "whole"), bias(tmp_path / "parts"))
+
+
+def test_bias_speed_without_a_bias_is_refused(tiny_changes, tmp_path):
+    with pytest.raises(ValueError, match=r"bias_speed is for .*sigmoid.*bias_speed=0.1"):
+        run(tmp_path / "run", tiny_changes, "losses.bias_speed=0.1")

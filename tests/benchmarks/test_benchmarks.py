@@ -14,7 +14,7 @@ from l2r.benchmarks.registry import run_bench
 from l2r.benchmarks.results import Settings, save
 from l2r.benchmarks.timing import measure
 from l2r.cli.app import build_app
-from l2r.report.performance import bars_figure, bench_table, scaling_figure
+from l2r.report.performance import bars_figure, bench_table, groups, scaling_figure
 
 QUICK = Settings(seconds=0.02, quick=True)
 
@@ -65,7 +65,11 @@ def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> N
     assert keys
     assert all(key == keys[0] for key in keys)
     assert bench_table(again).records() == again["records"]
-    assert len(bars_figure(again).data) >= 3
+    for group in groups(again):
+        bars = bars_figure(again, group).data[0]
+        assert len(set(bars.y)) == len(bars.x) >= 3
+    with pytest.raises(ValueError, match="group must be one of"):
+        bars_figure(again, "sideways")
 
 
 def test_scaling_has_every_axis_and_draws_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from l2r.report.page import Section, write_page
-from l2r.report.style import layout, router_colour
+from l2r.report.style import ROUTER_COLOURS, layout, router_colour
 from l2r.report.tables import Table
 
 AXES = {
@@ -18,6 +18,7 @@ AXES = {
     "hidden": "hidden size d",
 }
 _TIMES = ("median_us", "median_ms", "step_ms", "latency_ms", "peak_mib")
+_UNITS = {"us": "microseconds", "ms": "milliseconds", "mib": "peak MiB"}
 _DASHES = {"forward": "solid", "forward+backward": "dash"}
 
 
@@ -57,33 +58,53 @@ def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median
             line={"dash": _DASHES[phase], "color": router_colour(router)},
         )
     titles = {"median_us": "microseconds", "peak_mib": "peak MiB", "ratio": "ratio to linear"}
-    figure.update_layout(layout(title=f"{titles[column].capitalize()} against {AXES[axis]}"))
-    figure.update_xaxes(type="log", title=AXES[axis])
-    figure.update_yaxes(type="log", title=titles[column])
+    title = titles[column]
+    figure.update_layout(layout(title=f"{title[0].upper()}{title[1:]} against {AXES[axis]}"))
+    values = sorted({record["value"] for record in records})
+    figure.update_xaxes(type="log", title=AXES[axis], tickvals=values, ticktext=values)
+    figure.update_yaxes(type="log", title=title, dtick="D2")
     return figure
 
 
-def bars_figure(bench: Mapping[str, Any]) -> go.Figure:
-    """One bar per contender, one group per phase, with the range over the rounds."""
-    records = [record for record in bench["records"] if record.get("correct", True)]
-    time = next(name for name in _TIMES if records and name in records[0])
+def groups(bench: Mapping[str, Any]) -> list[str]:
+    """Labels of the groups whose contenders were timed against each other."""
+    return list(dict.fromkeys(_group(record) for record in bench["records"]))
+
+
+def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
+    """One bar per contender of a group, its ratio after its name, with the range over the rounds.
+
+    Raises ValueError for a group that the benchmark does not have.
+    """
+    records = [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]
+    if not records:
+        raise ValueError(f"group must be one of {', '.join(groups(bench))}; got {group!r}")
+    time = next(name for name in _TIMES if name in records[0])
     unit = time.rsplit("_", 1)[1]
-    figure = go.Figure()
-    for name in dict.fromkeys(record["contender"] for record in records):
-        chosen = [record for record in records if record["contender"] == name]
-        groups = [_group(record) for record in chosen]
-        low, high = f"low_{unit}", f"high_{unit}"
-        error = None
-        if low in chosen[0]:
-            error = {
-                "type": "data",
-                "symmetric": False,
-                "array": [record[high] - record[time] for record in chosen],
-                "arrayminus": [record[time] - record[low] for record in chosen],
-            }
-        figure.add_bar(x=groups, y=[record[time] for record in chosen], name=name, error_y=error)
-    figure.update_layout(layout(title=f"{bench['name']}: {time.replace('_', ' ')}"))
-    figure.update_yaxes(type="log", title=unit)
+    low, high = f"low_{unit}", f"high_{unit}"
+    error = None
+    if low in records[0]:
+        error = {
+            "type": "data",
+            "symmetric": False,
+            "array": [record[high] - record[time] for record in records],
+            "arrayminus": [record[time] - record[low] for record in records],
+        }
+    names = [f"{record['contender']}  ({record['ratio']:.2f})" for record in records]
+    figure = go.Figure(
+        go.Bar(
+            x=[record[time] for record in records],
+            y=names,
+            orientation="h",
+            marker={"color": [_colour(str(record["contender"])) for record in records]},
+            error_x=error,
+        )
+    )
+    height = 130 + 26 * len(records)
+    margin = {"l": 230, "r": 30, "t": 60, "b": 60}
+    figure.update_layout(layout(title=group or str(bench["name"]), height=height, margin=margin))
+    figure.update_xaxes(title=_UNITS[unit], rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
     return figure
 
 
@@ -96,15 +117,22 @@ def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
         for column in ("median_us", "peak_mib")
     ]
     if not axes and bench["records"]:
-        figures = [bars_figure(bench)]
+        figures = [bars_figure(bench, group) for group in groups(bench)]
     section = Section(str(bench["name"]), str(bench["note"]), (*figures, bench_table(bench)))
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
     return write_page(path, title="Performance", summary=place, sections=[section])
 
 
+def _colour(contender: str) -> str:
+    """Colour of the first router that a contender's name mentions."""
+    words = contender.replace(",", " ").split()
+    return router_colour(next((word for word in words if word in ROUTER_COLOURS), contender))
+
+
 def _group(record: Mapping[str, Any]) -> str:
     """Phase, mode, shape and token count of a record, as one label."""
-    parts = [record[key] for key in ("shape", "size", "phase", "mode") if key in record]
+    names = ("shape", "size", "phase", "mode")
+    parts = [str(record[name]) for name in names if record.get(name) not in (None, "-", "eager")]
     if "tokens" in record:
-        parts.append(f"T={record['tokens']}")
-    return " ".join(str(part) for part in parts)
+        parts.append(f"T = {record['tokens']}")
+    return ", ".join(parts)

@@ -28,6 +28,8 @@ class Table:
         """One value as text; a dash for missing values."""
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return "-"
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         if isinstance(value, float):
             return f"{value:.{self.digits}f}"
         return f"{value:,}" if isinstance(value, int) else str(value)

@@ -14,7 +14,14 @@ from l2r.benchmarks.registry import run_bench
 from l2r.benchmarks.results import Settings, save
 from l2r.benchmarks.timing import measure
 from l2r.cli.app import build_app
-from l2r.report.performance import bars_figure, bench_table, groups, scaling_figure
+from l2r.report.performance import (
+    bars_figure,
+    bench_section,
+    bench_table,
+    groups,
+    read_bench,
+    scaling_figure,
+)
 
 QUICK = Settings(seconds=0.02, quick=True)
 
@@ -96,3 +103,14 @@ def test_command_prints_records_and_writes_a_page(tmp_path: Path) -> None:
     assert json.loads(result.stdout)[0]["contender"] == "linear, plain"
     assert (tmp_path / "memory.json").exists()
     assert "Performance" in (tmp_path / "memory.html").read_text()
+
+
+def test_a_report_shows_benchmarks_and_refuses_other_files(tmp_path: Path) -> None:
+    save(run_bench("scaling", QUICK).as_dict(), tmp_path)
+    section = bench_section(read_bench(tmp_path / "scaling.json"))
+    assert section.title == "Speed: scaling"
+    assert len(section.parts) == 11  # five axes, time and memory each, and the table
+    for text in ("{}", "[]", "no json", '{"name": "x", "records": 3}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="written by l2r bench --out"):
+            read_bench(tmp_path / "other.json")

@@ -18,6 +18,9 @@ def register(app: typer.Typer) -> None:
 def report(
     folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
     out: Annotated[Path | None, typer.Option(help="Page [default: FOLDER/report.html].")] = None,
+    bench: Annotated[
+        list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Print the comparison table and write the page."""
@@ -25,11 +28,13 @@ def report(
     from l2r.cli.vision import accuracy_over_seeds, first_seeds, patch_sections
     from l2r.data.run_folder import find_runs
     from l2r.report.comparison import comparison_table, in_paper_order, write_report
+    from l2r.report.performance import bench_section, read_bench
 
+    speed = [bench_section(read_bench(path)) for path in bench or []]
     runs = in_paper_order(find_runs(folder))
     shown = first_seeds(runs) or runs
     results = accuracy_over_seeds(runs)
     print_table(results[0] if results else comparison_table(shown), as_json=json)
     target = out or folder / "report.html"
-    page = write_report(shown, target, results=results, more=patch_sections(shown))
+    page = write_report(shown, target, results=results, more=[*patch_sections(shown), *speed])
     typer.echo(f"report: {page}", err=json)

@@ -1,5 +1,6 @@
 """Benchmark results as a table, figures and a page; reads the JSON that ``l2r bench`` writes."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,8 @@ def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
     return figure
 
 
-def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
-    """One self-contained page with the figures and the table of one benchmark."""
+def bench_section(bench: Mapping[str, Any]) -> Section:
+    """Figures and table of one benchmark, as a section of a page."""
     axes = [axis for axis in AXES if any(r.get("axis") == axis for r in bench["records"])]
     figures: list[Any] = [
         scaling_figure(bench, axis, column=column)
@@ -118,9 +119,25 @@ def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
     ]
     if not axes and bench["records"]:
         figures = [bars_figure(bench, group) for group in groups(bench)]
-    section = Section(str(bench["name"]), str(bench["note"]), (*figures, bench_table(bench)))
+    return Section(f"Speed: {bench['name']}", str(bench["note"]), (*figures, bench_table(bench)))
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    """A benchmark written by ``l2r bench --out``. Raises ValueError for any other file."""
+    try:
+        bench: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        bench_section(bench)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(
+            f"bench must be a JSON file written by l2r bench --out; got {path} ({error!r})"
+        ) from error
+    return bench
+
+
+def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
+    """One self-contained page with the figures and the table of one benchmark."""
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
-    return write_page(path, title="Performance", summary=place, sections=[section])
+    return write_page(path, title="Performance", summary=place, sections=[bench_section(bench)])
 
 
 def _colour(contender: str) -> str:

@@ -107,3 +107,41 @@ def test_no_score_tensor_lives_in_memory() -> None:
         torch.autograd.grad(routed.weights.sum() + routed.logits.sum(), list(ours.values()))
 
     assert peak_bytes(step, "cpu") < 4 * case.tokens * case.experts * case.heads / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("projection", (2, 9), r"projection must be \[R, 8\]"),
+        ("gain", (7,), r"gain must be \[8\]"),
+        ("anchors", (4, 2, 3), r"anchors must be \[N, H, 2\]"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_sizes_that_do_not_fit_are_refused(
+    unchecked: None, name: str, shape: tuple[int, ...], message: str, grad: bool
+) -> None:
+    inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
+    inputs[name] = torch.randn(shape, requires_grad=grad)
+    with pytest.raises(ValueError, match=message):
+        dispatch.route(**inputs, scoring="sips", top_k=2)
+
+
+def test_more_choices_than_experts_are_refused(unchecked: None) -> None:
+    with pytest.raises(ValueError, match="top_k must be between 1 and 4"):
+        dispatch.route(**Case(3, 8, 4, 2, 2, 2).inputs("cpu"), scoring="sips", top_k=5)
+
+
+def test_a_strided_gain_is_read_right() -> None:
+    inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
+    strided = {**inputs, "gain": torch.stack([inputs["gain"], inputs["gain"]], 1)[:, 0]}
+    found, wanted = (dispatch.route(**i, scoring="sips", top_k=2) for i in (strided, inputs))
+    assert torch.equal(found.logits, wanted.logits)
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    ours = leaves(Case(3, 8, 4, 2, 2, 2).inputs("cpu"))
+    routed = dispatch.route(**ours, scoring="sips", top_k=2)
+    (grad,) = torch.autograd.grad(routed.logits.sin().sum(), [ours["x"]], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
+        grad.square().sum().backward()

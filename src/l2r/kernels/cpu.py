@@ -169,8 +169,8 @@ def _compiled(*tensors: Tensor) -> bool:
     if tensors[0].shape[0] == 0:
         return False
     for tensor in tensors:
-        if tensor.dtype is not torch.float32:
-            return False
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            return False  # torch then names the device that is wrong
     return native.library() is not None
 
 

@@ -60,6 +60,7 @@ def routing_query(
     fused = _fused(traced(x), x, projection, rank=projection.shape[0])
     if fused is None:
         return plain.routing_query(x, projection, gain, eps=eps)
+    _check_query(x, projection, gain)
     from l2r.kernels import ops
 
     return ops.routing_query(x, projection, gain, eps, fused)[0]
@@ -83,6 +84,7 @@ def anchor_logits(
         return plain.anchor_logits(
             query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, rho_hat=rho_hat, eps=eps
         )
+    _check_anchors(query.t(), anchors, 1)
     from l2r.kernels import ops
 
     return ops.anchor_logits(query, anchors, rho_hat, scoring, gamma, beta, p, eps, 1.0, fused)
@@ -96,6 +98,7 @@ def softmax_top_k(
     fused = _fused(watched, logits, experts=logits.shape[1])
     if fused is None or (fused == "cpu" and (watched or logits.numel() < WORTH_SELECTING)):
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
+    _check_top_k(top_k, logits.shape[1])
     if _direct(watched, logits):
         options = {"normalize": normalize, "sums": False, "save": False}
         return module(fused).select(logits.contiguous(), top_k, **options)[:2]
@@ -143,12 +146,14 @@ def route(
             normalize=normalize,
             sums=sums,
         )
+    _check_query(x, projection, gain)
+    _check_anchors(projection, anchors, top_k)
     if _direct(watched, x, projection, gain, anchors):
         score = Score(scoring, gamma, beta, p, eps, 1 / temperature)
         _, _, logits, selected = module(fused).route(
             x.contiguous(),
             projection.contiguous(),
-            gain,
+            None if gain is None else gain.contiguous(),
             anchors.contiguous(),
             norm_eps=norm_eps,
             constants=score,
@@ -192,6 +197,33 @@ def _fused(watched: bool, *tensors: Tensor, **sizes: int) -> str | None:
         return None
     fits = name == "cpu" or all(size <= _LIMITS[which] for which, size in sizes.items())
     return name if fits else None
+
+
+def _check_query(x: Tensor, projection: Tensor, gain: Tensor | None) -> None:
+    """Kernels read memory by these sizes: plain code finds a misfit itself."""
+    hidden = x.shape[1]
+    if projection.shape[1] != hidden:
+        raise ValueError(
+            f"projection must be [R, {hidden}] for x {list(x.shape)}; got {list(projection.shape)}"
+        )
+    if gain is not None and (gain.shape[0] != hidden or gain.dtype is not projection.dtype):
+        raise ValueError(
+            f"gain must be [{hidden}] of {projection.dtype}; got {list(gain.shape)} of {gain.dtype}"
+        )
+
+
+def _check_anchors(projection: Tensor, anchors: Tensor, top_k: int) -> None:
+    if anchors.shape[2] != projection.shape[0]:
+        raise ValueError(
+            f"anchors must be [N, H, {projection.shape[0]}] for this query; "
+            f"got {list(anchors.shape)}"
+        )
+    _check_top_k(top_k, anchors.shape[0])
+
+
+def _check_top_k(top_k: int, experts: int) -> None:
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be between 1 and {experts}; got top_k={top_k}")
 
 
 def _routed(

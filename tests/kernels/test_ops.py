@@ -1,5 +1,7 @@
 """The registered operations survive compilation, checkpointing and torch's own checks."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from routing_cases import Case, leaves
@@ -115,3 +117,40 @@ def test_unknown_implementation_is_refused() -> None:
     ):
         pass
     assert dispatch.implementation is implementation
+
+
+class Watched(torch.Tensor):
+    """A subclass that sees every function called on it, as DTensor and fake tensors do."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_subclasses_and_dispatch_modes_get_the_registered_operation(
+    unchecked: None, grad: bool
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = CASE.inputs(DEVICE)
+    inputs["anchors"] = inputs["anchors"].as_subclass(Watched).requires_grad_(grad)
+    with torch.set_grad_enabled(grad), implementation(BACKENDS[-1]):
+        Watched.seen.clear()
+        dispatch.route(**inputs, scoring="sips", top_k=2)
+        assert any("route" in name for name in Watched.seen)
+        with FlopCounterMode(display=False):
+            dispatch.route(**CASE.inputs(DEVICE), scoring="sips", top_k=2)
+
+
+def test_fake_tensors_are_never_read(unchecked: None) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    router = build_router("l2r_sips", hidden_size=12, num_experts=6, top_k=2)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        output = router(mode.from_tensor(torch.randn(5, 12)))
+    assert output.logits.shape == (5, 6)
+    assert output.indices.dtype == torch.int64

@@ -57,7 +57,7 @@ def routing_query(
     eps: float = 1e-5,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    fused = _fused(traced(x), x, projection, rank=projection.shape[0])
+    fused = _fused(traced(x, projection, gain), x, projection, rank=projection.shape[0])
     if fused is None:
         return plain.routing_query(x, projection, gain, eps=eps)
     _check_query(x, projection, gain)
@@ -79,7 +79,9 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     experts, heads, rank = anchors.shape
-    fused = _fused(traced(query), query, anchors, experts=experts, heads=heads, rank=rank)
+    fused = _fused(
+        traced(query, anchors, rho_hat), query, anchors, experts=experts, heads=heads, rank=rank
+    )
     if fused is None:
         return plain.anchor_logits(
             query, anchors, scoring=scoring, gamma=gamma, beta=beta, p=p, rho_hat=rho_hat, eps=eps
@@ -127,7 +129,7 @@ def route(
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
     experts, heads, rank = anchors.shape
-    watched = traced(x)
+    watched = traced(x, projection, gain, anchors)
     fused = _fused(watched, x, projection, anchors, experts=experts, heads=heads, rank=rank)
     if fused is None:
         return plain.route(

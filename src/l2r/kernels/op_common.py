@@ -64,14 +64,18 @@ class Operation:
         self._eager: Body = Eager.apply
 
     def __call__(self, *inputs: Any) -> Any:
-        return (self.op if traced(inputs[0]) else self._eager)(*inputs)
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        return (self.op if traced(*tensors) else self._eager)(*inputs)
 
 
-def traced(tensor: Tensor) -> bool:
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def traced(*tensors: Tensor | None) -> bool:
     """Whether something watches operations: a compiler, a dispatch mode or a tensor subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
+    return not _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 def fake_selected(like: Tensor, top_k: int, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

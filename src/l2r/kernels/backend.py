@@ -6,6 +6,7 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -94,3 +95,14 @@ def route_backward_in_parts(
     grad, grad_anchors, _ = backend.score_backward(grad, query, anchors, None, logits, constants)
     ends = backend.project_backward(grad, x, weight, gain, query, rstd, need_x=need_x)
     return *ends, grad_anchors
+
+
+def ends_like(
+    x: Tensor, weight: Tensor, gain: Tensor | None, need_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of x (empty unless needed), W_q and the gain (empty without one)."""
+    return (
+        x.new_empty(x.shape if need_x else (0, x.shape[1])),
+        torch.empty_like(weight, memory_format=torch.contiguous_format),
+        weight.new_empty(0 if gain is None else x.shape[1]),
+    )

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from l2r.kernels import cpu_native as native
 from l2r.kernels import cpu_torch
-from l2r.kernels.backend import Saved, Score, Selected, Upstream, route_backward_in_parts
+from l2r.kernels.backend import (
+    Saved,
+    Score,
+    Selected,
+    Upstream,
+    ends_like,
+    route_backward_in_parts,
+)
 
 MAX_RANK = 8  # above, the products of torch are faster
 FEW_TOKENS = 16  # below, calls cost more than arithmetic
@@ -132,7 +139,7 @@ def project_backward(
     """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
     if not _compiled(x, weight, grad_query) or _wide(weight.shape[0], x.shape[0]):
         return cpu_torch.project_backward(grad_query, x, weight, gain, query, rstd, need_x=need_x)
-    ends = _end_room(x, weight, gain, need_x=need_x)
+    ends = ends_like(x, weight, gain, need_x)
     stages = native.Stages(x, weight, gain, query=query, rstd=rstd)
     native.backward(stages, Upstream(), native.Grads(None, grad_query, *ends))
     return ends
@@ -153,7 +160,7 @@ def route_backward(
             need_x=need_x,
         )
     grad_anchors = torch.empty_like(anchors)
-    ends = _end_room(x, weight, gain, need_x=need_x)
+    ends = ends_like(x, weight, gain, need_x)
     native.backward(
         native.Stages(x, weight, gain, anchors, query, rstd, logits, *selected),
         up,
@@ -196,15 +203,4 @@ def _selection_room(logits: Tensor, top_k: int, *, sums: bool, save: bool) -> Se
         logits.new_empty(tokens, top_k, dtype=torch.int64),
         logits.new_empty(tokens) if save else _NOTHING,
         logits.new_empty((2, experts) if sums else (0, 2, experts)) if save else _NOTHING,
-    )
-
-
-def _end_room(
-    x: Tensor, weight: Tensor, gain: Tensor | None, *, need_x: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (empty unless needed), W_q and the gain (empty without one)."""
-    return (
-        torch.empty_like(x) if need_x else x.new_empty(0, x.shape[1]),
-        torch.empty_like(weight),
-        weight.new_empty(0) if gain is None else torch.empty_like(gain),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Saved, Score, Selected, Upstream, module
+from l2r.kernels.backend import Saved, Score, Selected, Upstream, ends_like, module
 from l2r.kernels.op_common import Grads, Operation, dense, fake_selected, share_of
 
 
@@ -45,22 +45,9 @@ def _route(
 
 
 def _route_fake(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    norm_eps: float,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    top_k: int,
-    normalize: bool,
-    sums: bool,
-    backend: str,
+    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, top_k, _, sums, _ = rest
     tokens, experts = x.shape[0], anchors.shape[0]
     logits = weight.new_empty(tokens, experts)
     rstd = x.new_empty(0 if gain is None else tokens, dtype=torch.float32)
@@ -114,35 +101,11 @@ def _route_backward(
 
 
 def _route_backward_fake(
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    anchors: Tensor,
-    logits: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    rstd: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    normalize: bool,
-    need_x: bool,
-    backend: str,
+    x: Tensor, weight: Tensor, gain: Tensor | None, anchors: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape if need_x else (0, x.shape[1])),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-        weight.new_empty(0 if gain is None else x.shape[1]),
-        torch.empty_like(anchors, memory_format=torch.contiguous_format),
+    *_, need_x, _ = rest
+    return *ends_like(x, weight, gain, need_x), torch.empty_like(
+        anchors, memory_format=torch.contiguous_format
     )
 
 

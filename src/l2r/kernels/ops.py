@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.kernels.backend import Score, Selected, Upstream, module
+from l2r.kernels.backend import Score, Selected, Upstream, ends_like, module
 from l2r.kernels.op_common import Grads, Operation, dense, fake_selected, share_of
 
 # --- query -----------------------------------------------------------------------------------
@@ -57,20 +57,10 @@ def _routing_query_backward(
 
 
 def _routing_query_backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    gain: Tensor | None,
-    query: Tensor,
-    rstd: Tensor,
-    need_x: bool,
-    backend: str,
+    grad: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape if need_x else (0, x.shape[1])),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-        weight.new_empty(0 if gain is None else x.shape[1]),
-    )
+    *_, need_x, _ = rest
+    return ends_like(x, weight, gain, need_x)
 
 
 def _routing_query_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -121,18 +111,7 @@ def _anchor_logits(
     )
 
 
-def _anchor_logits_fake(
-    query: Tensor,
-    anchors: Tensor,
-    rho_hat: Tensor | None,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    backend: str,
-) -> Tensor:
+def _anchor_logits_fake(query: Tensor, anchors: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape[0], anchors.shape[0])
 
 
@@ -163,18 +142,7 @@ def _anchor_logits_backward(
 
 
 def _anchor_logits_backward_fake(
-    grad: Tensor,
-    query: Tensor,
-    anchors: Tensor,
-    rho_hat: Tensor | None,
-    logits: Tensor,
-    scoring: str,
-    gamma: float,
-    beta: float,
-    p: float,
-    eps: float,
-    scale: float,
-    backend: str,
+    grad: Tensor, query: Tensor, anchors: Tensor, rho_hat: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(query, memory_format=torch.contiguous_format),
@@ -242,18 +210,7 @@ def _select_backward(
     )
 
 
-def _select_backward_fake(
-    logits: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    grad_logits: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_share: Tensor | None,
-    normalize: bool,
-    backend: str,
-) -> Tensor:
+def _select_backward_fake(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every benchmark on this machine's CPU, with one thread by processor time and with all by the
-# clock on the wall: about fifteen minutes. Leave the machine alone meanwhile.
+# clock on the wall: about twenty minutes. Leave the machine alone meanwhile.
 #
 #   bash benchmarks/cpu.sh            results go to benchmarks/results/cpu-{1-thread,N-threads}
 set -euo pipefail

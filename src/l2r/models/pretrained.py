@@ -43,14 +43,22 @@ def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
     Raises ValueError naming the first field that differs, or when nothing can be loaded.
     """
     model = load_pretrained(path, dtype=torch.float32).train()
-    wanted, found = config.to_dict(), model.config.to_dict()
-    for name in (*_SIZES, "router"):
-        if found.get(name) != wanted[name]:
+    wanted, found = _fields(config), _fields(model.config)
+    for name, value in wanted.items():
+        if found.get(name) != value:
             raise ValueError(
                 f"init_from must hold a model like the recipe's: {name} is {found.get(name)} in "
-                f"{path}, {wanted[name]} in the recipe"
+                f"{path}, {value} in the recipe"
             )
     return model
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Sizes and the fields of the router, by the names that a recipe gives them."""
+    values = config.to_dict()
+    router = values.get("router") or {}
+    sizes = {name: values.get(name) for name in _SIZES}
+    return {**sizes, **{f"router.{name}": value for name, value in router.items()}}
 
 
 def save_model(

@@ -20,7 +20,6 @@ from l2r.kernels.backend import (
 )
 
 MAX_RANK = 8  # above, the products of torch are faster
-FEW_TOKENS = 16  # below, calls cost more than arithmetic
 MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 _NOTHING = torch.empty(0)  # stands for a result nobody asked for
 
@@ -183,7 +182,7 @@ def _compiled(*tensors: Tensor) -> bool:
 
 def _wide(rank: int, tokens: int) -> bool:
     """Where matrix products of torch are faster."""
-    return rank > MAX_RANK and tokens > FEW_TOKENS
+    return rank > MAX_RANK and tokens > cpu_torch.FEW_TOKENS
 
 
 def _many(anchors: Tensor, tokens: int) -> bool:

@@ -1,6 +1,6 @@
 """CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
 
-The same calls as ``cpu``. Tokens go in blocks that stay in the caches and are computed again in
+The calls of ``cpu`` but ``route``, stage by stage. Tokens go in blocks that stay in the caches and are computed again in
 the backward. A block of x is read once from memory for the RMS statistic and the projection, and
 once more in the backward; scores exist for one block at a time, as [B, H, N], the anchors in the
 middle, so that the sum over them adds contiguous rows. Products with a few columns are
@@ -26,7 +26,7 @@ from l2r.kernels.factored import (
 
 READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 SCORE_NUMBERS = 2**17  # scores in a block, per thread
-FEW_TOKENS = 16  # below this, calls cost more than arithmetic
+FEW_TOKENS = 16  # up to this many, calls cost more than arithmetic
 VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
 SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
 

@@ -1,11 +1,11 @@
 """CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
 
-The calls of ``cpu`` but ``route``, stage by stage. Tokens go in blocks that stay in the caches and are computed again in
-the backward. A block of x is read once from memory for the RMS statistic and the projection, and
-once more in the backward; scores exist for one block at a time, as [B, H, N], the anchors in the
-middle, so that the sum over them adds contiguous rows. Products with a few columns are
-matrix-vector products, which run at the speed of the memory; a general matrix product is slower
-there. Queries are kept rank-major, [R, T].
+The calls of ``cpu`` but ``route``, stage by stage. Tokens go in blocks that stay in the caches and
+are computed again in the backward. A block of x is read once from memory for the RMS statistic
+and the projection, and once more in the backward; scores exist for one block at a time, as
+[B, H, N], the anchors in the middle, so that the sum over them adds contiguous rows. Products
+with a few columns are matrix-vector products, which run at the speed of the memory; a general
+matrix product is slower there. The core keeps queries rank-major, [R, T].
 
 Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
 """

@@ -5,7 +5,6 @@ checkpoint of step 4 of 6, its export, its diagnostics), a swapped stock OLMoE, 
 0.1.0 gave for both.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,7 @@ def test_models_of_0_1_0_give_the_same_logits(name: str) -> None:
 @pytest.fixture
 def old_run(tmp_path: Path, text_folder: Path) -> Path:
     shutil.copytree(OLD / "run", tmp_path / "run")
-    os.symlink(text_folder, tmp_path / "text")  # the recipe names data by this relative path
+    (tmp_path / "text").symlink_to(text_folder)  # the recipe names data by this relative path
     return tmp_path / "run"
 
 

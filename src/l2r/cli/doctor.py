@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,8 @@ import typer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from l2r.routers import Router
 
 # OK; works in a slower or smaller form; optional and not there; broken, so exit code 1.
 OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
@@ -148,7 +150,8 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
     """
     import torch
 
-    error = max(kernel_error(device, kernel, rank) for rank in (2, 16))
+    errors = torch.tensor([kernel_error(device, kernel, rank) for rank in (2, 16)])
+    error = errors.max().item()  # NaN if one is
     if not error <= torch.finfo(torch.float32).eps ** 0.5:
         return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"
     return OK, f"forward and backward within {error:.0e} of plain code"
@@ -167,19 +170,20 @@ def kernel_error(device: str, kernel: str, rank: int) -> float:
     router, x = router.to(device), x.to(device)
     exact = _results(copy.deepcopy(router).double(), x.double(), "plain")
     pairs = zip(_results(router, x, kernel), exact, strict=True)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
-def _results(
-    router: "Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]", x: "Tensor", kernel: str
-) -> "Iterator[Tensor]":
+def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]":
+    """Logits, weights and the gradients of x and all parameters."""
+    import torch
+
     from l2r.kernels.dispatch import implementation
 
     x = x.clone().requires_grad_()
     with implementation(kernel):
         logits, weights, _ = router(x)
-        (logits.sin().sum() + weights.square().sum()).backward()
-    yield from (logits, weights, x.grad, *(p.grad for p in router.parameters()))
+        loss = logits.sin().sum() + weights.square().sum()
+        return logits, weights, *torch.autograd.grad(loss, [x, *router.parameters()])
 
 
 def _cache_folder() -> tuple[str, str]:

@@ -23,8 +23,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -
         merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTHS}
     for key, value in above.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = merge(old, value, f"{place}.{key}".lstrip(".")) if both else value
+        sections = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = merge(old or {}, value, f"{place}.{key}".lstrip(".")) if sections else value
     return merged
 
 

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from l2r.routers.config import RouterConfig, nearest
+from l2r.routers.names import PAPER_ROUTERS
 
 if TYPE_CHECKING:
     from l2r.routers.base import Router
 
 R = TypeVar("R", bound="type[Router]")
-
-PAPER_ROUTERS = ("linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips")
 
 _registry: dict[str, tuple["type[Router]", dict[str, Any]]] = {}
 

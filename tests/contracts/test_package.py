@@ -35,21 +35,39 @@ def test_every_symbol_and_test_that_the_paper_map_names_exists():
         assert not name or f"def {name}(" in source, f"{path}::{name}"
 
 
-def test_no_file_is_longer_than_400_lines():
-    lengths = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "src").rglob("*.py")}
-    assert {name: n for name, n in lengths.items() if n > 400} == {}
+# Longer on purpose; the limit is for the rest.
+LONG = {
+    "training/loop.py": "the one loop of both tasks, read from top to bottom",
+    "kernels/triton_backward.py": "one pass; its halves share every block in registers",
+}
+
+
+def longer_than(limit, root):
+    """Files by their path below ``root``: many share a name."""
+    lengths = {
+        path.relative_to(root).as_posix(): len(path.read_text().splitlines())
+        for path in root.rglob("*.py")
+    }
+    return {path: lines for path, lines in lengths.items() if lines > limit}
+
+
+def test_no_file_is_longer_than_300_lines():
+    long = longer_than(300, ROOT / "src" / "l2r")
+    assert {path: lines for path, lines in long.items() if path not in LONG} == {}
+    assert [path for path in LONG if path not in long] == [], "no longer an exception"
+
+
+def test_files_of_one_name_do_not_hide_each_other(tmp_path):
+    for folder, lines in (("a", 9), ("b", 1), ("c", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("\n" * lines)
+    assert longer_than(5, tmp_path) == {"a/__init__.py": 9}
 
 
 def test_architecture_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [p.name for p in (ROOT / "src" / "l2r").iterdir() if (p / "__init__.py").is_file()]
     assert [room for room in rooms if f"`{room}/`" not in text] == []
-
-
-def test_functional_is_pure():
-    for path in (ROOT / "src" / "l2r" / "functional").glob("*.py"):
-        source = path.read_text()
-        assert "nn." not in source and ".cuda" not in source, path.name
 
 
 def test_version_is_the_changelogs_newest():

@@ -53,7 +53,9 @@ def test_changed_text_is_another_corpus(text_folder, tmp_path):
 
 
 def test_embedded_text_is_there_without_a_network():
-    for domain, files in embedded_sources().items():
+    sources = embedded_sources()
+    assert len(sources) == 4
+    for domain, files in sources.items():
         name, text = next(iter(files()))
         assert name and len(text) > 100, domain
 

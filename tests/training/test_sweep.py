@@ -89,7 +89,7 @@ def test_vision_recipes_keep_the_papers_vision_settings():
         (["router.kind=linear,l2r_sip"], "unknown router 'l2r_sip'"),
         (["router.rank=0,2"], "rank must be >= 1"),
         (["training.stps=5,6"], r"unknown field training.stps \(did you mean 'steps'\?\)"),
-        (["trainig.steps=5"], "unknown field trainig.steps"),
+        (["trainig.steps=5"], "unknown field trainig .did you mean 'training'"),
         (["data.corpus=a/b,a-b"], "two cells one folder name"),
     ],
 )

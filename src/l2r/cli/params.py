@@ -31,7 +31,7 @@ def params(
         str | None,
         typer.Option(help="The whole models of a recipe folder instead, e.g. olmoe-1b-7b."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print the router-parameter table (paper, Appendix D)."""
     from l2r.cli.console import print_table
@@ -40,10 +40,10 @@ def params(
     from l2r.routers.count import router_parameters
 
     if vit:
-        print_table(vit_table(), as_json=json)
+        print_table(vit_table(), as_json=as_json)
         return
     if recipes is not None:
-        print_table(recipe_table(recipes), as_json=json)
+        print_table(recipe_table(recipes), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)
@@ -53,7 +53,7 @@ def params(
         for rank in rank_list
         for head in head_list
     }
-    print_table(parameter_table(cells, linear), as_json=json)
+    print_table(parameter_table(cells, linear), as_json=as_json)
 
 
 def vit_table() -> "Table":

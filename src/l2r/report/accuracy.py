@@ -3,15 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from l2r.report.tables import Table
+from l2r.routers.names import PAPER_ROUTERS
 
-_METHODS = {
-    "linear": "Linear",
-    "linear_sips": "Linear (SIPS)",
-    "xmoe": "X-MoE",
-    "l2r_dot": "L2R (Dot)",
-    "l2r_cosine": "L2R (Cosine)",
-    "l2r_sips": "L2R (SIPS)",
-}
 # Mean and the half width of its interval, both in per cent.
 Spread = tuple[float, float]
 
@@ -19,7 +12,7 @@ Spread = tuple[float, float]
 def accuracy_table(results: Mapping[str, tuple[Spread, Spread, int]]) -> Table:
     """``results`` maps a router to its top-1, its top-5 and the number of seeds."""
     rows = [
-        (_METHODS.get(router, router), *top1, *top5, seeds)
+        (PAPER_ROUTERS.get(router, router), *top1, *top5, seeds)
         for router, (top1, top5, seeds) in results.items()
     ]
     seeds = sorted({row[-1] for row in rows})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.models.agreement import compare, divergence, observe, score
 from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
-from l2r.routers import MixtureRouter, Router, RouterConfig, capture
+from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -167,6 +167,7 @@ def _train_jointly(
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        constrain(model)
         schedule.step()
         report("joint training", step + 1, options.joint_steps)
     model.eval()
@@ -227,6 +228,8 @@ def _fit(
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             optimizer.step()
+            for student in students:
+                student.constrain()
             schedule.step()
         report("fit", done, len(batches))
     for student in students:

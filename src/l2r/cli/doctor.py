@@ -96,7 +96,7 @@ def _threads() -> tuple[str, str]:
 def _grouped_mm() -> tuple[str, str]:
     import torch
 
-    from l2r.moe.dispatch import grouped_linear
+    from l2r.moe.grouped import grouped_linear
 
     x, weight = torch.randn(6, 16), torch.randn(3, 8, 16)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)

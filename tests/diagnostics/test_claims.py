@@ -46,6 +46,17 @@ def test_claims_name_variants_that_exist():
     assert {c.first for c in CLAIMS} | {c.second for c in CLAIMS} == set(VARIANTS)
 
 
+@pytest.mark.parametrize(
+    ("where", "fixed", "varied"),
+    [("Figure 5a", {"heads": 4}, ("rank", 2, 32)), ("Figure 5b", {"rank": 2}, ("heads", 16, 1))],
+)
+def test_ablation_claims_vary_one_size_and_fix_the_other_as_their_figure(where, fixed, varied):
+    (claim,) = (c for c in CLAIMS if c.where == where)
+    field, better, worse = varied
+    assert VARIANTS[claim.first] == {"kind": "l2r_sips", field: better, **fixed}
+    assert VARIANTS[claim.second] == {"kind": "l2r_sips", field: worse, **fixed}
+
+
 def test_the_command_judges_every_claim_and_goes_on(tiny_changes, tmp_path, capsys):
     changes = [c for c in tiny_changes if not c.startswith(("training.steps", "checkpoint"))]
     args = ["evidence", *changes, "training.steps=2", "model.hidden_size=64", "--seeds", "2"]

@@ -2,7 +2,8 @@
 
 recipe.yaml          every field of the recipe, written out
 environment.json     versions, hardware, command, sizes of the model
-metrics.jsonl        one JSON object a line, ``kind`` train, validation or tasks
+metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
+                     last one), validation or tasks
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
 model-ema/           the same of their moving average, where the recipe keeps one

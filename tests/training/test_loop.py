@@ -87,7 +87,9 @@ def test_a_run_that_dies_resumes_to_the_same_bits(
 
 def every_loss(folder):
     """Number of steps and sum of their losses in the means, in order."""
-    return [(r["steps"], r["steps"] * r["ce"]) for r in RunFolder(folder).read_metrics("train_mean")]
+    return [
+        (r["steps"], r["steps"] * r["ce"]) for r in RunFolder(folder).read_metrics("train_mean")
+    ]
 
 
 def test_the_loss_of_every_step_is_recorded_though_few_steps_are_logged(

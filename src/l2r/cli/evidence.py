@@ -102,18 +102,17 @@ def measure(run: "RunFolder", cell: "Cell") -> dict[str, float]:
 
     from l2r.cli.diagnostics import diagnose_run
     from l2r.diagnostics.metrics import normalised_entropy
+    from l2r.report.last_tenth import last_tenth
 
     if not run.diagnostics.is_file():
         run.write_json(run.diagnostics, diagnose_run(run, cell.recipe))
     summary = run.read_json(run.diagnostics)
-    train, validation = run.read_metrics("train"), run.read_metrics("validation")
-    tail = train[-max(1, len(train) // 10) :]
+    ends = {"train_ce": last_tenth(run, "ce"), "balance": last_tenth(run, "balance")}
     top1 = [normalised_entropy(torch.tensor(layer)) for layer in summary["usage"]["top1"]]
     return {
         **summary["mean"],
-        "train_ce": sum(record["ce"] for record in tail) / len(tail),
-        "balance": sum(record["balance"] for record in tail) / len(tail),
-        "validation_ce": validation[-1]["ce/mean"],
+        **{name: value for name, value in ends.items() if value is not None},
+        "validation_ce": run.read_metrics("validation")[-1]["ce/mean"],
         "top1_entropy": sum(top1) / len(top1),
     }
 

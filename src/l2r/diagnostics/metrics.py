@@ -23,8 +23,6 @@ from l2r.diagnostics.sums import (
     usage_sums,
 )
 
-ISOTROPIC_2D = 0.5  # cosine variance of directions spread evenly over the circle
-
 
 def margin_metrics(logits: Float[Tensor, "T N"], threshold: float = 0.2) -> dict[str, float]:
     """Mean Margin and Low-Margin Rate (paper, Appendix A.1), and a margin without a scale.

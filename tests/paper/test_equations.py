@@ -182,7 +182,7 @@ def test_eq_32_over_eq_29_is_the_share_of_the_parameters_without_gain():
     sizes = {"hidden_size": 2048, "num_experts": 64}
     linear, own = (router_cost(k, **sizes) for k in ("linear", "l2r_sips"))
     assert own / linear == pytest.approx(2 / 64 + 16 * 2 / 2048)
-    with pytest.raises(ValueError, match="must be among linear, .*; got mixture"):
+    with pytest.raises(ValueError, match=r"must be among linear, .*; got mixture"):
         router_cost("mixture", **sizes)
 
 

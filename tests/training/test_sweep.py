@@ -157,7 +157,8 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     assert rows[0]["val CE"] == pytest.approx(statistics.fmean(losses), rel=1e-9)
     assert rows[0]["val CE high"] - rows[0]["val CE"] == pytest.approx(half, rel=1e-4)
     page = (tmp_path / "report.html").read_text()
-    for words in ("Varying rank with l2r_sips", "Training dynamics", "Load-balance loss"):
+    shown = ("Varying rank with l2r_sips", "Training dynamics", "Load-balance loss")
+    for words in (*shown, "Expert usage: varying rank with l2r_sips", "Importance (mean"):
         assert words in page
     assert "MMLU accuracy" not in page and "Failed cells" not in page
     assert code == 0 and command(capsys, *changes, "--out", tmp_path)[0] == 2

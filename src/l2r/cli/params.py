@@ -14,7 +14,8 @@ def register(app: typer.Typer) -> None:
         "params",
         epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, "
         "or l2r params --recipes olmoe-1b-7b",
-        help="Router parameters (or cost) for ranks and heads, over all layers, against the linear router.",
+        help="Router parameters (or cost) for ranks and heads, over all layers, against the "
+        "linear router.",
     )(params)
 
 

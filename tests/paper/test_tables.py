@@ -7,7 +7,7 @@ import pytest
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
 from l2r.evaluation.tasks import PAPER_TASKS
-from l2r.report.parameters import parameter_table, show_count
+from l2r.report.paper_tables import parameter_table, show_count
 from l2r.routers.count import router_parameters
 
 LAYERS, SIZES = 16, {"hidden_size": 2048, "num_experts": 64}

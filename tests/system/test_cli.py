@@ -61,6 +61,14 @@ def test_params_prints_the_papers_table(capsys):
     assert code == 0 and len(rows) == 5 and rows[0]["16"] == "131.072K (6.25%)"
 
 
+def test_params_prints_the_cost_of_a_token(capsys):
+    code, out, _ = run(capsys, "params", "--cost", "--ranks", 2, "--heads", "1,16", "--json")
+    assert code == 0
+    (row,) = json.loads(out)  # 16 (2048 x 2 + 64 H x 2) of 16 x 2048 x 64
+    assert row["1"] == "67.584K (3.22%)" and row["16"] == "98.304K (4.69%)"
+    assert_refused(run(capsys, "params", "--cost", "--vit"), "without vit and recipes")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -6,7 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+
+from l2r.cache import cache_folder
 
 _EXTRAS = {
     "lm": "transformers",
@@ -81,7 +82,7 @@ def _router() -> str:
 
 
 def _cache() -> str:
-    root = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    root = cache_folder()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=root):
         free = shutil.disk_usage(root).free / 2**30

@@ -187,7 +187,9 @@ def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]"
 
 
 def _cache_folder() -> tuple[str, str]:
-    root = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    from l2r.cache import cache_folder
+
+    root = cache_folder()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=root):
         return OK, f"{root} is writable (L2R_CACHE), {_free(root)}"

@@ -201,7 +201,7 @@ def _fit(
         for _ in range(options.updates):
             loss = torch.stack(
                 [
-                    divergence(logits, student.logits(x), score=_score(site))
+                    divergence(logits, student.logits(x), score=site.selection.score)
                     for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
                 ]
             ).sum()
@@ -226,7 +226,7 @@ def _compare(
         ):
             chosen = student(x, *_block_bias(model, site)).indices
             both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
-            apart = divergence(logits, student.logits(x), score=_score(site))
+            apart = divergence(logits, student.logits(x), score=site.selection.score)
             sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
     return [(float(a), float(d)) for a, d in sums / len(batches)]
 
@@ -266,10 +266,6 @@ def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
 def _place(model: nn.Module, sites: Sequence[Site], routers: Sequence[Any]) -> None:
     for site, router in zip(sites, routers, strict=True):
         place_router(model, site, router)
-
-
-def _score(site: Site) -> str:
-    return "softmax" if site.rule is None else site.rule.score
 
 
 def _cosine(

@@ -137,7 +137,7 @@ def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error,
         ("get_device_properties", card),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr("l2r.kernels.backend.has_triton", lambda: triton)
+    monkeypatch.setattr("l2r.kernels.dispatch.has_triton", lambda: triton)
     asked = []
     monkeypatch.setattr(doctor, "kernel_error", lambda *given: asked.append(given) or error)
     found, detail = doctor._gpu_kernel()

@@ -117,7 +117,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def _cpu_kernel() -> tuple[str, str]:
-    from l2r.kernels.cpu_native import library
+    from l2r.kernels.native.build import library
 
     status, detail = _agreement("cpu", "cpu")
     if status == OK and library() is None:
@@ -134,7 +134,7 @@ def _gpu_kernel() -> tuple[str, str]:
         return MISSING, "no GPU; everything runs on the CPU"
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {memory:.0f} GiB"
-    from l2r.kernels.backend import has_triton
+    from l2r.kernels.dispatch import has_triton
 
     if not has_triton():
         return FALLBACK, f"{machine}; no Triton: plain torch code runs; pip install 'l2r-moe[gpu]'"

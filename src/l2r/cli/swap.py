@@ -125,6 +125,7 @@ def _swap_table(model: Any, before: dict[str, Any], kind: str) -> "Table":
     for path, site in before.items():
         router = model.get_submodule(path)
         swapped = router is not site.router
+        ours = isinstance(router, Router)
         rows.append(
             (
                 site.layer,
@@ -133,8 +134,16 @@ def _swap_table(model: Any, before: dict[str, Any], kind: str) -> "Table":
                 kind if swapped else "kept",
                 sum(p.numel() for p in site.router.parameters()),
                 sum(p.numel() for p in router.parameters()),
-                str(router.rule) if isinstance(router, Router) and router.rule else "own",
+                str(router.selection) if ours and router.selection.family else "own",
             )
         )
-    columns = ("layer", "module", "old router", "router", "old parameters", "parameters", "rule")
+    columns = (
+        "layer",
+        "module",
+        "old router",
+        "router",
+        "old parameters",
+        "parameters",
+        "selection",
+    )
     return Table("Routers", columns, tuple(rows))

@@ -44,7 +44,7 @@ def compare(
         ):
             chosen = student(x, *_block_bias(model, site)).indices
             both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
-            apart = divergence(logits, student.logits(x), score=score(site))
+            apart = divergence(logits, student.logits(x), score=site.selection.score)
             sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
     return [(float(a), float(d)) for a, d in sums / len(batches)]
 
@@ -79,7 +79,3 @@ def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
         if isinstance(bias, Tensor):
             return (bias,)
     return ()
-
-
-def score(site: Site) -> str:
-    return "softmax" if site.rule is None else site.rule.score

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models.agreement import compare, divergence, observe, score
+from l2r.models.agreement import compare, divergence, observe
 from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 
@@ -221,7 +221,7 @@ def _fit(
         for _ in range(options.updates):
             loss = torch.stack(
                 [
-                    divergence(logits, student.logits(x), score=score(site))
+                    divergence(logits, student.logits(x), score=site.selection.score)
                     for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
                 ]
             ).sum()

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from l2r.kernels.op_common import traced
+from l2r.kernels.tracing import traced
 from l2r.moe.grouped import grouped_linear
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from l2r.functional import magnitude, unit
 from l2r.kernels import dispatch
-from l2r.kernels.plain import Scoring
+from l2r.kernels.contract import DEFAULTS, Score, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.norms import MagnitudeBatchNorm, RmsNormGain
@@ -32,11 +32,11 @@ class SipsConfig(RouterConfig):
 
     scoring: Scoring = "sips"
     query_norm: QueryNorm = "rmsnorm"
-    gamma: float = 1.0
-    beta: float = 1.0
-    p: float = 4.0
-    norm_eps: float = 1e-5
-    eps: float = 1e-6
+    gamma: float = DEFAULTS.gamma
+    beta: float = DEFAULTS.beta
+    p: float = DEFAULTS.p
+    norm_eps: float = DEFAULTS.norm_eps
+    eps: float = DEFAULTS.eps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +54,8 @@ class AnchorRouter(Router):
 
     def __init__(self, config: SipsConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
+        c, scale = config, 1 / config.temperature
+        self.score = Score(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
         self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"
@@ -77,14 +79,5 @@ class AnchorRouter(Router):
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
         rho_hat = None if self.magnitude_norm is None else self.magnitude_norm(magnitude(query))
-        c = self.config
-        return dispatch.anchor_logits(
-            query,
-            self.anchors.to(query.dtype),
-            scoring=c.scoring,
-            gamma=c.gamma,
-            beta=c.beta,
-            p=c.p,
-            rho_hat=rho_hat,
-            eps=c.eps,
-        )
+        score = self.score._replace(scale=1.0)
+        return dispatch.anchor_logits(query, self.anchors.to(query.dtype), score, rho_hat)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from l2r.functional import unit
 from l2r.kernels import dispatch
-from l2r.routers.base import Router
+from l2r.kernels.contract import Score
+from l2r.routers.base import KernelWeights, Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
+from l2r.routers.selection import Selection
 from l2r.routers.xmoe_presets import PRESETS
 
 
@@ -69,6 +71,7 @@ class XMoERouter(Router):
 
     def __init__(self, config: XMoEConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
+        self.score = Score("cosine", eps=config.eps, scale=1 / config.temperature)
         rank = config.rank or max(1, self.num_experts // 2)
         self.projection = nn.Linear(self.hidden_size, rank, bias=config.bias)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))
@@ -101,37 +104,25 @@ class XMoERouter(Router):
         query = dispatch.routing_query(x, self.projection.weight.to(dtype))
         return query if self.projection.bias is None else query + self.projection.bias.to(dtype)
 
-    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One fused call where the variant is the plain cosine router, else in steps."""
+    def kernel_weights(self, x: Tensor) -> KernelWeights | None:
+        """None where the variant is not the plain cosine router."""
         c, dtype = self.config, self.compute_dtype(x)
-        simple = c.normalize_query and c.gate == "softmax"
-        if not simple or self.projection.bias is not None or self.log_temperature is not None:
-            return super().routed(x)
-        return dispatch.route(
-            x,
-            self.projection.weight.to(dtype),
-            None,
-            self.anchors.to(dtype),
-            scoring="cosine",
-            top_k=self.top_k,
-            eps=c.eps,
-            temperature=c.temperature,
-            normalize=c.normalize_weights,
-        )[:3]
+        if not c.normalize_query or self.log_temperature is not None:
+            return None
+        if self.projection.bias is not None:
+            return None
+        return self.projection.weight.to(dtype), None, self.anchors.to(dtype)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
-        anchors = self.anchors.to(query.dtype)
-        if self.config.normalize_query:
-            return dispatch.anchor_logits(query, anchors, scoring="cosine", eps=self.config.eps)
-        unit_anchors = unit(anchors, eps=self.config.eps)
-        return dispatch.anchor_logits(query, unit_anchors, scoring="dot")
+        anchors, score = self.anchors.to(query.dtype), self.score._replace(scale=1.0)
+        if not self.config.normalize_query:
+            anchors = unit(anchors, eps=self.config.eps)
+            score = score._replace(scoring="dot")
+        return dispatch.anchor_logits(query, anchors, score)
 
-    def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights, indices = super().select(logits)
-        if self.config.gate == "sigmoid":
-            weights = torch.sigmoid(logits.gather(1, indices))
-        return weights, indices
+    def own_selection(self) -> Selection:
+        return Selection(score=self.config.gate, normalize=self.config.normalize_weights)
 
     def _tempered(self, logits: Tensor) -> Tensor:
         if self.log_temperature is None:

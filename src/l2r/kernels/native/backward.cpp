@@ -1,7 +1,7 @@
 // The router's backward on a CPU in one parallel region, token after token: scores are computed
-// again, x is read once, only sums over tokens outlive a token. Called by cpu_native.py.
+// again, x is read once, only sums over tokens outlive a token. Called by call.py.
 
-#include "cpu_common.h"
+#include "router.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -9,9 +9,9 @@
 
 namespace {
 
-// What the caller wants differentiated; null: no gradient comes that way.
+// Gradients that come in; null: none comes that way.
 struct Upstream {
-  const float *logits, *weights, *lse, *share;  // [T, N], [T, K], [T], [N]
+  const float *query, *logits, *weights;  // [T, R], [T, N], [T, K]
 };
 
 struct Chosen {
@@ -31,25 +31,18 @@ inline void select_backward(int64_t t, const float* logits, const Chosen& chosen
   }
   const float* weights = chosen.weights + t * k;
   const int64_t* indices = chosen.indices + t * k;
-  const float* wanted = up.weights ? up.weights + t * k : nullptr;
-  float through = up.lse ? up.lse[t] : 0.0f, total = 0.0f;
-  if (wanted)
-    for (int64_t j = 0; j < k; ++j) total += weights[j] * wanted[j];
-  if (!normalize) through -= total;
+  const float* up_weights = up.weights ? up.weights + t * k : nullptr;
+  float prob_coefficient = 0.0f, total = 0.0f;
+  if (up_weights)
+    for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
+  if (!normalize) prob_coefficient -= total;
   const float lse = chosen.lse[t];
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) grad[i] = fast_exp(logits[i] - lse);
-  if (up.share) {
-    float mean = 0.0f;
-#pragma omp simd reduction(+ : mean)
-    for (int64_t i = 0; i < n; ++i) mean += grad[i] * up.share[i];
-    for (int64_t i = 0; i < n; ++i) grad[i] *= through - mean + up.share[i];
-  } else {
-    for (int64_t i = 0; i < n; ++i) grad[i] *= through;
-  }
-  if (wanted)
+  for (int64_t i = 0; i < n; ++i) grad[i] *= prob_coefficient;
+  if (up_weights)
     for (int64_t j = 0; j < k; ++j)
-      grad[indices[j]] += weights[j] * (wanted[j] - (normalize ? total : 0.0f));
+      grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
   if (own)
     for (int64_t i = 0; i < n; ++i) grad[i] += own[i];
 }
@@ -58,7 +51,7 @@ inline void select_backward(int64_t t, const float* logits, const Chosen& chosen
 inline void pool_backward(const float* a, const AnchorSide& keys, const float* logits,
                           const float* grad, const Sizes& s, const Score& c, float* work,
                           float* out, float* sum) {
-  const int64_t n = s.experts, plane = s.plane();
+  const int64_t n = s.experts, count = s.num_anchors();
   const float* b = keys.b.data();
   const float to_unit = keys.unit / c.scale;
   for (int64_t r = 0; r < s.rank; ++r) out[r] = 0.0f;
@@ -72,8 +65,8 @@ inline void pool_backward(const float* a, const AnchorSide& keys, const float* l
       for (int64_t i = 0; i < n; ++i) work[i] = grad[i] * c.scale;
     }
     for (int64_t r = 0; r < s.rank; ++r) {
-      const float* row = b + r * plane + h * n;
-      float* target = sum + r * plane + h * n;
+      const float* row = b + r * count + h * n;
+      float* target = sum + r * count + h * n;
       const float factor = a[r];
       float inner = 0.0f;
 #pragma omp simd reduction(+ : inner)
@@ -116,7 +109,7 @@ inline void query_side_backward(float* grad, const float* query, const Sizes& s,
 // grad_anchors [N, H, R] from the gradient of b [R, H, N], which is overwritten.
 void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& keys,
                           const Sizes& s, const Score& c, float* grad_anchors) {
-  const int64_t plane = s.plane();
+  const int64_t count = s.num_anchors();
   for (int64_t n = 0; n < s.experts; ++n)
     for (int64_t h = 0; h < s.heads; ++h) {
       const int64_t flat = n * s.heads + h;
@@ -125,14 +118,14 @@ void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& k
       const float norm = keys.norm[flat];
       float grad_norm = 0.0f;
       if (c.scoring == 2) {
-        for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * plane] * anchor[r];
+        for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * count] * anchor[r];
         grad_norm /= std::fmax(norm, c.eps) * c.p;
-        const float grown = AnchorSide::grown(norm, c);
-        for (int64_t r = 0; r < s.rank; ++r) g[r * plane] *= grown;
+        const float psi = AnchorSide::psi(norm, c);
+        for (int64_t r = 0; r < s.rank; ++r) g[r * count] *= psi;
       }
-      if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, plane);
+      if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, count);
       float* out = grad_anchors + flat * s.rank;
-      for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * plane];
+      for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * count];
     }
 }
 
@@ -186,25 +179,25 @@ void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
 
 extern "C" {
 
-// The chain of gradients upstream -> logits -> a, b -> query -> x, W_q, gain, or a part of it.
-// weights null: up_logits alone comes in. grad_logits not null: its result is wanted. anchors
-// null: grad_query is given, or the logits are the end where x is null too. x null: grad_query is
-// the end. gain null: no norm. grad_x null: not wanted.
+// The chain of gradients through the stages that ran, by what is not null:
+//   weights:  up_logits, up_weights -> the logits'   (without weights: up_logits are the logits')
+//   anchors:  the logits' -> grad_anchors, the query's
+//   x:        the query's (up_query without anchors) -> grad_x if not null, grad_weight, grad_gain
+// Where the chain ends early, its last gradient goes to grad_logits or grad_query.
 void l2r_backward(const int64_t* sizes, const Score* score, int32_t threads,
                   int32_t normalize_weights, const float* x, const float* weight,
                   const float* gain, const float* anchors, const float* query, const float* rstd,
                   const float* logits, const float* weights, const int64_t* indices,
-                  const float* lse, const float* up_logits, const float* up_weights,
-                  const float* up_lse, const float* up_share, float* grad_logits,
-                  float* grad_query, float* grad_x, float* grad_weight, float* grad_gain,
-                  float* grad_anchors) {
+                  const float* lse, const float* up_query, const float* up_logits,
+                  const float* up_weights, float* grad_x, float* grad_weight, float* grad_gain,
+                  float* grad_anchors, float* grad_query, float* grad_logits) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
   const Score c = *score;
   const Chosen chosen{weights, indices, lse};
-  const Upstream up{up_logits, up_weights, up_lse, up_share};
+  const Upstream up{up_query, up_logits, up_weights};
   const AnchorSide keys(anchors, s, c);
   const std::vector<float> folded = fold(weight, gain, x ? s.rank : 0, s.hidden);
-  const int64_t anchor_numbers = anchors ? s.rank * s.plane() : 0;
+  const int64_t anchor_numbers = anchors ? s.rank * s.num_anchors() : 0;
   const int64_t weight_numbers = x ? s.rank * s.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
   if (grad_x) large_pages(grad_x, s.tokens * s.hidden);
@@ -224,7 +217,7 @@ void l2r_backward(const int64_t* sizes, const Score* score, int32_t threads,
         query_side_backward(g, q, s, c);
         if (!x) std::memcpy(grad_query + t * s.rank, g, s.rank * sizeof(float));
       } else if (x) {
-        std::memcpy(g, grad_query + t * s.rank, s.rank * sizeof(float));
+        std::memcpy(g, up.query + t * s.rank, s.rank * sizeof(float));
       }
       if (!x) continue;
       float pull = 0.0f;

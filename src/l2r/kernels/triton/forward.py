@@ -13,11 +13,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from l2r.kernels.triton_blocks import (
-    load_anchors,
-    product,
-    query_terms,
-)
+from l2r.kernels.triton.blocks import load_anchors, load_rows, product, query_terms, store_rows
 
 
 @triton.jit
@@ -105,13 +101,20 @@ def score_block(
 
 @triton.jit
 @no_type_check
+def take_best(logits, free, experts, N):
+    """Largest free logit [BT], its expert (the smallest index among equals), what stays free."""
+    best = tl.max(tl.where(free, logits, -float("inf")), 1)
+    at_best = free & (logits == best[:, None])
+    choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)
+    return best, choice, free & (experts[None, :] != choice[:, None])
+
+
+@triton.jit
+@no_type_check
 def select_block(
     logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE: tl.constexpr
 ):
-    """Write the K largest probabilities and their experts.
-
-    Returns the log-sum-exp [BT] and how many tokens chose each expert [BN].
-    """
+    """Write the K largest probabilities and their experts; returns the log-sum-exp [BT]."""
     masked = tl.where(experts_ok[None, :], logits, -float("inf"))
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
@@ -119,10 +122,7 @@ def select_block(
     row = rows.to(tl.int64) * K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(K):
-        best = tl.max(tl.where(free, logits, -float("inf")), 1)
-        at_best = free & (logits == best[:, None])
-        choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)  # ties: smallest index
-        free = free & (experts[None, :] != choice[:, None])
+        best, choice, free = take_best(logits, free, experts, N)
         weight = tl.exp(best - lse)
         chosen_sum += weight
         tl.store(indices_ptr + row + k, choice.to(tl.int64), mask=ok)
@@ -131,13 +131,9 @@ def select_block(
     if NORMALIZE:
         free = tl.broadcast_to(experts_ok[None, :], logits.shape)
         for k in range(K):
-            best = tl.max(tl.where(free, logits, -float("inf")), 1)
-            at_best = free & (logits == best[:, None])
-            choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)
-            free = free & (experts[None, :] != choice[:, None])
+            best, choice, free = take_best(logits, free, experts, N)
             tl.store(weights_ptr + row + k, tl.exp(best - lse) / chosen_sum, mask=ok)
-    used = (experts_ok[None, :] & ok[:, None]) & (free == 0)
-    return lse, tl.sum(tl.where(used, 1.0, 0.0), 0)
+    return lse
 
 
 @triton.jit(do_not_specialize=["T", "K"])
@@ -154,23 +150,21 @@ def forward_kernel(
     weights_ptr,
     indices_ptr,
     lse_ptr,
-    sums_ptr,
     T,
     D,
     N,
     K,
-    norm_eps,
     gamma,
     beta,
     p,
     eps,
     scale,
+    norm_eps,
     PROJECT: tl.constexpr,
     SCORE: tl.constexpr,
     SELECT: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_RHO: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SCORING: tl.constexpr,
     H: tl.constexpr,
@@ -184,9 +178,6 @@ def forward_kernel(
     """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1, one block if SELECT)."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     ok = rows < T
-    lane = tl.arange(0, RP)
-    query_at = rows.to(tl.int64)[:, None] * R + lane[None, :]
-    query_ok = ok[:, None] & (lane < R)[None, :]
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
     experts_ok = experts < N
     logits_at = rows.to(tl.int64)[:, None] * N + experts[None, :]
@@ -195,11 +186,11 @@ def forward_kernel(
         query, rstd = project_block(
             x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps, HAS_GAIN, R, RP, DOT, BT, BD
         )
-        tl.store(query_ptr + query_at, query.to(query_ptr.dtype.element_ty), mask=query_ok)
+        store_rows(query_ptr, query, rows, ok, R, RP)
         if HAS_GAIN:
             tl.store(rstd_ptr + rows, rstd, mask=ok)
     elif SCORE:
-        query = tl.load(query_ptr + query_at, mask=query_ok, other=0.0).to(tl.float32)
+        query = load_rows(query_ptr, rows, ok, R, RP)
     if SCORE:
         inverse, factor, _ = query_terms(
             query, rho_ptr, rows, ok, gamma, beta, eps, SCORING, HAS_RHO
@@ -214,12 +205,7 @@ def forward_kernel(
     elif SELECT:
         logits = tl.load(logits_ptr + logits_at, mask=logits_ok, other=0.0).to(tl.float32)
     if SELECT:
-        lse, used = select_block(
+        lse = select_block(
             logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE
         )
         tl.store(lse_ptr + rows, lse, mask=ok)
-        if HAS_SUMS:  # of probabilities and choices: a row per program, added up by the caller
-            share = tl.sum(tl.where(logits_ok, tl.exp(logits - lse[:, None]), 0.0), 0)
-            at = tl.program_id(0) * 2 * N + experts
-            tl.store(sums_ptr + at, share, mask=experts_ok)
-            tl.store(sums_ptr + at + N, used, mask=experts_ok)

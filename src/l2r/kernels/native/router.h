@@ -2,7 +2,7 @@
 //
 // Letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen. Layouts: x [T, D],
 // folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous.
-// Same mathematics as factored.py.
+// Same mathematics as cpu_blocks.py. Null pointers stand for what a call has not.
 
 #pragma once
 
@@ -64,9 +64,10 @@ inline float fast_log(float x) {
 struct Sizes {
   int64_t tokens, hidden, rank, experts, heads, top_k;
 
-  int64_t plane() const { return heads * experts; }  // anchors of all experts
+  int64_t num_anchors() const { return heads * experts; }  // of all experts
 };
 
+// Fields in the order of Score in contract.py.
 struct Score {
   int32_t scoring;  // 0 dot, 1 cosine, 2 sips
   float gamma, beta, p, eps, scale, norm_eps;
@@ -79,51 +80,51 @@ struct AnchorSide {
   float longest = 0.0f, unit = 1.0f;
 
   AnchorSide(const float* anchors, const Sizes& s, const Score& c)
-      : b(anchors ? s.rank * s.plane() : 0), norm(anchors ? s.plane() : 0) {
+      : b(anchors ? s.rank * s.num_anchors() : 0), norm(anchors ? s.num_anchors() : 0) {
     if (!anchors) return;
     unit = s.heads > 1 ? kLog2E : 1.0f;
-    const int64_t plane = s.plane();
-    std::vector<float> factor(plane);
+    const int64_t count = s.num_anchors();
+    std::vector<float> factor(count);
     if (s.rank == 2) {
 #pragma omp simd
-      for (int64_t i = 0; i < plane; ++i)
+      for (int64_t i = 0; i < count; ++i)
         norm[i] = anchors[2 * i] * anchors[2 * i] + anchors[2 * i + 1] * anchors[2 * i + 1];
     } else {
-      for (int64_t i = 0; i < plane; ++i)
+      for (int64_t i = 0; i < count; ++i)
         for (int64_t r = 0; r < s.rank; ++r)
           norm[i] += anchors[i * s.rank + r] * anchors[i * s.rank + r];
     }
 #pragma omp simd reduction(max : longest)
-    for (int64_t i = 0; i < plane; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       norm[i] = std::sqrt(norm[i]);
-      factor[i] = grown(norm[i], c) / floor(norm[i], c);
+      factor[i] = psi(norm[i], c) / clamped_norm(norm[i], c);
       const float reach = std::fabs(factor[i]) * norm[i];
       factor[i] *= unit;
       longest = reach > longest ? reach : longest;
     }
     if (s.rank == 2)
-      place<2>(anchors, factor.data(), s);
+      transpose_scaled<2>(anchors, factor.data(), s);
     else
-      place<0>(anchors, factor.data(), s);
+      transpose_scaled<0>(anchors, factor.data(), s);
   }
 
   // b from the anchors times their factors; a rank known to the compiler is three times faster.
   template <int kRank>
-  void place(const float* anchors, const float* factor, const Sizes& s) {
-    const int64_t rank = kRank ? kRank : s.rank, plane = s.plane();
+  void transpose_scaled(const float* anchors, const float* factor, const Sizes& s) {
+    const int64_t rank = kRank ? kRank : s.rank, count = s.num_anchors();
     for (int64_t n = 0; n < s.experts; ++n)
       for (int64_t h = 0; h < s.heads; ++h)
         for (int64_t r = 0, i = n * s.heads + h; r < rank; ++r)
-          b[r * plane + h * s.experts + n] = anchors[i * rank + r] * factor[i];
+          b[r * count + h * s.experts + n] = anchors[i * rank + r] * factor[i];
   }
 
   // psi of the length for sips, 1 for the others.
-  static float grown(float length, const Score& c) {
+  static float psi(float length, const Score& c) {
     return c.scoring == 2 ? 1.0f + (length - 1.0f) * (1.0f / c.p) : 1.0f;
   }
 
   // What the anchor is divided by.
-  static float floor(float length, const Score& c) {
+  static float clamped_norm(float length, const Score& c) {
     return c.scoring == 0 ? 1.0f : length > c.eps ? length : c.eps;
   }
 };
@@ -157,14 +158,14 @@ inline float query_side(const float* query, const Sizes& s, const Score& c, floa
 
 // Scores of one anchor of all experts, in the units of b.
 inline void score_row(const float* a, const float* b, int64_t h, const Sizes& s, float* out) {
-  const int64_t n = s.experts, plane = s.plane();
+  const int64_t n = s.experts, count = s.num_anchors();
   const float* first = b + h * n;
-  const float* second = s.rank > 1 ? first + plane : first;
+  const float* second = s.rank > 1 ? first + count : first;
   const float a0 = a[0], a1 = s.rank > 1 ? a[1] : 0.0f;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) out[i] = a0 * first[i] + a1 * second[i];
   for (int64_t r = 2; r < s.rank; ++r) {
-    const float* row = first + r * plane;
+    const float* row = first + r * count;
     const float factor = a[r];
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) out[i] += factor * row[i];

@@ -1,7 +1,7 @@
 // The router's forward on a CPU in one parallel region, token after token: x is read once, the
-// scores of a token live in the first-level cache. Called by cpu_native.py.
+// scores of a token live in the first-level cache. Called by call.py.
 
-#include "cpu_common.h"
+#include "router.h"
 
 namespace {
 
@@ -70,10 +70,9 @@ inline void pool(const float* a, float length, const AnchorSide& keys, const Siz
     for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
 }
 
-// The K largest, smallest index first among equals; returns the log-sum-exp. Adds the
-// probabilities and the choices to sums [2, N] unless it is null.
+// The K largest, smallest index first among equals; returns the log-sum-exp.
 inline float select(const float* logits, const Sizes& s, bool normalize, float* weights,
-                    int64_t* indices, float* probs, float* sums) {
+                    int64_t* indices, float* probs) {
   const int64_t n = s.experts, k = s.top_k;
   float top = logits[0], total = 0.0f;
 #pragma omp simd reduction(max : top)
@@ -102,10 +101,6 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
   }
   if (normalize)
     for (int64_t j = 0; j < k; ++j) weights[j] /= chosen;
-  if (sums) {
-    for (int64_t i = 0; i < n; ++i) sums[i] += probs[i] / total;
-    for (int64_t j = 0; j < k; ++j) sums[n + indices[j]] += 1.0f;
-  }
   return top + std::log(total);
 }
 
@@ -113,13 +108,15 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
 
 extern "C" {
 
-// x null: query is given; else query and rstd, where not null, are filled. gain null: no norm.
-// anchors null: logits are given; both null: the projection alone. weights null: no selection.
-// lse null: not wanted. sums null: no by-products; else [threads, 2, N], zeroed.
+// Stages by what is given, in the order of Tensors in contract.py; results are filled where not
+// null, logits always where anchors are given:
+//   project: x, weight, maybe gain       -> query, rstd
+//   score:   anchors and the query       -> logits
+//   select:  weights not null, logits    -> weights, indices, lse
 void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
                  int32_t normalize_weights, const float* x, const float* weight, const float* gain,
                  const float* anchors, float* query, float* rstd, float* logits, float* weights,
-                 int64_t* indices, float* lse, float* sums) {
+                 int64_t* indices, float* lse) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
   const Score c = *score;
   const AnchorSide keys(anchors, s, c);
@@ -128,7 +125,6 @@ void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
   for (int32_t part = 0; part < threads; ++part) {
     std::vector<float> room(2 * s.rank + 2 * s.experts);
     float *own = room.data(), *a = own + s.rank, *work = a + s.rank;
-    float* mine = sums ? sums + part * 2 * s.experts : nullptr;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       float* q = query ? query + t * s.rank : own;
@@ -140,7 +136,7 @@ void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
       if (anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, out);
       if (!weights) continue;
       const float total = select(out, s, normalize_weights, weights + t * s.top_k,
-                                 indices + t * s.top_k, work, mine);
+                                 indices + t * s.top_k, work);
       if (lse) lse[t] = total;
     }
   }

@@ -1,6 +1,7 @@
-"""Device functions that the Triton kernels share: query transform, anchor transform, products.
+"""Device functions that the Triton kernels share: loads, transforms of query and anchors, products.
 
-Every function works on one block held in registers, in fp32. R is padded to RP lanes that hold
+Every function works on one block held in registers, in fp32. SCORING is a number of
+``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. R is padded to RP lanes that hold
 zeros; ``DOT`` says whether products over R use the matrix units (RP >= 16) or a loop over the R
 columns, which is faster for the paper's rank 2.
 
@@ -16,10 +17,6 @@ import triton.language as tl
 
 # tf32x3 splits fp32 operands into two tf32 parts: fp32 accuracy at matrix-unit speed.
 PRECISION = tl.constexpr("tf32x3")
-
-DOT_SCORES = 0
-COSINE_SCORES = 1
-SIPS_SCORES = 2
 
 
 @triton.jit
@@ -64,6 +61,25 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.co
             part = tl.sum(weights * column(vectors, r, RP)[None, :], 1)
             out += tl.where(lane == r, part[:, None], 0.0)
     return out
+
+
+@triton.jit
+@no_type_check
+def load_rows(ptr, rows, ok, R: tl.constexpr, RP: tl.constexpr):
+    """Rows [BT, RP] of a matrix [T, R]."""
+    lane = tl.arange(0, RP)
+    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
+    return tl.load(ptr + at, mask=ok[:, None] & (lane < R)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def store_rows(ptr, values, rows, ok, R: tl.constexpr, RP: tl.constexpr):
+    """Write rows [BT, RP] of a matrix [T, R] in its dtype."""
+    lane = tl.arange(0, RP)
+    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
+    mask = ok[:, None] & (lane < R)[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def evidence(
     quick: Annotated[bool, typer.Option("--quick", help="20 steps, for a first look.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = _OUT,
     write: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Train every router with every seed, measure, judge."""
     from l2r.cli.console import print_table
@@ -57,7 +57,7 @@ def evidence(
         for name in VARIANTS
     }
     table = findings_table([judge(claim, numbers) for claim in CLAIMS], seeds)
-    print_table(table, as_json=json)
+    print_table(table, as_json=as_json)
     if write is not None:
         command = command_line(changes or [], recipe, seeds, quick=quick, out=out, write=write)
         shown = "l2r_sips.seed-0"

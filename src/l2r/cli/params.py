@@ -35,7 +35,7 @@ def params(
     cost: Annotated[
         bool, typer.Option("--cost", help="Multiply-adds of one token instead of parameters.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
     from l2r.cli.console import print_table
@@ -46,10 +46,10 @@ def params(
     if cost and (vit or recipes is not None):
         raise ValueError("cost must be asked without vit and recipes; --vit prints operations too")
     if vit:
-        print_table(vit_table(), as_json=json)
+        print_table(vit_table(), as_json=as_json)
         return
     if recipes is not None:
-        print_table(recipe_table(recipes), as_json=json)
+        print_table(recipe_table(recipes), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)
@@ -60,7 +60,7 @@ def params(
         for rank in rank_list
         for head in head_list
     }
-    print_table(table(cells, linear), as_json=json)
+    print_table(table(cells, linear), as_json=as_json)
 
 
 def vit_table() -> "Table":

@@ -40,7 +40,7 @@ def sweep(
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
     ] = True,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Run the grid; exit code 1 when a cell failed."""
     import os
@@ -58,7 +58,7 @@ def sweep(
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     root = out or Path("runs") / "sweep" / name
     if plan:
-        print_table(_plan_table(cells, root), as_json=json)
+        print_table(_plan_table(cells, root), as_json=as_json)
         return
     outcomes: list["Outcome"] = []
     for outcome in run_cells(cells, root, launch=launch, report=_say):
@@ -74,13 +74,13 @@ def sweep(
         _diagnose(rows, outcomes)
     if rows:
         found = ablations(rows)
-        if json:
+        if as_json:
             print_table(sweep_table(rows), as_json=True)
         else:
             for table in [*map(ablation_table, found), all_rows_table(rows)]:
                 print_table(table)
         page = write_sweep_page(rows, root / "report.html", failed=failed)
-        typer.echo(f"report: {page}", err=json)
+        typer.echo(f"report: {page}", err=as_json)
     if failed:
         _say(f"{len(failed)} of {len(cells)} cells failed; the same command tries them again")
         raise typer.Exit(1)

@@ -7,9 +7,10 @@ metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_me
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
 model-ema/           the same of their moving average, where the recipe keeps one
-diagnostics.json     what the routers do on validation data (compare, diagnose)
+diagnostics.json     what the routers do on validation data (compare, evidence)
 patches.npz          which patches of some images go to which expert (vision)
-evaluation.json      downstream results (eval)
+evaluation.json      downstream results, or accuracy on images (eval)
+evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
 tensorboard/         the same numbers as metrics.jsonl
 """
 

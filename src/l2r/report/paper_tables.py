@@ -3,20 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from l2r.report.tables import Table
+from l2r.routers.names import PAPER_ROUTERS
 
 # parameters, active parameters, router parameters, flops, router flops of one image
 Counts = tuple[int, int, int, int, int]
 # Mean and the half width of its interval, both in per cent.
 Spread = tuple[float, float]
-
-_METHODS = {
-    "linear": "Linear",
-    "linear_sips": "Linear (SIPS)",
-    "xmoe": "X-MoE",
-    "l2r_dot": "L2R (Dot)",
-    "l2r_cosine": "L2R (Cosine)",
-    "l2r_sips": "L2R (SIPS)",
-}
 
 
 def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
@@ -93,7 +85,7 @@ def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
 def accuracy_table(results: Mapping[str, tuple[Spread, Spread, int]]) -> Table:
     """``results`` maps a router to its top-1, its top-5 and the number of seeds."""
     rows = [
-        (_METHODS.get(router, router), *top1, *top5, seeds)
+        (PAPER_ROUTERS.get(router, router), *top1, *top5, seeds)
         for router, (top1, top5, seeds) in results.items()
     ]
     seeds = sorted({row[-1] for row in rows})

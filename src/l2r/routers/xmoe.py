@@ -6,7 +6,7 @@ paper's table, both sides normalised, orthogonal anchors and a fixed temperature
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +25,33 @@ class XMoEConfig(RouterConfig):
 
     bias: of the projection. normalize_query: cosine on both sides, else on the anchors alone.
     anchor_init: orthogonal or normal, scaled by anchor_scale. anchor_norm: norm that the
-    stored anchors are pulled back to in every forward, None to leave them (the logits see unit
-    anchors either way). min_temperature: floor of a learned temperature.
-    gate: softmax over experts, or an independent sigmoid for each.
+    stored anchors are pulled back to after every step, None to leave them (the logits see unit
+    anchors either way; a smaller norm learns faster). min_temperature: floor of a learned
+    temperature. gate: softmax over experts, or an independent sigmoid for each.
     """
+
+    read_with: ClassVar = {
+        "min_temperature": {"learn_temperature": (True,)},
+        "normalize_weights": {"gate": ("softmax",)},
+    }
 
     rank: int | None = None
     bias: bool = False
     normalize_query: bool = True
-    anchor_init: Literal["orthogonal", "normal"] | str = "orthogonal"
+    anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
     anchor_scale: float = 1.0
     anchor_norm: float | None = None
     eps: float = 1e-6
     min_temperature: float = 0.01
-    gate: Literal["softmax", "sigmoid"] | str = "softmax"
+    gate: Literal["softmax", "sigmoid"] = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.rank is None or self.rank >= 1, self, "rank", "None or >= 1")
-        inits = ("orthogonal", "normal")
-        check(self.anchor_init in inits, self, "anchor_init", "orthogonal or normal")
         check(self.anchor_scale > 0, self, "anchor_scale", "> 0")
         check(self.anchor_norm is None or self.anchor_norm > 0, self, "anchor_norm", "None or > 0")
         check(self.eps > 0, self, "eps", "> 0")
         check(self.min_temperature > 0, self, "min_temperature", "> 0")
-        check(self.gate in ("softmax", "sigmoid"), self, "gate", "softmax or sigmoid")
 
     @classmethod
     def preset(cls, source: str) -> "XMoEConfig":
@@ -81,6 +83,18 @@ class XMoERouter(Router):
             nn.init.normal_(anchors, std=scale)
         elif not anchors.is_meta:
             nn.init.orthogonal_(anchors, gain=scale)
+        self.constrain()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Anchors to their fixed norm, if they have one.
+
+        NOTE: TorchScale rescales its parameter in every forward, where FSDP2 holds a copy that
+        it throws away. We do after every step (l2r.routers.constrain), which gives the same
+        sequence of weights.
+        """
+        if self.config.anchor_norm is not None:
+            self.anchors.copy_(unit(self.anchors) * self.config.anchor_norm)
 
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)
@@ -90,7 +104,7 @@ class XMoERouter(Router):
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One fused call where the variant is the plain cosine router, else in steps."""
         c, dtype = self.config, self.compute_dtype(x)
-        simple = c.normalize_query and c.gate == "softmax" and c.anchor_norm is None
+        simple = c.normalize_query and c.gate == "softmax"
         if not simple or self.projection.bias is not None or self.log_temperature is not None:
             return super().routed(x)
         return dispatch.route(
@@ -107,8 +121,6 @@ class XMoERouter(Router):
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
-        if self.config.anchor_norm is not None and self.training:
-            self.anchors.data = unit(self.anchors.data) * self.config.anchor_norm
         anchors = self.anchors.to(query.dtype)
         if self.config.normalize_query:
             return dispatch.anchor_logits(query, anchors, scoring="cosine", eps=self.config.eps)

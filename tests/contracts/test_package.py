@@ -57,7 +57,6 @@ def test_lazy_names_have_types():
 # Longer on purpose; the limit is for the rest.
 LONG = {
     "training/loop.py": "the one loop of both tasks, read from top to bottom",
-    "kernels/triton_backward.py": "one pass; its halves share every block in registers",
 }
 
 

@@ -89,7 +89,9 @@ def test_sample_sizes_name_their_bound(name, least):
 
 
 def test_embedded_text_is_there_without_a_network():
-    for domain, files in embedded_sources().items():
+    sources = embedded_sources()
+    assert len(sources) == 4
+    for domain, files in sources.items():
         name, text = next(iter(files()))
         assert name and len(text) > 100, domain
 

@@ -10,7 +10,7 @@ from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
 from l2r.evaluation.tasks import PAPER_TASKS
 from l2r.recipes.load import load_recipe
-from l2r.report.parameters import parameter_table, show_count
+from l2r.report.paper_tables import parameter_table, show_count
 from l2r.routers.count import router_parameters
 from l2r.training.loop import _steps as step_count
 from l2r.training.optimizer import learning_rate

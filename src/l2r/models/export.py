@@ -98,7 +98,10 @@ def modeling_source(kind: str) -> str:
         imports.update(dict.fromkeys(_foreign_imports(tree)))
         for defined in _top_level_names(tree):
             assert owners.setdefault(defined, name) == name, (defined, name, owners[defined])
-        parts.append(_body(module, tree))
+        body = _body(module, tree)
+        if module is olmoe:
+            body = body.replace(*(f'DEFAULT_ROUTER = "{k}"' for k in (olmoe.DEFAULT_ROUTER, kind)))
+        parts.append(body)
         if name == _PLAIN:
             parts.append(_dispatch_class(tree))
     from l2r import __version__

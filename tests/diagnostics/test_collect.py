@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from l2r import build_router, router_names
 from l2r.diagnostics import metrics
 from l2r.diagnostics.collect import collect, find_routers
 from l2r.diagnostics.diagnose import Settings, diagnose
@@ -45,6 +46,22 @@ def test_streamed_numbers_equal_those_of_all_tokens_at_once():
         scores = scores / torch.linalg.vector_norm(record.router.anchors, dim=-1)  # |k| is 1
         wins = metrics.anchor_use(scores, indices)
         torch.testing.assert_close(record.sums["anchors"]["anchor_wins"], wins)
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_statistics_under_autocast_are_those_without(kind):
+    model = nn.ModuleList([build_router(kind, hidden_size=16, num_experts=6, top_k=2)])
+    data = [{"x": torch.randn(40, 16)}]
+
+    def run(model, inputs):
+        return model[0](inputs["x"])
+
+    (plain,) = collect(model, data, run=run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (under,) = collect(model, data, run=run)
+    for part, numbers in plain.sums.items():
+        for name, value in numbers.items():
+            assert torch.equal(under.sums[part][name], value), (part, name)
 
 
 @pytest.mark.parametrize("model", [ours("linear"), stock()], ids=["ours", "hugging face"])

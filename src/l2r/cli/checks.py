@@ -58,7 +58,7 @@ def _torch() -> str:
 def _grouped_mm() -> str:
     import torch
 
-    from l2r.moe.dispatch import grouped_linear
+    from l2r.moe.grouped import grouped_linear
 
     x, weight = torch.randn(6, 16), torch.randn(3, 8, 16)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)

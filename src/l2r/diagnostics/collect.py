@@ -21,6 +21,7 @@ from l2r.diagnostics import sums
 from l2r.diagnostics.robustness import evaluating, first_choice
 from l2r.diagnostics.routing_map import scoring_anchors
 from l2r.diagnostics.sample import Fields, TokenSample
+from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
 
 Batch = Mapping[str, Tensor]
@@ -116,7 +117,11 @@ class _Layer:
         self.sums: dict[str, sums.Sums] = {}
 
     def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: reduce what the router saw and said."""
+        """Forward hook: reduce what the router saw and said, under autocast in full precision."""
+        with without_autocast(args[0].device):
+            self._see(module, args, output)
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         logits, weights, indices = _triple(module, output)
         x = args[0].detach().reshape(-1, args[0].shape[-1])
         domain = _per_token(self.domain, len(x))

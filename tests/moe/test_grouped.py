@@ -8,7 +8,7 @@ import torch
 
 from l2r.models.experts_backend import register
 from l2r.models.stock import stock_experts
-from l2r.moe import Experts
+from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
 
@@ -54,13 +54,13 @@ def test_no_unaligned_address_reaches_the_grouped_product(monkeypatch):
     x, weight, upstream = torch.randn(11, 16), torch.randn(4, 8, 16), torch.randn(11, 8)
     expected = results(per_segment, x, weight, upstream)
     seen = []
-    product = torch.nn.functional.grouped_mm
+    product = grouped.grouped_mm
 
     def watched(a, b, **options):
         seen.append(a.data_ptr() % 16 or b.data_ptr() % 16)
         return product(a, b, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    monkeypatch.setattr(grouped, "grouped_mm", watched)
     function = lambda x, w: grouped_linear(x, w, ENDS)  # noqa: E731
     found = results(function, unaligned(x), unaligned(weight), upstream)
     assert seen == [0]
@@ -71,14 +71,14 @@ def test_no_unaligned_address_reaches_the_grouped_product(monkeypatch):
 def watch_products(monkeypatch):
     """Dtypes of input, weight and output of every grouped product."""
     seen = []
-    product = torch.nn.functional.grouped_mm
+    product = grouped.grouped_mm
 
     def watched(a, b, **options):
         out = product(a, b, **options)
         seen.append((a.dtype, b.dtype, out.dtype))
         return out
 
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    monkeypatch.setattr(grouped, "grouped_mm", watched)
     return seen
 
 

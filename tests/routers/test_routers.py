@@ -128,6 +128,15 @@ def test_anchors_start_on_the_unit_sphere():
     torch.testing.assert_close(router.anchors.norm(dim=-1), torch.ones(8, 16))
 
 
+def test_norm_eps_reaches_the_norm_of_the_magnitude():
+    sizes = {"hidden_size": 16, "num_experts": 4, "top_k": 2}
+    router = build_router("l2r_sips", **sizes, query_norm="batchnorm", norm_eps=0.5).eval()
+    norm, x = router.magnitude_norm, torch.randn(7, 16)
+    torch.nn.init.constant_(norm.running_var, 0.5)
+    rho = router.query(x).norm(dim=-1)
+    torch.testing.assert_close(norm(rho), rho)  # (rho - 0) / sqrt(0.5 + 0.5)
+
+
 def test_batchnorm_of_the_magnitude_uses_batch_then_running_statistics():
     router = build_router(
         "l2r_sips", hidden_size=16, num_experts=4, top_k=2, query_norm="batchnorm"

@@ -21,7 +21,7 @@ from l2r.report.ablation import (
     ablations,
     final_numbers,
 )
-from l2r.training import loop
+from l2r.training import loop, sweep
 from l2r.training.sweep import is_finished, plan_cells, read_grid, run_cells
 
 RECIPE = "demo/l2r-sips"
@@ -36,6 +36,16 @@ def command(capsys, *args):
         main(["sweep", RECIPE, *map(str, args)])
     captured = capsys.readouterr()
     return done.value.code, captured.out, captured.err
+
+
+def watch_steps(monkeypatch, watch):
+    """Call ``watch`` with the name of the run and the number of every step of the sweep."""
+
+    def train(recipe, folder, **options):
+        name = RunFolder(folder).name
+        return loop.train(recipe, folder, on_step=lambda step: watch(name, step), **options)
+
+    monkeypatch.setattr(sweep, "train", train)
 
 
 def test_a_grid_is_every_choice_with_every_seed():
@@ -106,14 +116,12 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     grid = ["--grid", "router.kind=linear,l2r_sips", "--grid", "router.rank=2,4", "--seeds", "2"]
     args = [*changes, *grid, "--out", tmp_path]
     broken = "kind=l2r_sips,rank=2,seed=1"
-    step = loop._Trainer._step
 
-    def failing(self, number, **options):
-        if self.run.name == broken and number == 2:
+    def failing(name, step):
+        if name == broken and step == 2:
             raise RuntimeError("out of memory\nmore lines")
-        return step(self, number, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", failing)
+    watch_steps(monkeypatch, failing)
     code, out, err = command(capsys, *args, "--json")
     assert code == 1
     assert f"failed: {broken}: out of memory more lines" in err and "1 of 6 cells failed" in err
@@ -127,9 +135,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     assert set(states.values()) == {("finished", 4)}
 
     steps = []
-    monkeypatch.setattr(
-        loop._Trainer, "_step", lambda s, n, **o: steps.append((s.run.name, n)) or step(s, n, **o)
-    )
+    watch_steps(monkeypatch, lambda name, step: steps.append((name, step)))
     code, out, err = command(capsys, *args)
     assert code == 0 and steps == [(broken, 2), (broken, 3)]
     assert "Varying rank with l2r_sips" in out and "All cells" in out and "±" in out
@@ -161,14 +167,11 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
 
 
 def test_a_signal_stops_the_whole_sweep(tiny_changes, tmp_path, monkeypatch):
-    step = loop._Trainer._step
-
-    def stopped(self, number, **options):
-        if number == 1:
+    def stopped(name, step):
+        if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", stopped)
+    watch_steps(monkeypatch, stopped)
     cells = plan(tiny_changes, "router.rank=2,4")
     outcomes = list(run_cells(cells, tmp_path, show_progress=False))
     assert [(o.cell.name, o.signal) for o in outcomes] == [("rank=2,seed=0", signal.SIGTERM)]

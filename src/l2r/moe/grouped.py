@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.functional import pad
+from torch.nn.functional import grouped_mm, pad
 
 from l2r.functional.autocast import product_inputs
 
@@ -35,7 +35,7 @@ def grouped_linear(
         return torch.cat([rows @ weight[n].T for n, rows in enumerate(_segments(x, ends))])
     outputs = weight.shape[1]
     x, weight = _aligned(x), _aligned(weight, rows=True)
-    product = torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    product = grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     return product if product.shape[1] == outputs else product[:, :outputs]
 
 
@@ -77,7 +77,7 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         pairs = zip(_segments(grad, ends), _segments(x, ends), strict=True)
         return torch.stack([up.T @ rows for up, rows in pairs])
-    wide = torch.nn.functional.grouped_mm(_aligned(grad).T, _aligned(x), offs=ends)
+    wide = grouped_mm(_aligned(grad).T, _aligned(x), offs=ends)
     return wide[:, : grad.shape[1], : x.shape[1]].contiguous()
 
 

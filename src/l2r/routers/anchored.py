@@ -54,7 +54,7 @@ class AnchorRouter(Router):
         self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"
-        self.magnitude_norm = MagnitudeBatchNorm() if scales else None
+        self.magnitude_norm = MagnitudeBatchNorm(eps=config.norm_eps) if scales else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

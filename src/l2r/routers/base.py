@@ -68,6 +68,9 @@ class Router(nn.Module):
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
 
+    def constrain(self) -> None:
+        """Bring parameters back onto their surface after a step; most routers have none."""
+
     def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
         """Expert logits before the temperature, in the compute dtype; every router defines it."""
         raise TypeError(f"{type(self).__name__} does not define raw_logits")

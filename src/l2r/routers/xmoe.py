@@ -26,9 +26,9 @@ class XMoEConfig(RouterConfig):
 
     bias: of the projection. normalize_query: cosine on both sides, else on the anchors alone.
     anchor_init: orthogonal or normal, scaled by anchor_scale. anchor_norm: norm that the
-    stored anchors are pulled back to in every forward, None to leave them (the logits see unit
-    anchors either way). min_temperature: floor of a learned temperature.
-    gate: softmax over experts, or an independent sigmoid for each.
+    stored anchors are pulled back to after every step, None to leave them (the logits see unit
+    anchors either way; a smaller norm learns faster). min_temperature: floor of a learned
+    temperature. gate: softmax over experts, or an independent sigmoid for each.
     """
 
     rank: int | None = None
@@ -82,6 +82,18 @@ class XMoERouter(Router):
             nn.init.normal_(anchors, std=scale)
         elif not anchors.is_meta:
             nn.init.orthogonal_(anchors, gain=scale)
+        self.constrain()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Anchors to their fixed norm, if they have one.
+
+        NOTE: TorchScale rescales its parameter in every forward, where FSDP2 holds a copy that
+        it throws away. We do after every step (l2r.routers.constrain), which gives the same
+        sequence of weights.
+        """
+        if self.config.anchor_norm is not None:
+            self.anchors.copy_(unit(self.anchors) * self.config.anchor_norm)
 
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)
@@ -91,7 +103,7 @@ class XMoERouter(Router):
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One fused call where the variant is the plain cosine router, else in steps."""
         c, dtype = self.config, self.compute_dtype(x)
-        simple = c.normalize_query and c.gate == "softmax" and c.anchor_norm is None
+        simple = c.normalize_query and c.gate == "softmax"
         if not simple or self.projection.bias is not None or self.log_temperature is not None:
             return super().routed(x)
         return dispatch.route(
@@ -108,8 +120,6 @@ class XMoERouter(Router):
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
-        if self.config.anchor_norm is not None and self.training:
-            self.anchors.data = unit(self.anchors.data) * self.config.anchor_norm
         anchors = self.anchors.to(query.dtype)
         if self.config.normalize_query:
             return dispatch.anchor_logits(query, anchors, scoring="cosine", eps=self.config.eps)

@@ -16,6 +16,7 @@ from transformers.integrations import moe as hf_moe
 
 from l2r import capture
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_causal_lm
+from l2r.models.checkpointing import checkpoint_activations
 from l2r.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
 from l2r.routers.registry import PAPER_ROUTERS
@@ -160,7 +161,7 @@ def test_gradient_checkpointing_keeps_the_routers_auxiliary_gradient():
     for checkpointing in (False, True):
         model = build().train()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         with capture(model) as captured:
             loss = model(IDS, use_cache=False).logits.square().mean()
         loss = loss + load_balancing_loss(captured.logits(), captured.indices())

@@ -100,7 +100,8 @@ def modeling_source(kind: str) -> str:
             assert owners.setdefault(defined, name) == name, (defined, name, owners[defined])
         body = _body(module, tree)
         if module is olmoe:
-            body = body.replace(*(f'DEFAULT_ROUTER = "{k}"' for k in (olmoe.DEFAULT_ROUTER, kind)))
+            line = 'DEFAULT_ROUTER = "{}"'
+            body = body.replace(line.format(olmoe.DEFAULT_ROUTER), line.format(kind))
         parts.append(body)
         if name == _PLAIN:
             parts.append(_dispatch_class(tree))

@@ -135,7 +135,9 @@ def test_agreement_is_complete_when_the_new_router_is_the_old_one(trained):
     with torch.no_grad():
         for site, student in zip(sites, students, strict=True):
             student.weight.copy_(site.router.weight)
-    for agreement, apart in compare(trained, sites, students, batches(2, seed=4)):
+    compared = list(compare(trained, sites, students, batches(2, seed=4)))
+    assert len(compared) == len(sites) > 0
+    for agreement, apart in compared:
         assert agreement == 1.0
         assert apart == pytest.approx(0, abs=1e-9)
 

@@ -1,6 +1,8 @@
 """The loop: exact resume, accumulation, NaN, refused folders. Tiny model, real text."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,41 @@ def test_a_run_that_dies_resumes_to_the_same_bits(after, unbroken, tiny_changes,
     assert run(tmp_path / "run", tiny_changes).finished
     assert same_bits(unbroken, tmp_path / "run")
     assert records(unbroken) == records(tmp_path / "run")
+
+
+def every_loss(folder):
+    """Number of steps and sum of their losses in the means, in order."""
+    return [
+        (r["steps"], r["steps"] * r["ce"]) for r in RunFolder(folder).read_metrics("train_mean")
+    ]
+
+
+def test_the_loss_of_every_step_is_recorded_though_few_steps_are_logged(
+    unbroken, tiny_changes, tmp_path
+):
+    run(tmp_path / "run", tiny_changes, "training.log_every=3", "checkpoint.every=4")
+    losses = [r["ce"] for r in RunFolder(unbroken).read_metrics("train")]
+    steps, sums = zip(*every_loss(tmp_path / "run"), strict=True)
+    assert steps == (3, 1, 2)  # a checkpoint closes a mean, so that a resumed run adds to none
+    assert sums == pytest.approx([sum(losses[:3]), losses[3], sum(losses[4:])], rel=1e-12)
+
+
+def test_a_run_stopped_between_records_loses_no_loss(unbroken, tiny_changes, tmp_path, monkeypatch):
+    changes = [*tiny_changes, "training.log_every=6", "checkpoint.every=0"]
+    step = loop._Trainer._step
+
+    def stopping(self, number, **options):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, **options)
+
+    monkeypatch.setattr(loop._Trainer, "_step", stopping)
+    assert not run(tmp_path / "run", changes).finished
+    monkeypatch.undo()
+    assert run(tmp_path / "run", changes).finished
+    losses = [r["ce"] for r in RunFolder(unbroken).read_metrics("train")]
+    steps, sums = zip(*every_loss(tmp_path / "run"), strict=True)
+    assert steps == (2, 4) and sum(sums) == pytest.approx(sum(losses), rel=1e-12)
 
 
 def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):

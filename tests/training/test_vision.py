@@ -18,7 +18,7 @@ from l2r.data.run_folder import RunFolder
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models import load_image_classifier
 from l2r.recipes.load import load_recipe
-from l2r.routers.registry import PAPER_ROUTERS
+from l2r.routers.names import PAPER_ROUTERS
 from l2r.training import loop
 from l2r.training.average import WeightAverage
 from l2r.training.objective import auxiliary_losses

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from l2r.cache import cache_folder
 from l2r.kernels.backend import Score, Upstream
 
 _FLAGS: tuple[str, ...] = (
@@ -91,7 +92,7 @@ def _build(compiler: str) -> Path:
     sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    folder = cache_folder()
     path = folder / f"cpu-kernel-{digest}.so"
     if path.exists():
         return path

@@ -1,7 +1,7 @@
 """What the routers with anchors share: the score's fields, the query norm and the anchors."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,14 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring | str = "sips"
-    query_norm: QueryNorm | str = "rmsnorm"
+    read_with: ClassVar = {
+        **{name: {"scoring": ("sips",)} for name in ("gamma", "beta", "p")},
+        "eps": {"scoring": ("cosine", "sips")},
+        "norm_eps": {"query_norm": ("rmsnorm", "batchnorm")},
+    }
+
+    scoring: Scoring = "sips"
+    query_norm: QueryNorm = "rmsnorm"
     gamma: float = 1.0
     beta: float = 1.0
     p: float = 4.0
@@ -34,9 +40,6 @@ class SipsConfig(RouterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.scoring in ("dot", "cosine", "sips"), self, "scoring", "dot, cosine or sips")
-        norms = ("rmsnorm", "batchnorm", "none")
-        check(self.query_norm in norms, self, "query_norm", "rmsnorm, batchnorm or none")
         check(self.gamma > 0, self, "gamma", "> 0")
         check(0 <= self.beta <= 1, self, "beta", "between 0 and 1")
         check(self.p >= 1, self, "p", ">= 1, so that psi is not negative")

@@ -6,7 +6,7 @@ paper's table, both sides normalised, orthogonal anchors and a fixed temperature
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +31,28 @@ class XMoEConfig(RouterConfig):
     temperature. gate: softmax over experts, or an independent sigmoid for each.
     """
 
+    read_with: ClassVar = {
+        "min_temperature": {"learn_temperature": (True,)},
+        "normalize_weights": {"gate": ("softmax",)},
+    }
+
     rank: int | None = None
     bias: bool = False
     normalize_query: bool = True
-    anchor_init: Literal["orthogonal", "normal"] | str = "orthogonal"
+    anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
     anchor_scale: float = 1.0
     anchor_norm: float | None = None
     eps: float = 1e-6
     min_temperature: float = 0.01
-    gate: Literal["softmax", "sigmoid"] | str = "softmax"
+    gate: Literal["softmax", "sigmoid"] = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.rank is None or self.rank >= 1, self, "rank", "None or >= 1")
-        inits = ("orthogonal", "normal")
-        check(self.anchor_init in inits, self, "anchor_init", "orthogonal or normal")
         check(self.anchor_scale > 0, self, "anchor_scale", "> 0")
         check(self.anchor_norm is None or self.anchor_norm > 0, self, "anchor_norm", "None or > 0")
         check(self.eps > 0, self, "eps", "> 0")
         check(self.min_temperature > 0, self, "min_temperature", "> 0")
-        check(self.gate in ("softmax", "sigmoid"), self, "gate", "softmax or sigmoid")
 
     @classmethod
     def preset(cls, source: str) -> "XMoEConfig":

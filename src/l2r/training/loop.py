@@ -23,6 +23,7 @@ from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim, lock
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.mean_loss import MeanLoss
 from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
@@ -120,6 +121,7 @@ class _Trainer:
         speed = recipe.losses.bias_speed
         self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
+        self.mean_loss = MeanLoss(ranks)
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
     def fit(self, monitor: Monitor | None) -> RunResult:
@@ -142,7 +144,10 @@ class _Trainer:
                     self._validate(step, monitor)
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
-                if stopping or self._due(step, every):
+                saving = stopping or self._due(step, every)
+                if logged or saving:
+                    self._record_mean(step, monitor)
+                if saving:
                     state = (self.model, self.optimizer, self.ranks)
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
@@ -153,6 +158,13 @@ class _Trainer:
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def _record_mean(self, step: int, monitor: Monitor | None) -> None:
+        """The loss of all steps since the last such record, so that few records hold them all."""
+        mean = self.mean_loss.read()
+        if mean and monitor is not None:
+            position = {"step": step, self.task.unit: step * self.units_per_step}
+            monitor.record({"kind": "train_mean", **position, **mean})
 
     def _step(self, step: int, *, summarise: bool) -> dict[str, Any]:
         """One optimiser step; the record has the step's losses and, if asked, routing numbers."""
@@ -173,6 +185,7 @@ class _Trainer:
                 )
             for name, value in losses.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
+        self.mean_loss.add(totals["ce"])
         norm = self._clip(step)
         self.optimizer.step()
         constrain(self.model)

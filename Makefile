@@ -17,7 +17,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test lint workflows fuzz docs dist clean
+.PHONY: help demo demo-vision test lint workflows fuzz peers docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,8 +32,8 @@ test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -44,6 +44,9 @@ workflows: $(VENV)/.test ## Check .github against its schemas
 
 fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
+
+peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
+	$(BIN)/python scripts/peers --markdown docs/peers.md
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict

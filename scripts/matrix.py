@@ -316,7 +316,7 @@ def main() -> int:
     if options.again:
         for c in chosen:
             (matrix.results / f"{c.name}.json").unlink(missing_ok=True)
-    waiting = [c for c in chosen if matrix.result(c) is None]
+    waiting = [c for c in chosen if "failed" not in (matrix.result(c) or {})]
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed(pool.submit(matrix.run, c) for c in waiting):
             print(line(done.result()), flush=True)

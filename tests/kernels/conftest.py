@@ -18,15 +18,15 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every output of a launch starts as NaN (integers: far outside), so holes are seen."""
-    from l2r.kernels import triton_launch
+    """Every result of a kernel starts as NaN (integers: far outside), so holes are seen."""
+    from l2r.kernels import contract
 
     def empty(*shape: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         kind = dtype or like.dtype
         value = float("nan") if kind.is_floating_point else -(2**40)
         return torch.full(shape, value, device=like.device, dtype=kind)
 
-    monkeypatch.setattr(triton_launch, "empty", empty)
+    monkeypatch.setattr(contract, "empty", empty)
     yield
 
 

@@ -6,7 +6,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from l2r.kernels import plain
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.kernels import dispatch, plain
+from l2r.kernels.contract import Score
+from l2r.kernels.dispatch import implementation
 
 # Largest error relative to the largest entry. fp32: sums of up to D terms in another order, and
 # tf32x3 products (three tf32 products, 2e-6). bf16, fp16: one rounding of q, the logits and the
@@ -54,15 +57,11 @@ class Case:
 
     def options(self) -> dict[str, object]:
         """Keyword arguments of ``route``."""
-        return {
-            "scoring": self.scoring,
-            "top_k": self.top_k,
-            "normalize": self.normalize,
-            "temperature": self.temperature,
-            "gamma": 1.3,
-            "beta": 0.8,
-            "p": 3.0,
-        }
+        return {"score": self.score(), "top_k": self.top_k, "normalize": self.normalize}
+
+    def score(self) -> Score:
+        """Constants that are not the defaults."""
+        return Score(self.scoring, gamma=1.3, beta=0.8, p=3.0, scale=1 / self.temperature)
 
     def tolerance(self, query: Tensor) -> float:
         """A query near zero has no direction: its rounding is divided by |q|."""
@@ -119,42 +118,109 @@ def leaves(inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     }
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest wanted entry (or 1e-3); NaN counts as inf."""
+def error(found: Tensor, wanted: Tensor, *, least: float = 1e-3) -> float:
+    """Largest difference, relative to the largest wanted entry (or least); NaN counts as inf."""
     if wanted.numel() == 0:
         return 0.0
     gap = (found.detach().double().cpu() - wanted.detach()).abs().max()
-    ratio = gap / wanted.detach().abs().max().clamp_min(1e-3)
+    ratio = gap / wanted.detach().abs().max().clamp_min(least)
     return float("inf") if bool(torch.isnan(ratio)) else ratio.item()
 
 
-def mixed_loss(routed: plain.Routed, reference: plain.Routed) -> tuple[Tensor, Tensor]:
+def mixed_loss(case: Case, routed: plain.Routed, reference: plain.Routed) -> tuple[Tensor, Tensor]:
     """One scalar of every differentiable output, with the choices of ``routed`` in both.
 
-    Weights are compared at the experts that the code under test chose, since ties permute.
+    Weights are compared at the experts that the code under test chose, since ties permute. The
+    auxiliary losses are in it, whose gradients reach all logits.
     """
     generator = torch.Generator().manual_seed(1)
 
     def weights_like(value: Tensor) -> Tensor:
         return torch.randn(value.shape, generator=generator, dtype=torch.float64)
 
-    tokens = max(1, routed.logits.shape[0])
     a, b = weights_like(reference.logits), weights_like(reference.weights)
-    c = weights_like(reference.sums[0])
     totals = []
-    for found, weights in ((routed, routed.weights), (reference, _at(reference, routed))):
+    for found, weights in ((routed, routed.weights), (reference, _at(case, reference, routed))):
         device = found.logits.device
         total = (found.logits.double() * a.to(device)).sum() / found.logits.shape[1]
         total = total + (weights.double() * b.to(device)).sum()
-        total = total + found.z_loss().double()
-        totals.append(total + (found.sums[0].double() * c.to(device)).sum() / tokens)
+        if found.logits.shape[0]:
+            indices = routed.indices.to(device)
+            balance = load_balancing_loss(found.logits.double(), indices)
+            total = total + router_z_loss(found.logits.double()) + balance
+        totals.append(total)
     return totals[0], totals[1]
 
 
-def _at(reference: plain.Routed, routed: plain.Routed) -> Tensor:
+def _at(case: Case, reference: plain.Routed, routed: plain.Routed) -> Tensor:
     """Reference weights at the experts chosen by ``routed``."""
     probs = torch.softmax(reference.logits, 1).gather(1, routed.indices.cpu())
-    top_sum = probs.sum(1, keepdim=True)
-    raw = torch.softmax(reference.logits, 1).topk(routed.indices.shape[1], 1).values
-    normalized = reference.weights.shape[0] > 0 and not torch.allclose(reference.weights, raw)
-    return probs / top_sum if normalized else probs
+    return probs / probs.sum(1, keepdim=True) if case.normalize else probs
+
+
+def check_route(name: str, device: str, case: Case) -> None:
+    """Outputs and all gradients of a whole router against float64."""
+    inputs = case.inputs(device)
+    ours, exact = leaves(inputs), double(inputs)
+    with implementation(name):
+        routed = dispatch.route(**ours, **case.options())
+    reference = plain.route(**exact, **case.options())
+    query = plain.routing_query(exact["x"], exact["projection"], exact["gain"])
+    tolerance = case.tolerance(query)
+    assert error(routed.logits, reference.logits) <= tolerance
+    assert all(len(set(row)) == case.top_k for row in routed.indices.tolist())
+    probs = torch.softmax(reference.logits, 1)
+    best = probs.topk(case.top_k, 1).values  # compared by score, since ties permute
+    assert error(probs.gather(1, routed.indices.cpu()), best) <= 4 * tolerance
+    assert error(routed.weights, reference.weights) <= 4 * tolerance
+    loss, wanted = mixed_loss(case, routed, reference)
+    loss.backward()
+    wanted.backward()
+    check_gradients(ours, exact, tolerance)
+
+
+STEPS = ("query and logits", "with a given |q|", "logits in one call")
+
+
+def check_logits(name: str, device: str, case: Case, steps: str) -> None:
+    """Logits without a selection, made in one of ``STEPS``, and all gradients against float64."""
+    inputs = case.inputs(device)
+    ours, exact = leaves(inputs), double(inputs)
+    rho = torch.linspace(-2, 2, case.tokens).to(case.dtype)
+    results = []
+    for values, module in ((ours, dispatch), (exact, plain)):
+        x, projection, gain, anchors = values.values()
+        with implementation(name):
+            if steps == "logits in one call":
+                logits = module.route_logits(x, projection, gain, anchors, case.score())
+            else:
+                if steps == "with a given |q|" and case.scoring == "sips":
+                    values["rho_hat"] = rho.to(anchors, copy=True).requires_grad_()
+                query = module.routing_query(x, projection, gain, case.score())
+                rho_hat = values.get("rho_hat")
+                logits = module.anchor_logits(query, anchors, case.score(), rho_hat)
+        results.append(logits)
+    query = plain.routing_query(exact["x"], exact["projection"], exact["gain"])
+    tolerance = case.tolerance(query)
+    assert error(*results) <= tolerance
+    for logits in results:
+        scale = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
+        (logits.double() * scale.to(logits.device)).sum().backward()
+    check_gradients(ours, exact, tolerance)
+
+
+def check_gradients(
+    ours: dict[str, Tensor | None], exact: dict[str, Tensor | None], tolerance: float
+) -> None:
+    """Gradients of all leaves, in the leaves' dtypes.
+
+    Rounding is relative to the terms of a sum, and the gradient of a direction cancels some of
+    them (in rank 1 all), so that gradients under a tenth of the upstream ones count as that.
+    """
+    for name, leaf in ours.items():
+        if leaf is None:
+            continue
+        rounding = 0.01 if leaf.dtype != torch.float32 else 0.0  # the gradient's own dtype
+        assert leaf.grad.dtype == leaf.dtype
+        found = error(leaf.grad, exact[name].grad, least=0.1)
+        assert found <= 4 * tolerance + rounding, (name, found, tolerance)

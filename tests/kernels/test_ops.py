@@ -8,7 +8,8 @@ from routing_cases import TOLERANCE, Case, error, leaves
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from l2r.kernels import dispatch, op_route, ops, plain
+from l2r.kernels import dispatch, operation, plain, tracing
+from l2r.kernels.contract import Score
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -16,21 +17,40 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
 CASE = Case(6, 12, 5, 2, 2, 2)
 FP32 = TOLERANCE[torch.float32]  # twice: both sides are rounded; four times more for gradients
-SCORE = ("sips", 1.0, 1.0, 4.0, 1e-6, 1.0)
+SCORE = Score("sips")
 
 
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "project",
+        "project without a gain",
+        "score",
+        "score with |q|",
+        "select",
+        "project and score",
+        "all",
+    ],
+)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_operations_pass_torch_opcheck(name: str) -> None:
+def test_the_operation_passes_torch_opcheck(name: str, stage: str) -> None:
     tensors = leaves(CASE.inputs(DEVICE))
     x, weight, gain, anchors = tensors.values()
     with implementation(name):
         query = plain.routing_query(x, weight, gain).detach().requires_grad_()
-        logits = plain.anchor_logits(query, anchors, scoring="sips").detach().requires_grad_()
-        opcheck(ops.routing_query.op, (x, weight, gain, 1e-5, name))
-        opcheck(ops.routing_query.op, (x, weight, None, 1e-5, name))
-        opcheck(ops.anchor_logits.op, (query, anchors, None, *SCORE, name))
-        opcheck(ops.select.op, (logits, 2, False, False, name))
-        opcheck(op_route.route.op, (x, weight, gain, anchors, 1e-5, *SCORE, 2, True, True, name))
+        logits = plain.anchor_logits(query, anchors, SCORE).detach().requires_grad_()
+        rho_hat = query.detach().norm(dim=1).requires_grad_()
+        stages = {
+            "project": ((x, weight, gain, None, None, None, None), 0),
+            "project without a gain": ((x, weight, None, None, None, None, None), 0),
+            "score": ((None, None, None, anchors, query, None, None), 0),
+            "score with |q|": ((None, None, None, anchors, query, None, rho_hat), 0),
+            "select": ((None, None, None, None, None, logits, None), 2),
+            "project and score": ((x, weight, gain, anchors, None, None, None), 0),
+            "all": ((x, weight, gain, anchors, None, None, None), 2),
+        }
+        tensors, top_k = stages[stage]
+        opcheck(operation._route, (*tensors, SCORE[0], list(SCORE[1:]), top_k, top_k > 0, name))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -111,13 +131,63 @@ def test_float64_and_transforms_take_the_plain_path() -> None:
     assert tangent.shape == (3, 4)
 
 
+def gradients_of(router: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    output = router(x)
+    (output.weights.square().sum() + output.logits.sin().sum()).backward()
+    return [output.logits, *(p.grad for p in router.parameters())]
+
+
+def test_a_dispatch_mode_is_seen_and_without_torchs_answer_everything_counts_as_watched(
+    unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    router = build_router("l2r_sips", hidden_size=12, num_experts=6, top_k=2)
+    x = torch.randn(5, 12)
+    assert not tracing.traced(x)
+    with FlopCounterMode(display=False):
+        assert tracing.traced(x)
+    wanted = gradients_of(router, x)
+    router.zero_grad()
+    monkeypatch.setattr(tracing, "_dispatch_modes", None)
+    assert tracing.traced(x)
+    for found, exact in zip(gradients_of(router, x), wanted, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("gone", ["_functorch_layer", "_current_level"])
+def test_transforms_are_seen_and_without_torchs_answer_plain_code_runs(
+    unchecked: None, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tracing.transformed())
+        return x.sin()
+
+    x = torch.randn(3)
+    look(x)
+    torch.func.vmap(look)(x)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    assert seen == [False, True, True]
+    if gone == "_current_level":
+        monkeypatch.delattr(torch.autograd.forward_ad, gone)
+    else:
+        monkeypatch.setattr(tracing, gone, None)
+    called: list[str] = []
+    monkeypatch.setattr(dispatch, "run", lambda *args, **kwargs: called.append("fused"))
+    build_router("l2r_sips", hidden_size=12, num_experts=6, top_k=2)(torch.randn(5, 12))
+    assert not called
+
+
 def test_unknown_implementation_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="implementation must be plain"),
         implementation("cudnn"),
     ):
         pass
-    assert dispatch.implementation is implementation
 
 
 class Watched(torch.Tensor):
@@ -141,10 +211,10 @@ def test_subclasses_and_dispatch_modes_get_the_registered_operation(
     inputs["anchors"] = inputs["anchors"].as_subclass(Watched).requires_grad_(grad)
     with torch.set_grad_enabled(grad), implementation(BACKENDS[-1]):
         Watched.seen.clear()
-        dispatch.route(**inputs, scoring="sips", top_k=2)
+        dispatch.route(**inputs, score=SCORE, top_k=2)
         assert any("route" in name for name in Watched.seen)
         with FlopCounterMode(display=False):
-            dispatch.route(**CASE.inputs(DEVICE), scoring="sips", top_k=2)
+            dispatch.route(**CASE.inputs(DEVICE), score=SCORE, top_k=2)
 
 
 def test_fake_tensors_are_never_read(unchecked: None) -> None:

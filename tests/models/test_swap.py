@@ -141,13 +141,29 @@ def test_a_layer_without_a_router_is_refused():
         swapped("deepseek_v3", layers=[0])
 
 
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])
+def test_a_swapped_softmax_family_takes_the_fused_path(name, monkeypatch):
+    from l2r.kernels import dispatch
+
+    model, routes, route = swapped(name), [], dispatch.route
+
+    def spy(*args, **kwargs):
+        routes.append(kwargs["normalize"])
+        return route(*args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "route", spy)
+    model(sample_tokens())
+    assert routes == [name in ("mixtral", "gpt_oss", "granitemoe")] * len(_routers(model))
+
+
 def test_swapping_twice_keeps_the_rule_and_the_selection_bias():
     model = swapped("deepseek_v3")
     first = next(iter(_routers(model).values()))
     swap_routers(model, XMoEConfig(rank=4))
     second = next(iter(_routers(model).values()))
     assert second is not first
-    assert second.rule == first.rule
+    assert second.selection == first.selection
+    assert second.selection.family == "deepseek_v3"
     assert second.e_score_correction_bias is first.e_score_correction_bias
 
 
@@ -157,8 +173,8 @@ def test_our_own_olmoe_takes_the_new_router_into_its_configuration():
     assert not hasattr(model.config, "l2r_swap")
     swap_routers(model, XMoEConfig(rank=4), layers=[1])
     assert [entry["layers"] for entry in model.config.l2r_swap] == [[1]]
-    rules = {router.rule for router in _routers(model).values()}
-    assert rules == {None}
+    families = {router.selection.family for router in _routers(model).values()}
+    assert families == {None}
 
 
 def test_renormalisation_is_left_to_the_family():

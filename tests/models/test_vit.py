@@ -11,7 +11,7 @@ from l2r import capture
 from l2r.models import L2rViTConfig, L2rViTForImageClassification, load_image_classifier
 from l2r.models.vit_cost import vit_cost
 from l2r.moe import MoELayer
-from l2r.routers.registry import PAPER_ROUTERS
+from l2r.routers.names import PAPER_ROUTERS
 
 SMALL = {
     "hidden_size": 32,

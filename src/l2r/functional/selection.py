@@ -14,17 +14,24 @@ def routing_probs(logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
 
 
 def select_experts(
-    probs: Float[Tensor, "T N"],
+    scores: Float[Tensor, "T N"],
     top_k: int,
     *,
     normalize: bool = False,
+    norm_eps: float = 0.0,
+    ranking: Float[Tensor, "T N"] | None = None,
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Top-k experts of every token and the weights of their outputs, Eq. 3.
 
     The paper, as OLMoE, uses the probabilities as they are; ``normalize`` makes the k
-    weights of a token sum to 1.
+    weights of a token sum to 1, with ``norm_eps`` added to the sum. ``ranking``: what experts
+    are chosen by, where it is not the scores.
     """
-    weights, indices = torch.topk(probs, top_k, dim=-1)
+    if ranking is None:
+        weights, indices = torch.topk(scores, top_k, dim=-1)
+    else:
+        indices = torch.topk(ranking, top_k, dim=-1).indices
+        weights = scores.gather(-1, indices)
     if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + norm_eps)
     return weights, indices

@@ -1,43 +1,43 @@
-"""Model families whose routers can be replaced, and the selection rule each one keeps.
+"""Model families whose routers can be replaced, and the selection each one keeps.
 
 A family is recognised by the class name of its router, so that models built around the same
 decoder (vision-language models, classifiers) are recognised too. Every router here returns
-(logits [T, N], weights [T, K], indices [T, K]); rules are read from the router being replaced.
+(logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
 ``tiny`` is the configuration of a small random model, from which docs/families.md is made.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from l2r.routers.rules import Score, ScoredTopK, SelectionRule, TopKSoftmax
-
-Rule = Callable[[Any], SelectionRule]
+from l2r.routers.selection import Selection
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family. rule: from the old router to its selection rule.
+    """One family. rule: from the old router to how it selects.
 
     weight: path of the old router's [N, D] matrix. tiny: keywords of a small configuration.
     """
 
     model_type: str
     router: str
-    rule: Rule
+    rule: Callable[[Any], Selection]
     tiny: Mapping[str, Any]
     weight: str = "weight"
 
+    def selection(self, old: Any) -> Selection:
+        """Selection of an old router of this family."""
+        return replace(self.rule(old), family=self.model_type)
 
-@dataclass(frozen=True)
-class SparseMixer:
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SparseMixer(Selection):
     """Phi-MoE's SparseMixer-v2: top-2, sampled in training with its own gradient estimate."""
 
     jitter: float
-    score: Score = "softmax"
-    bias: None = None
 
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
@@ -49,22 +49,19 @@ class SparseMixer:
         return weights, indices
 
 
-def _softmax(old: Any) -> SelectionRule:
+def _softmax(old: Any) -> Selection:
     """Softmax over all experts, top-k, weights as they are or renormalised by a flag."""
-    return ScoredTopK(normalize=getattr(old, "norm_topk_prob", False))
+    return Selection(normalize=getattr(old, "norm_topk_prob", False))
 
 
-def _softmax_normalized(old: Any) -> SelectionRule:
-    return ScoredTopK(normalize=True)
+def _softmax_normalized(old: Any) -> Selection:
+    """Also where the softmax is over the k chosen logits alone: the same weights."""
+    return Selection(normalize=True)
 
 
-def _chosen_softmax(old: Any) -> SelectionRule:
-    return TopKSoftmax()
-
-
-def _deepseek_v2(old: Any) -> SelectionRule:
+def _deepseek_v2(old: Any) -> Selection:
     limited = old.topk_method == "group_limited_greedy"
-    return ScoredTopK(
+    return Selection(
         scale=old.routed_scaling_factor,
         groups=old.num_group if limited else 1,
         kept_groups=old.topk_group if limited else 1,
@@ -72,8 +69,8 @@ def _deepseek_v2(old: Any) -> SelectionRule:
     )
 
 
-def _deepseek_v3(old: Any) -> SelectionRule:
-    return ScoredTopK(
+def _deepseek_v3(old: Any) -> Selection:
+    return Selection(
         score="sigmoid",
         normalize=old.norm_topk_prob,
         norm_eps=1e-20,
@@ -84,46 +81,50 @@ def _deepseek_v3(old: Any) -> SelectionRule:
     )
 
 
-def _ernie(old: Any) -> SelectionRule:
+def _ernie(old: Any) -> Selection:
     # The original bounds the sum from below by the same constant instead of adding it.
     path = "moe_statics.e_score_correction_bias"
-    return ScoredTopK(normalize=True, norm_eps=old.norm_min, bias=path)
+    return Selection(normalize=True, norm_eps=old.norm_min, bias=path)
 
 
-def _sigmoid_with_block_bias(old: Any) -> SelectionRule:
+def _sigmoid_with_block_bias(old: Any) -> Selection:
     """Sigmoid scores; the selection bias belongs to the block and comes with each call."""
-    return ScoredTopK(score="sigmoid", normalize=True)
+    return Selection(score="sigmoid", normalize=True, block_bias=True)
 
 
-def _lfm2(old: Any) -> SelectionRule:
-    return ScoredTopK(
+def _lfm2(old: Any) -> Selection:
+    return Selection(
         score="sigmoid",
         normalize=old.norm_topk_prob,
         norm_eps=1e-6,
         scale=old.routed_scaling_factor,
+        block_bias=True,
     )
 
 
-def _afmoe(old: Any) -> SelectionRule:
-    return ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20, scale=old.route_scale)
+def _scaled_sigmoid(scale: float) -> Selection:
+    return Selection(score="sigmoid", normalize=True, norm_eps=1e-20, scale=scale, block_bias=True)
 
 
-def _hy_v3(old: Any) -> SelectionRule:
-    scale = old.router_scaling_factor
-    return ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20, scale=scale)
+def _afmoe(old: Any) -> Selection:
+    return _scaled_sigmoid(old.route_scale)
 
 
-def _laguna(old: Any) -> SelectionRule:
-    return ScoredTopK(score="sigmoid", normalize=True, bias="e_score_correction_bias")
+def _hy_v3(old: Any) -> Selection:
+    return _scaled_sigmoid(old.router_scaling_factor)
 
 
-def _cohere2(old: Any) -> SelectionRule:
+def _laguna(old: Any) -> Selection:
+    return Selection(score="sigmoid", normalize=True, bias="e_score_correction_bias")
+
+
+def _cohere2(old: Any) -> Selection:
     if old.expert_selection_fn == "softmax":
-        return TopKSoftmax()
-    return ScoredTopK(score="sigmoid", normalize=old.norm_topk_prob)
+        return Selection(normalize=True)
+    return Selection(score="sigmoid", normalize=old.norm_topk_prob)
 
 
-def _phimoe(old: Any) -> SelectionRule:
+def _phimoe(old: Any) -> Selection:
     return SparseMixer(jitter=old.router_jitter_noise)
 
 
@@ -252,15 +253,15 @@ _TABLE = (
         {**_E, **_HEAD, "moe_topk": 2},
         weight="wg.weight",
     ),
-    Family("gpt_oss", "GptOssTopKRouter", _chosen_softmax, {**_L, **_HEAD}),
-    Family("granitemoe", "GraniteMoeTopKRouter", _chosen_softmax, _L),
+    Family("gpt_oss", "GptOssTopKRouter", _softmax_normalized, {**_L, **_HEAD}),
+    Family("granitemoe", "GraniteMoeTopKRouter", _softmax_normalized, _L),
     Family(
         "granitemoeshared",
         "GraniteMoeSharedTopKRouter",
-        _chosen_softmax,
+        _softmax_normalized,
         {**_L, "shared_intermediate_size": 16},
     ),
-    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _chosen_softmax, _HYBRID),
+    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _softmax_normalized, _HYBRID),
     Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2, {**_E, **_HEAD, **_FULL}),
     Family("phimoe", "PhimoeTopKRouter", _phimoe, _L),
     Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie, _ERNIE),

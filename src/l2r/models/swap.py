@@ -1,4 +1,4 @@
-"""Replace the routers of a Hugging Face MoE model by ours, keeping the family's own rules.
+"""Replace the routers of a Hugging Face MoE model by ours, keeping the family's own selection.
 
 Only the scoring changes: how logits become weights and indices (softmax or sigmoid, groups,
 selection bias, renormalisation, scaling) stays the family's, as do experts, shared experts and
@@ -18,7 +18,7 @@ from l2r.models.families import BY_ROUTER, FAMILIES, REFUSED
 from l2r.models.initialise import attach_router
 from l2r.models.olmoe import L2rOlmoeConfig
 from l2r.routers import Router, RouterConfig
-from l2r.routers.rules import SelectionRule
+from l2r.routers.selection import Selection
 
 M = TypeVar("M", bound=nn.Module)
 SELECTIONS = ("family", "router")
@@ -33,11 +33,11 @@ class Site:
     router: Any
 
     @property
-    def rule(self) -> SelectionRule | None:
-        """Selection rule in force here; None where a router of ours selects by itself."""
+    def selection(self) -> Selection:
+        """Selection in force here."""
         if isinstance(self.router, Router):
-            return self.router.rule
-        return BY_ROUTER[type(self.router).__name__].rule(self.router)
+            return self.router.selection
+        return BY_ROUTER[type(self.router).__name__].selection(self.router)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ def swap_routers(
 
     A model whose routers are already ours can be swapped again.
     ``layers`` are indices of decoder layers; None means every layer that has a router.
-    ``selection="family"`` keeps the family's rule, including its selection bias with the values
+    ``selection="family"`` keeps the family's own, including its selection bias with the values
     it has; "router" lets the new router select as it does in our own models.
     The new parameters are float32 whatever the model's dtype, and are drawn from a random
     stream of their own. ``save_pretrained`` then writes the description into config.json, and
@@ -148,21 +148,22 @@ def old_weight(site: Site) -> Tensor:
 
 
 def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
-    """A router of ours with the sizes, device, rule and selection bias of the one at a site."""
+    """A router of ours with the sizes, device, selection and its bias of the one at a site."""
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be family or router; got selection={selection!r}")
-    rule = site.rule if selection == "family" else None
+    keep = selection == "family" and site.selection.family is not None
     usual = type(config).__dataclass_fields__["normalize_weights"].default
-    if rule is not None and config.normalize_weights != usual:
+    if keep and config.normalize_weights != usual:
         raise ValueError(
             f"normalize_weights is decided by the model's family; leave it {usual} "
             f"or pass selection='router'; got normalize_weights={config.normalize_weights}"
         )
     device = next(site.router.parameters()).device
     router = attach_router(config, stream=site.layer, **site.sizes).to(device)
-    router.rule = rule
-    if rule is not None and rule.bias is not None:
-        _carry(site.router, router, rule.bias.partition(".")[0])
+    if keep:
+        router.selection = site.selection
+        if router.selection.bias is not None:
+            _carry(site.router, router, router.selection.bias.partition(".")[0])
     if not isinstance(site.router, Router) or _is_recorded(site.router):
         # transformers looks for the old class, so the new module brings the hook itself.
         install_output_capuring_hook(router, "router_logits", 0)

@@ -1,14 +1,14 @@
 """What the routers with anchors share: the score's fields, the query norm and the anchors."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from l2r.functional import magnitude, unit
 from l2r.kernels import dispatch
-from l2r.kernels.plain import Scoring
+from l2r.kernels.contract import DEFAULTS, Score, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.norms import MagnitudeBatchNorm, RmsNormGain
@@ -24,19 +24,22 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring | str = "sips"
-    query_norm: QueryNorm | str = "rmsnorm"
-    gamma: float = 1.0
-    beta: float = 1.0
-    p: float = 4.0
-    norm_eps: float = 1e-5
-    eps: float = 1e-6
+    read_with: ClassVar = {
+        **{name: {"scoring": ("sips",)} for name in ("gamma", "beta", "p")},
+        "eps": {"scoring": ("cosine", "sips")},
+        "norm_eps": {"query_norm": ("rmsnorm", "batchnorm")},
+    }
+
+    scoring: Scoring = "sips"
+    query_norm: QueryNorm = "rmsnorm"
+    gamma: float = DEFAULTS.gamma
+    beta: float = DEFAULTS.beta
+    p: float = DEFAULTS.p
+    norm_eps: float = DEFAULTS.norm_eps
+    eps: float = DEFAULTS.eps
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.scoring in ("dot", "cosine", "sips"), self, "scoring", "dot, cosine or sips")
-        norms = ("rmsnorm", "batchnorm", "none")
-        check(self.query_norm in norms, self, "query_norm", "rmsnorm, batchnorm or none")
         check(self.gamma > 0, self, "gamma", "> 0")
         check(0 <= self.beta <= 1, self, "beta", "between 0 and 1")
         check(self.p >= 1, self, "p", ">= 1, so that psi is not negative")
@@ -51,10 +54,12 @@ class AnchorRouter(Router):
 
     def __init__(self, config: SipsConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
+        c, scale = config, 1 / config.temperature
+        self.score = Score(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
         self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"
-        self.magnitude_norm = MagnitudeBatchNorm() if scales else None
+        self.magnitude_norm = MagnitudeBatchNorm(eps=config.norm_eps) if scales else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -74,14 +79,5 @@ class AnchorRouter(Router):
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
         rho_hat = None if self.magnitude_norm is None else self.magnitude_norm(magnitude(query))
-        c = self.config
-        return dispatch.anchor_logits(
-            query,
-            self.anchors.to(query.dtype),
-            scoring=c.scoring,
-            gamma=c.gamma,
-            beta=c.beta,
-            p=c.p,
-            rho_hat=rho_hat,
-            eps=c.eps,
-        )
+        score = self.score._replace(scale=1.0)
+        return dispatch.anchor_logits(query, self.anchors.to(query.dtype), score, rho_hat)

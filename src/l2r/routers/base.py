@@ -3,16 +3,19 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
-from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.functional.autocast import autocasts, without_autocast
 from l2r.kernels import dispatch
+from l2r.kernels.contract import DEFAULTS, Score
 from l2r.routers.config import RouterConfig
-from l2r.routers.rules import SelectionRule
+from l2r.routers.selection import Selection
+
+KernelWeights = tuple[Tensor, Tensor | None, Tensor]  # projection [R, D], gain [D], anchors
 
 
 class RouterOutput(NamedTuple):
@@ -35,7 +38,8 @@ class Router(nn.Module):
 
     Config: ClassVar[type[RouterConfig]] = RouterConfig
     config: Any
-    rule: SelectionRule | None = None  # a model family's own selection; None: ``select``
+    selection: Selection  # of the router's own, or of the model family it was swapped into
+    score: Score = DEFAULTS  # constants of the logits, where ``kernel_weights`` are given
 
     def __init__(
         self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
@@ -58,6 +62,7 @@ class Router(nn.Module):
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
+        self.selection = self.own_selection()
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
             self.log_temperature = nn.Parameter(torch.empty(()))
@@ -67,6 +72,9 @@ class Router(nn.Module):
         """Draw fresh parameters; a subclass extends it for its own."""
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
+
+    def constrain(self) -> None:
+        """Bring parameters back onto their surface after a step; most routers have none."""
 
     def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
         """Expert logits before the temperature, in the compute dtype; every router defines it."""
@@ -78,39 +86,48 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with (
-            torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else nullcontext()
-        ):
-            return self._tempered(self.raw_logits(self._prepare(x)))
+        with without_autocast(x.device):
+            return self._logits(self._prepare(x), self.kernel_weights(x))
 
-    def select(self, logits: Float[Tensor, "T N"]) -> tuple[Tensor, Tensor]:
-        """Weights and indices of the chosen experts from the logits, Eq. 2 and 3."""
-        return dispatch.softmax_top_k(logits, self.top_k, normalize=self.config.normalize_weights)
+    def own_selection(self) -> Selection:
+        """How this router selects unless a model family decides, Eq. 2 and 3."""
+        return Selection(normalize=self.config.normalize_weights)
 
-    def routed(self, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, weights and indices; a subclass may replace it by one fused call."""
-        logits = self._tempered(self.raw_logits(x))
-        return logits, *self.select(logits)
+    def kernel_weights(self, x: Tensor) -> KernelWeights | None:
+        """Projection, gain and anchors where, with ``score``, they are the whole router.
+
+        One call of the kernels then makes the logits, and with them the usual selection. None,
+        the default: ``raw_logits`` is called.
+        """
+        del x
+        return None
 
     def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
         """Route every token of x; leading dimensions are flattened to T.
 
-        ``bias`` [N] is what some model families pass for their selection ``rule``; without a
-        rule it is not used.
+        ``bias`` [N] is what some model families pass for their selection.
         """
-        if _autocasts(x.device):
+        if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self._route(x, bias)
         return self._route(x, bias)
 
     def _route(self, x: Tensor, bias: Tensor | None) -> RouterOutput:
-        flat = self._prepare(x)
-        if self.rule is None:
-            logits, weights, indices = self.routed(flat)
+        flat, selection = self._prepare(x), self.selection
+        parts = self.kernel_weights(flat)
+        if parts is not None and selection.fused:
+            logits, weights, indices = dispatch.route(
+                flat, *parts, self.score, top_k=self.top_k, normalize=selection.normalize
+            )
         else:
-            logits = self._tempered(self.raw_logits(flat))
-            weights, indices = self.rule(self, logits, bias)
+            logits = self._logits(flat, parts)
+            weights, indices = selection(self, logits, bias)
         return RouterOutput(logits, as_dtype(weights, x.dtype), indices)
+
+    def _logits(self, x: Tensor, parts: KernelWeights | None) -> Tensor:
+        if parts is not None:
+            return dispatch.route_logits(x, *parts, self.score)
+        return self._tempered(self.raw_logits(x))
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
@@ -139,8 +156,3 @@ class Router(nn.Module):
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _autocasts(device: torch.device) -> bool:
-    """Whether autocast is on; the meta device, on which models are counted, has none."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)

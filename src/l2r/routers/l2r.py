@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.anchored import AnchorRouter, SipsConfig
-from l2r.routers.base import as_dtype
+from l2r.routers.base import KernelWeights, as_dtype
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
@@ -60,25 +60,12 @@ class L2RRouter(AnchorRouter):
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)
         weight = self.projection.weight.to(dtype)
-        return dispatch.routing_query(x, weight, self.gain(dtype), eps=self.config.norm_eps)
+        return dispatch.routing_query(x, weight, self.gain(dtype), self.score)
 
-    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One fused call; in steps where a batch statistic or a learned temperature is between."""
+    def kernel_weights(self, x: Tensor) -> KernelWeights | None:
+        """None where a batch statistic or a learned temperature is between the steps."""
         if self.magnitude_norm is not None or self.log_temperature is not None:
-            return super().routed(x)
-        c, dtype = self.config, self.compute_dtype(x)
-        return dispatch.route(
-            x,
-            as_dtype(self.projection.weight, dtype),
-            self.gain(dtype),
-            as_dtype(self.anchors, dtype),
-            scoring=c.scoring,
-            top_k=self.top_k,
-            norm_eps=c.norm_eps,
-            gamma=c.gamma,
-            beta=c.beta,
-            p=c.p,
-            eps=c.eps,
-            temperature=c.temperature,
-            normalize=c.normalize_weights,
-        )[:3]
+            return None
+        dtype = self.compute_dtype(x)
+        projection = as_dtype(self.projection.weight, dtype)
+        return projection, self.gain(dtype), as_dtype(self.anchors, dtype)

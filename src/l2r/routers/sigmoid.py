@@ -16,7 +16,7 @@ from l2r.kernels import dispatch
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
-from l2r.routers.rules import ScoredTopK
+from l2r.routers.selection import Selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,6 @@ class SigmoidRouter(Router):
         super().__init__(config, **sizes)
         self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.empty(self.num_experts))
-        self.own_rule = ScoredTopK(
-            score="sigmoid",
-            normalize=config.normalize_weights,
-            norm_eps=1e-20,
-            scale=config.scale,
-            bias="e_score_correction_bias",
-        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -63,8 +56,14 @@ class SigmoidRouter(Router):
     def raw_logits(self, x: Tensor) -> Tensor:
         return dispatch.linear_logits(x, self.weight.to(self.compute_dtype(x)))
 
-    def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return self.own_rule(self, logits)
+    def own_selection(self) -> Selection:
+        return Selection(
+            score="sigmoid",
+            normalize=self.config.normalize_weights,
+            norm_eps=1e-20,
+            scale=self.config.scale,
+            bias="e_score_correction_bias",
+        )
 
 
 @torch.no_grad()

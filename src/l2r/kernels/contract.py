@@ -1,0 +1,231 @@
+"""What the forms of a router agree on: constants of a score, tensors of a call, two functions.
+
+A backend is a module with two functions, see ``Backend``. Both take a call in stages, project
+(x to query), score (query to logits) and select (logits to weights), of which any run of
+neighbours may be given; the tensors of the others are None.
+
+Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Scoring = Literal["dot", "cosine", "sips"]
+SCORINGS: dict[str, int] = {"dot": 0, "cosine": 1, "sips": 2}  # as numbered in the kernels
+
+
+class Score(NamedTuple):
+    """Constants of a router's logits, in the order of the structure in ``native/router.h``.
+
+    gamma, beta, p: of phi and psi. eps: smallest length divided by. scale: multiplies the pooled
+    logits, one over the temperature. norm_eps: of the RMSNorm before the projection.
+    """
+
+    scoring: Scoring = "dot"
+    gamma: float = 1.0
+    beta: float = 1.0
+    p: float = 4.0
+    eps: float = 1e-6
+    scale: float = 1.0
+    norm_eps: float = 1e-5
+
+
+DEFAULTS = Score()
+
+
+class Tensors(NamedTuple):
+    """Inputs and results of a call, in the order of the C arguments but for rho_hat.
+
+    project: x [T, D], weight [R, D], maybe gain [D] to query [T, R] and, with a gain, one over
+    the RMS of every token. score: query, anchors [N, H, R], maybe rho_hat [T] to logits [T, N].
+    select: logits to weights and indices [T, K] and the log-sum-exp of the logits [T].
+    """
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    gain: Tensor | None = None
+    anchors: Tensor | None = None
+    query: Tensor | None = None
+    rstd: Tensor | None = None
+    logits: Tensor | None = None
+    weights: Tensor | None = None
+    indices: Tensor | None = None
+    lse: Tensor | None = None
+    rho_hat: Tensor | None = None
+
+
+class Upstream(NamedTuple):
+    """Gradients that come in: of query (where it is a result), logits and weights."""
+
+    query: Tensor | None = None
+    logits: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class Grads(NamedTuple):
+    """Gradients that go out: of what was given; None for what was not, and for x if not needed.
+
+    That of given logits is fp32 whatever their dtype.
+    """
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    gain: Tensor | None = None
+    anchors: Tensor | None = None
+    query: Tensor | None = None
+    logits: Tensor | None = None
+    rho_hat: Tensor | None = None
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What the module of a backend has. Tensors are contiguous, on one device, T may be 0."""
+
+    def forward(
+        self,
+        given: Tensors,
+        score: Score = DEFAULTS,
+        *,
+        top_k: int = 0,
+        normalize: bool = False,
+        save: bool = True,
+    ) -> Tensors:
+        """Fill the results of the given stages; ``top_k`` 0: no selection.
+
+        ``save`` false may leave out what only a backward needs.
+        """
+        ...
+
+    def backward(
+        self,
+        tensors: Tensors,
+        up: Upstream,
+        score: Score = DEFAULTS,
+        *,
+        normalize: bool = False,
+        need_x: bool = False,
+    ) -> Grads:
+        """Gradients of what ``forward`` was given, from its results; T is at least 1."""
+        ...
+
+
+def first_input(tensors: Tensors) -> Tensor:
+    """What the first stage reads; its rows are the tokens."""
+    if tensors.x is not None:
+        return tensors.x
+    tensor = tensors.query if tensors.anchors is not None else tensors.logits
+    assert tensor is not None
+    return tensor
+
+
+def sizes_of(tensors: Tensors) -> tuple[Any, ...]:
+    """T, D, R, N, H and K, 0 where a stage is absent; under a compiler they may be symbols."""
+    x, weight, _, anchors, _, _, logits, weights, *_ = tensors
+    hidden = rank = experts = heads = 0
+    if x is not None:
+        hidden = x.shape[1]
+    if anchors is not None:
+        experts, heads, rank = anchors.shape
+    elif weight is not None:
+        rank = weight.shape[0]
+    elif logits is not None:
+        experts = logits.shape[1]
+    top_k = 0 if weights is None else weights.shape[1]
+    return first_input(tensors).shape[0], hidden, rank, experts, heads, top_k
+
+
+def forward_in_stages(
+    forward: Callable[..., Tensors],
+    given: Tensors,
+    score: Score,
+    *,
+    top_k: int,
+    normalize: bool,
+    save: bool,
+) -> Tensors:
+    """``forward`` called for one stage after another."""
+    done = given
+    if given.x is not None:
+        projected = forward(Tensors(given.x, given.weight, given.gain), score, save=save)
+        done = done._replace(query=projected.query, rstd=projected.rstd)
+    if given.anchors is not None:
+        stage = Tensors(anchors=given.anchors, query=done.query, rho_hat=given.rho_hat)
+        done = done._replace(logits=forward(stage, score).logits)
+    if top_k:
+        stage = Tensors(logits=done.logits)
+        chosen = forward(stage, top_k=top_k, normalize=normalize, save=save)
+        done = done._replace(weights=chosen.weights, indices=chosen.indices, lse=chosen.lse)
+    return done
+
+
+def backward_in_stages(
+    backward: Callable[..., Grads],
+    tensors: Tensors,
+    up: Upstream,
+    score: Score,
+    *,
+    normalize: bool,
+    need_x: bool,
+) -> Grads:
+    """``backward`` called for one stage after another."""
+    x, weight, gain, anchors, query, rstd, logits, weights, indices, lse, rho_hat = tensors
+    if weights is not None:
+        stage = Tensors(logits=logits, weights=weights, indices=indices, lse=lse)
+        chosen = backward(stage, up, normalize=normalize)
+        up = Upstream(logits=chosen.logits)
+    scored = Grads()
+    if anchors is not None:
+        stage = Tensors(anchors=anchors, query=query, logits=logits, rho_hat=rho_hat)
+        scored = backward(stage, up, score)
+        up = Upstream(query=scored.query)
+    if x is None:
+        return scored
+    stage = Tensors(x, weight, gain, query=query, rstd=rstd)
+    projected = backward(stage, up, score, need_x=need_x)
+    return projected._replace(anchors=scored.anchors)
+
+
+def empty(*shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory for a result (sizes may be symbols); the tests fill it with NaN."""
+    return like.new_empty(shape, dtype=dtype)
+
+
+def empty_results(given: Tensors, *, top_k: int = 0, save: bool = True) -> Tensors:
+    """The tensors of a call with room for the results of its stages."""
+    x, weight, gain, anchors, query, rstd, logits, *_ = given
+    tokens, weights, indices, lse = first_input(given).shape[0], None, None, None
+    if weight is not None and (save or anchors is None):
+        query = empty(tokens, weight.shape[0], like=weight)
+        if gain is not None and save:
+            rstd = empty(tokens, like=weight, dtype=torch.float32)
+    if anchors is not None:
+        logits = empty(tokens, anchors.shape[0], like=anchors)
+    if top_k:
+        assert logits is not None
+        weights = empty(tokens, top_k, like=logits, dtype=torch.float32)
+        indices = empty(tokens, top_k, like=logits, dtype=torch.int64)
+        lse = empty(tokens, like=logits, dtype=torch.float32) if save else None
+    return Tensors(
+        x, weight, gain, anchors, query, rstd, logits, weights, indices, lse, given.rho_hat
+    )
+
+
+def empty_grads(tensors: Tensors, *, need_x: bool) -> Grads:
+    """Room for the gradients of what was given."""
+
+    def room(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        return None if tensor is None else empty(*tensor.shape, like=tensor, dtype=dtype)
+
+    x, weight, gain, anchors, query, _, logits, *_, rho_hat = tensors
+    return Grads(
+        room(x) if need_x else None,
+        room(weight),
+        room(gain),
+        room(anchors),
+        room(query) if x is None and anchors is not None else None,
+        room(logits, torch.float32) if x is None and anchors is None else None,
+        room(rho_hat),
+    )

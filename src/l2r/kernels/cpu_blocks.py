@@ -1,0 +1,325 @@
+"""CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
+
+One stage at a time. Tokens go in blocks that stay in the caches and are computed again in the
+backward. A block of x is read once from memory for the RMS statistic and the projection, and once
+more in the backward; scores exist for one block at a time, as [B, H, N], the anchors in the
+middle, so that the sum over them adds contiguous rows. Products with a few columns are
+matrix-vector products, which run at the speed of the memory; a general matrix product is slower
+there.
+
+Every score is one inner product, logits[t, n] = log sum_h exp(a_t . b_nh), where ``a`` depends on
+the query alone and ``b`` on the anchor alone: see README.md. Vectors are columns here, queries
+[R, T] and anchors [R, H N], so that sums over a small rank are sums of long rows.
+
+Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors,
+C vectors (tokens, or anchors of all experts).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from l2r.functional import phi, psi
+from l2r.kernels.contract import (
+    Grads,
+    Score,
+    Tensors,
+    Upstream,
+    first_input,
+)
+
+_READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
+_SCORE_NUMBERS = 2**17  # scores in a block, per thread
+FEW_TOKENS = 16  # up to this many, calls cost more than arithmetic
+_VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
+_SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
+
+
+def forward(given: Tensors, score: Score, *, top_k: int, normalize: bool, save: bool) -> Tensors:
+    """Results of the one stage that is given."""
+    if given.x is not None:
+        return _project(given, score)
+    if given.anchors is not None:
+        logits = _Core(given, score).all_logits().to(first_input(given).dtype)
+        return given._replace(logits=logits)
+    return _select(given, top_k, normalize=normalize, save=save)
+
+
+def backward(
+    tensors: Tensors, up: Upstream, score: Score, *, normalize: bool, need_x: bool
+) -> Grads:
+    """Gradients of what the one stage was given."""
+    if tensors.x is not None:
+        return _project_backward(tensors, up, need_x=need_x)
+    if tensors.anchors is not None:
+        assert up.logits is not None and tensors.logits is not None
+        return _Core(tensors, score).backward(up.logits, tensors.logits)
+    return Grads(logits=_select_backward(tensors, up, normalize=normalize))
+
+
+def _project(given: Tensors, score: Score) -> Tensors:
+    x, weight, gain, *_ = given
+    assert x is not None and weight is not None
+    tokens, hidden = x.shape
+    folded = _folded(weight, gain)
+    norm = None if gain is None else x.new_empty(tokens, dtype=torch.float32)
+    query = x.new_empty(tokens, weight.shape[0], dtype=torch.float32)
+    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
+        rows = x[block].float()
+        _times_rows(folded, rows, out=query[block])
+        if norm is not None:
+            torch.linalg.vector_norm(rows, dim=1, out=norm[block])
+    if norm is not None:
+        norm.square_().mul_(1 / hidden).add_(score.norm_eps).rsqrt_()
+        query.mul_(norm.unsqueeze(1))
+    return given._replace(query=query.to(weight.dtype), rstd=norm)
+
+
+def _select(given: Tensors, top_k: int, *, normalize: bool, save: bool) -> Tensors:
+    wide = first_input(given).float()
+    weights, indices = torch.topk(torch.softmax(wide, dim=1), top_k, dim=1)
+    lse = None
+    if save:  # log sum exp = logit - log prob, exact for the most probable expert
+        lse = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
+    if normalize:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    return given._replace(weights=weights, indices=indices, lse=lse)
+
+
+def _select_backward(tensors: Tensors, up: Upstream, *, normalize: bool) -> Tensor:
+    """Gradient of the logits [T, N], fp32."""
+    *_, logits, weights, indices, lse, _ = tensors
+    assert logits is not None and weights is not None and indices is not None and lse is not None
+    grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_()
+    prob_coefficient = torch.zeros_like(lse)
+    chosen = None
+    if up.weights is not None:
+        chosen = weights * up.weights
+        total = chosen.sum(dim=1)
+        if normalize:
+            chosen -= weights * total.unsqueeze(1)
+        else:
+            prob_coefficient -= total
+    grad *= prob_coefficient.unsqueeze(1)
+    if chosen is not None:
+        grad.scatter_add_(1, indices, chosen)
+    return grad if up.logits is None else grad.add_(up.logits)
+
+
+def _project_backward(tensors: Tensors, up: Upstream, *, need_x: bool) -> Grads:
+    x, weight, gain, _, query, rstd, *_ = tensors
+    assert x is not None and weight is not None and query is not None and up.query is not None
+    tokens, hidden = x.shape
+    folded = _folded(weight, gain)
+    grad, pull = _columns(up.query), None
+    if rstd is not None:
+        pull = ((grad * _columns(query)).sum(dim=0) * rstd.square() * (-1 / hidden)).unsqueeze(1)
+        grad = grad * rstd
+    grad_x = x.new_empty(tokens if need_x else 0, hidden)
+    grad_folded = torch.zeros_like(folded)
+    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
+        rows, columns = x[block].float(), grad[:, block]
+        grad_folded.addmm_(columns, rows)
+        if need_x:
+            out = grad_x[block] if x.dtype == torch.float32 else torch.empty_like(rows)
+            if pull is None:
+                torch.mm(columns.t(), folded, out=out)
+            else:
+                torch.mul(rows, pull[block], out=out).addmm_(columns.t(), folded)
+            if x.dtype != torch.float32:
+                grad_x[block] = out
+    grads = Grads(x=grad_x if need_x else None)
+    if gain is None:
+        return grads._replace(weight=grad_folded.to(weight.dtype))
+    grad_gain = (grad_folded * weight).sum(dim=0)
+    grad_weight = (grad_folded * gain).to(weight.dtype)
+    return grads._replace(weight=grad_weight, gain=grad_gain.to(gain.dtype))
+
+
+class _Core:
+    """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
+
+    def __init__(self, tensors: Tensors, score: Score) -> None:
+        *_, anchors, query, _, _, _, _, _, rho_hat = tensors
+        assert anchors is not None and query is not None
+        self.given, self.score = tensors, score
+        self.experts, self.heads, self.rank = anchors.shape
+        self.query = _columns(query)
+        self.rho_hat = None if rho_hat is None else rho_hat.float()
+        self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
+        self.a = _query_side(self.query, self.rho_hat, score)
+        self.b = _anchor_side(self.anchors, score)
+        self.safe = self.heads > 1 and self._bound() <= _SAFE_EXPONENT
+
+    def _bound(self) -> float:
+        """Largest possible |a . b| (Cauchy and Schwarz)."""
+        if self.a.shape[1] < FEW_TOKENS:
+            return float("inf")  # finding the bound would cost more than it saves
+        return float(_norms(self.a).max() * _norms(self.b).max())
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
+        tokens, columns = self.a.shape[1], self.b.shape[1]
+        size = max(1, _SCORE_NUMBERS * torch.get_num_threads() // columns)
+        buffer = self.a.new_empty(min(size, tokens), columns)
+        for block in _slices(tokens, size):
+            scores = buffer[: block.stop - block.start]
+            torch.mm(self.a[:, block].t(), self.b, out=scores)
+            yield block, scores.view(-1, self.heads, self.experts)
+
+    def all_logits(self) -> Tensor:
+        """Logits [T, N], fp32."""
+        if self.heads == 1:
+            return torch.mm(self.a.t(), self.b).mul_(self.score.scale)
+        logits = self.a.new_empty(self.a.shape[1], self.experts)
+        for block, scores in self.blocks():
+            out = logits[block]
+            if self.safe:
+                torch.sum(scores.exp_(), dim=1, out=out)
+            else:
+                torch.logsumexp(scores, dim=1, out=out)
+        if self.safe:
+            logits.log_()
+        return logits if self.score.scale == 1 else logits.mul_(self.score.scale)
+
+    def backward(self, grad_logits: Tensor, logits: Tensor) -> Grads:
+        weight = grad_logits.float() * self.score.scale
+        if self.heads == 1:
+            return self._grads(torch.mm(self.b, weight.t()), torch.mm(self.a, weight))
+        grad_a, grad_b = torch.empty_like(self.a), torch.zeros_like(self.b)
+        pooled = logits.float() / self.score.scale
+        if self.safe:
+            weight *= torch.exp(-pooled)
+        for block, scores in self.blocks():
+            if self.safe:
+                scores.exp_().mul_(weight[block].unsqueeze(1))
+            else:
+                scores.sub_(pooled[block].unsqueeze(1)).exp_().mul_(weight[block].unsqueeze(1))
+            flat = scores.reshape(-1, self.b.shape[1])
+            _times_rows(self.b, flat, out=grad_a[:, block].t())
+            grad_b.addmm_(self.a[:, block], flat)
+        return self._grads(grad_a, grad_b)
+
+    def _grads(self, grad_a: Tensor, grad_b: Tensor) -> Grads:
+        """Gradients of query, anchors and rho_hat, in their shapes and dtypes."""
+        *_, anchors, query, _, _, _, _, _, rho_hat = self.given
+        assert anchors is not None and query is not None
+        grad_query, grad_rho = _query_side_backward(grad_a, self.query, self.rho_hat, self.score)
+        grad_anchors = _anchor_side_backward(grad_b, self.anchors, self.score)
+        grad_anchors = grad_anchors.view(self.rank, self.heads, self.experts).permute(2, 1, 0)
+        return Grads(
+            anchors=grad_anchors.contiguous().to(anchors.dtype),
+            query=grad_query.t().contiguous().to(query.dtype),
+            rho_hat=None if rho_hat is None or grad_rho is None else grad_rho.to(rho_hat.dtype),
+        )
+
+
+def _columns(query: Tensor) -> Tensor:
+    """[T, R] as rank-major fp32 [R, T]."""
+    return query.t().contiguous().float()
+
+
+def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
+    """W_q with the gain of the norm folded in, fp32 [R, D]."""
+    return weight.float() if gain is None else weight.float() * gain
+
+
+def _read_numbers(weight: Tensor, gain: Tensor | None) -> int:
+    """Numbers of x in a block: all of them where a matrix product is all there is to do."""
+    return 2**62 if gain is None and weight.shape[0] > _VECTOR_COLUMNS else _READ_NUMBERS
+
+
+def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
+    """rows [B, D] times weight [R, D] transposed: out [B, R]."""
+    if weight.shape[0] <= _VECTOR_COLUMNS:
+        for vector, target in zip(weight, out.unbind(1), strict=True):
+            target.copy_(torch.mv(rows, vector))
+    else:
+        torch.mm(rows, weight.t(), out=out)
+
+
+def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:
+    return _slices(tokens, max(1, per_thread * torch.get_num_threads()))
+
+
+def _slices(tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _norms(vectors: Float[Tensor, "R C"]) -> Float[Tensor, " C"]:
+    """Length of every column; torch's vector_norm over a short first dimension is 10x slower."""
+    return torch.square(vectors).sum(dim=0).sqrt_()
+
+
+def _query_side(
+    query: Float[Tensor, "R C"], rho_hat: Float[Tensor, " C"] | None, score: Score
+) -> Float[Tensor, "R C"]:
+    """a: the query (dot), its direction (cosine), or phi(rho_hat) times its direction (sips)."""
+    if score.scoring == "dot":
+        return query
+    norm = _norms(query)
+    if score.scoring == "cosine":
+        return query / norm.clamp_min_(score.eps)
+    factor = phi(norm if rho_hat is None else rho_hat, gamma=score.gamma, beta=score.beta)
+    return query * factor.div_(norm.clamp_min_(score.eps))
+
+
+def _anchor_side(anchors: Float[Tensor, "R C"], score: Score) -> Float[Tensor, "R C"]:
+    """b: the anchor (dot), its direction (cosine), or psi(|k|) times its direction (sips)."""
+    if score.scoring == "dot":
+        return anchors
+    norm = _norms(anchors)
+    if score.scoring == "cosine":
+        return anchors / norm.clamp_min_(score.eps)
+    return anchors * psi(norm, p=score.p).div_(norm.clamp_min_(score.eps))
+
+
+def _query_side_backward(
+    grad: Float[Tensor, "R C"],
+    query: Float[Tensor, "R C"],
+    rho_hat: Float[Tensor, " C"] | None,
+    score: Score,
+) -> tuple[Float[Tensor, "R C"], Float[Tensor, " C"] | None]:
+    """Gradients of the query and of rho_hat (None without one) from that of a."""
+    if score.scoring == "dot":
+        return grad, None if rho_hat is None else torch.zeros_like(rho_hat)
+    norm = _norms(query)
+    if score.scoring == "cosine":
+        no_rho = None if rho_hat is None else torch.zeros_like(rho_hat)
+        return _direction_backward(grad, query, norm, None, score.eps), no_rho
+    t = torch.tanh(norm if rho_hat is None else rho_hat)
+    grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
+    grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
+    grad = grad * (score.gamma * (1 + score.beta * t))
+    if rho_hat is None:
+        return _direction_backward(grad, query, norm, grad_rho, score.eps), None
+    return _direction_backward(grad, query, norm, None, score.eps), grad_rho
+
+
+def _anchor_side_backward(
+    grad: Float[Tensor, "R C"], anchors: Float[Tensor, "R C"], score: Score
+) -> Float[Tensor, "R C"]:
+    """Gradient of the anchors from that of b."""
+    if score.scoring == "dot":
+        return grad
+    norm = _norms(anchors)
+    if score.scoring == "cosine":
+        return _direction_backward(grad, anchors, norm, None, score.eps)
+    grad_norm = (grad * anchors).sum(dim=0) / norm.clamp_min(score.eps) / score.p
+    grad = grad * psi(norm, p=score.p)
+    return _direction_backward(grad, anchors, norm, grad_norm, score.eps)
+
+
+def _direction_backward(
+    grad: Tensor, vector: Tensor, norm: Tensor, grad_norm: Tensor | None, eps: float
+) -> Tensor:
+    """Gradient of v from that of u = v / max(|v|, eps) and, if given, that of |v|."""
+    inverse = norm.clamp_min(eps).reciprocal()
+    along = (grad * vector).sum(dim=0) * inverse.square()
+    pull = torch.where(norm >= eps, along, 0.0) * -inverse  # below eps the divisor is constant
+    if grad_norm is not None:
+        pull = pull + torch.where(norm > 0, grad_norm / norm, 0.0)
+    return grad * inverse + vector * pull

@@ -1,0 +1,249 @@
+// The router's backward on a CPU in one parallel region, token after token: scores are computed
+// again, x is read once, only sums over tokens outlive a token. Called by call.py.
+
+#include "router.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+// Gradients that come in; null: none comes that way.
+struct Upstream {
+  const float *query, *logits, *weights;  // [T, R], [T, N], [T, K]
+};
+
+struct Chosen {
+  const float* weights;  // [T, K], null: the logits alone were asked for
+  const int64_t* indices;
+  const float* lse;
+};
+
+// Gradient of the logits of one token through softmax and top-k.
+inline void select_backward(int64_t t, const float* logits, const Chosen& chosen,
+                            const Upstream& up, bool normalize, const Sizes& s, float* grad) {
+  const int64_t n = s.experts, k = s.top_k;
+  const float* own = up.logits ? up.logits + t * n : nullptr;
+  if (!chosen.weights) {
+    std::memcpy(grad, own, n * sizeof(float));
+    return;
+  }
+  const float* weights = chosen.weights + t * k;
+  const int64_t* indices = chosen.indices + t * k;
+  const float* up_weights = up.weights ? up.weights + t * k : nullptr;
+  float prob_coefficient = 0.0f, total = 0.0f;
+  if (up_weights)
+    for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
+  if (!normalize) prob_coefficient -= total;
+  const float lse = chosen.lse[t];
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) grad[i] = fast_exp(logits[i] - lse);
+  for (int64_t i = 0; i < n; ++i) grad[i] *= prob_coefficient;
+  if (up_weights)
+    for (int64_t j = 0; j < k; ++j)
+      grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
+  if (own)
+    for (int64_t i = 0; i < n; ++i) grad[i] += own[i];
+}
+
+// Gradient of a from that of the logits; adds that of b to sum [R, H, N].
+inline void pool_backward(const float* a, const AnchorSide& keys, const float* logits,
+                          const float* grad, const Sizes& s, const Score& c, float* work,
+                          float* out, float* sum) {
+  const int64_t n = s.experts, count = s.num_anchors();
+  const float* b = keys.b.data();
+  const float to_unit = keys.unit / c.scale;
+  for (int64_t r = 0; r < s.rank; ++r) out[r] = 0.0f;
+  for (int64_t h = 0; h < s.heads; ++h) {
+    if (s.heads > 1) {
+      score_row(a, b, h, s, work);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i)
+        work[i] = grad[i] * c.scale * fast_exp2(work[i] - logits[i] * to_unit);
+    } else {
+      for (int64_t i = 0; i < n; ++i) work[i] = grad[i] * c.scale;
+    }
+    for (int64_t r = 0; r < s.rank; ++r) {
+      const float* row = b + r * count + h * n;
+      float* target = sum + r * count + h * n;
+      const float factor = a[r];
+      float inner = 0.0f;
+#pragma omp simd reduction(+ : inner)
+      for (int64_t i = 0; i < n; ++i) {
+        inner += work[i] * row[i];
+        target[i] += factor * work[i];
+      }
+      out[r] += inner / keys.unit;
+    }
+  }
+}
+
+// Gradient of v, in place, from that of v / max(|v|, eps) and that of |v|; both in steps of stride.
+inline void direction_backward(float* grad, const float* vector, float norm, float grad_norm,
+                               float eps, int64_t size, int64_t stride) {
+  const float inverse = 1.0f / std::fmax(norm, eps);
+  float along = 0.0f;
+  for (int64_t r = 0; r < size; ++r) along += grad[r * stride] * vector[r];
+  float pull = norm >= eps ? -along * inverse * inverse * inverse : 0.0f;
+  if (norm > 0.0f) pull += grad_norm / norm;
+  for (int64_t r = 0; r < size; ++r)
+    grad[r * stride] = grad[r * stride] * inverse + vector[r] * pull;
+}
+
+// Gradient of the query, in place, from that of a.
+inline void query_side_backward(float* grad, const float* query, const Sizes& s, const Score& c) {
+  if (c.scoring == 0) return;
+  const float norm = length_of(query, s.rank);
+  float grad_norm = 0.0f;
+  if (c.scoring == 2) {
+    const float t = std::tanh(norm);
+    float inner = 0.0f;
+    for (int64_t r = 0; r < s.rank; ++r) inner += grad[r] * query[r];
+    grad_norm = inner / std::fmax(norm, c.eps) * (1.0f - t * t) * c.gamma * c.beta;
+    for (int64_t r = 0; r < s.rank; ++r) grad[r] *= c.gamma * (1.0f + c.beta * t);
+  }
+  direction_backward(grad, query, norm, grad_norm, c.eps, s.rank, 1);
+}
+
+// grad_anchors [N, H, R] from the gradient of b [R, H, N], which is overwritten.
+void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& keys,
+                          const Sizes& s, const Score& c, float* grad_anchors) {
+  const int64_t count = s.num_anchors();
+  for (int64_t n = 0; n < s.experts; ++n)
+    for (int64_t h = 0; h < s.heads; ++h) {
+      const int64_t flat = n * s.heads + h;
+      const float* anchor = anchors + flat * s.rank;
+      float* g = grad + h * s.experts + n;
+      const float norm = keys.norm[flat];
+      float grad_norm = 0.0f;
+      if (c.scoring == 2) {
+        for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * count] * anchor[r];
+        grad_norm /= std::fmax(norm, c.eps) * c.p;
+        const float psi = AnchorSide::psi(norm, c);
+        for (int64_t r = 0; r < s.rank; ++r) g[r * count] *= psi;
+      }
+      if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, count);
+      float* out = grad_anchors + flat * s.rank;
+      for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * count];
+    }
+}
+
+// out = pull x + grad folded; adds grad x to sum [R, D]. Two columns per pass over the row.
+inline void project_backward(const float* x, const float* folded, const float* grad, float pull,
+                             const Sizes& s, float* out, float* sum) {
+  const int64_t width = s.hidden;
+  for (int64_t r = 0; r < s.rank; r += 2) {
+    const bool pair = r + 1 < s.rank;
+    const float g0 = grad[r], g1 = pair ? grad[r + 1] : 0.0f;
+    const float *w0 = folded + r * width, *w1 = pair ? w0 + width : w0;
+    float *s0 = sum + r * width, *s1 = s0 + width;
+    if (out && r == 0) {
+#pragma omp simd
+      for (int64_t d = 0; d < width; ++d) out[d] = pull * x[d] + g0 * w0[d] + g1 * w1[d];
+    } else if (out) {
+#pragma omp simd
+      for (int64_t d = 0; d < width; ++d) out[d] += g0 * w0[d] + g1 * w1[d];
+    }
+    if (pair) {
+#pragma omp simd
+      for (int64_t d = 0; d < width; ++d) {
+        s0[d] += g0 * x[d];
+        s1[d] += g1 * x[d];
+      }
+    } else {
+#pragma omp simd
+      for (int64_t d = 0; d < width; ++d) s0[d] += g0 * x[d];
+    }
+  }
+}
+
+// Asks for large pages under a fresh tensor, whose first writes otherwise cost a fault each 4 KiB.
+void large_pages(float* start, int64_t numbers) {
+#ifdef __linux__
+  constexpr uintptr_t page = uintptr_t{1} << 21;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(start) + page - 1) / page * page;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(start + numbers) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+// Adds the parts of all threads to the first.
+void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
+  for (int32_t part = 1; part < parts; ++part)
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) sums[i] += sums[part * size + i];
+}
+
+}  // namespace
+
+extern "C" {
+
+// The chain of gradients through the stages that ran, by what is not null:
+//   weights:  up_logits, up_weights -> the logits'   (without weights: up_logits are the logits')
+//   anchors:  the logits' -> grad_anchors, the query's
+//   x:        the query's (up_query without anchors) -> grad_x if not null, grad_weight, grad_gain
+// Where the chain ends early, its last gradient goes to grad_logits or grad_query.
+void l2r_backward(const int64_t* sizes, const Score* score, int32_t threads,
+                  int32_t normalize_weights, const float* x, const float* weight,
+                  const float* gain, const float* anchors, const float* query, const float* rstd,
+                  const float* logits, const float* weights, const int64_t* indices,
+                  const float* lse, const float* up_query, const float* up_logits,
+                  const float* up_weights, float* grad_x, float* grad_weight, float* grad_gain,
+                  float* grad_anchors, float* grad_query, float* grad_logits) {
+  const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+  const Score c = *score;
+  const Chosen chosen{weights, indices, lse};
+  const Upstream up{up_query, up_logits, up_weights};
+  const AnchorSide keys(anchors, s, c);
+  const std::vector<float> folded = fold(weight, gain, x ? s.rank : 0, s.hidden);
+  const int64_t anchor_numbers = anchors ? s.rank * s.num_anchors() : 0;
+  const int64_t weight_numbers = x ? s.rank * s.hidden : 0;
+  std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
+  if (grad_x) large_pages(grad_x, s.tokens * s.hidden);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int32_t part = 0; part < threads; ++part) {
+    std::vector<float> room(2 * s.rank + 2 * s.experts);
+    float *a = room.data(), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
+    const int64_t end = s.tokens * (part + 1) / threads;
+    for (int64_t t = s.tokens * part / threads; t < end; ++t) {
+      const float *q = query + t * s.rank, *z = logits + t * s.experts;
+      float* grad = grad_logits ? grad_logits + t * s.experts : own;
+      if (anchors || grad_logits) select_backward(t, z, chosen, up, normalize_weights, s, grad);
+      if (anchors) {
+        query_side(q, s, c, a);
+        pool_backward(a, keys, z, grad, s, c, work, g,
+                      anchor_sums.data() + part * anchor_numbers);
+        query_side_backward(g, q, s, c);
+        if (!x) std::memcpy(grad_query + t * s.rank, g, s.rank * sizeof(float));
+      } else if (x) {
+        std::memcpy(g, up.query + t * s.rank, s.rank * sizeof(float));
+      }
+      if (!x) continue;
+      float pull = 0.0f;
+      if (gain) {
+        for (int64_t r = 0; r < s.rank; ++r) pull -= g[r] * q[r];
+        pull *= rstd[t] * rstd[t] / static_cast<float>(s.hidden);
+        for (int64_t r = 0; r < s.rank; ++r) g[r] *= rstd[t];
+      }
+      project_backward(x + t * s.hidden, folded.data(), g, pull, s,
+                       grad_x ? grad_x + t * s.hidden : nullptr,
+                       weight_sums.data() + part * weight_numbers);
+    }
+  }
+  if (anchors) {
+    add_parts(anchor_sums, anchor_numbers, threads);
+    anchor_side_backward(anchor_sums.data(), anchors, keys, s, c, grad_anchors);
+  }
+  if (!x) return;
+  add_parts(weight_sums, weight_numbers, threads);
+  for (int64_t d = 0; gain && d < s.hidden; ++d) grad_gain[d] = 0.0f;
+  for (int64_t r = 0; r < s.rank; ++r)
+    for (int64_t d = 0; d < s.hidden; ++d) {
+      const int64_t i = r * s.hidden + d;
+      grad_weight[i] = gain ? weight_sums[i] * gain[d] : weight_sums[i];
+      if (gain) grad_gain[d] += weight_sums[i] * weight[i];
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,145 @@
+// The router's forward on a CPU in one parallel region, token after token: x is read once, the
+// scores of a token live in the first-level cache. Called by call.py.
+
+#include "router.h"
+
+namespace {
+
+constexpr float kSafeExponent = 60.0f;  // |score| up to which exp needs no maximum
+
+// q = rstd * (folded x), two columns of the projection per pass over the row.
+inline float project(const float* x, const float* folded, const Sizes& s, const Score& c,
+                     bool normalize, float* query) {
+  const int64_t width = s.hidden;
+  float square = 0.0f;
+  for (int64_t r = 0; r < s.rank; r += 2) {
+    const float* first = folded + r * width;
+    const float* second = r + 1 < s.rank ? first + width : first;
+    float one = 0.0f, two = 0.0f, sum = 0.0f;
+#pragma omp simd reduction(+ : one, two, sum)
+    for (int64_t d = 0; d < width; ++d) {
+      one += x[d] * first[d];
+      two += x[d] * second[d];
+      sum += x[d] * x[d];
+    }
+    query[r] = one;
+    if (r + 1 < s.rank) query[r + 1] = two;
+    square = sum;
+  }
+  if (!normalize) return 1.0f;
+  const float rstd = 1.0f / std::sqrt(square / static_cast<float>(width) + c.norm_eps);
+  for (int64_t r = 0; r < s.rank; ++r) query[r] *= rstd;
+  return rstd;
+}
+
+// Logits of one token: log-sum-exp over the anchors of each expert, times scale.
+inline void pool(const float* a, float length, const AnchorSide& keys, const Sizes& s,
+                 const Score& c, float* work, float* logits) {
+  const int64_t n = s.experts;
+  const float* b = keys.b.data();
+  if (s.heads == 1) {
+    score_row(a, b, 0, s, logits);
+  } else {
+    const bool safe = length * keys.longest <= kSafeExponent;
+    float* top = work + n;
+    for (int64_t i = 0; i < n; ++i) logits[i] = 0.0f;
+    if (safe) {
+      for (int64_t h = 0; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i]);
+      }
+    } else {
+      score_row(a, b, 0, s, top);
+      for (int64_t h = 1; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
+        for (int64_t i = 0; i < n; ++i) top[i] = work[i] > top[i] ? work[i] : top[i];
+      }
+      for (int64_t h = 0; h < s.heads; ++h) {
+        score_row(a, b, h, s, work);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i] - top[i]);
+      }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) logits[i] = fast_log(logits[i]);
+    if (!safe)
+      for (int64_t i = 0; i < n; ++i) logits[i] += top[i] * kLn2;
+  }
+  if (c.scale != 1.0f)
+    for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
+}
+
+// The K largest, smallest index first among equals; returns the log-sum-exp.
+inline float select(const float* logits, const Sizes& s, bool normalize, float* weights,
+                    int64_t* indices, float* probs) {
+  const int64_t n = s.experts, k = s.top_k;
+  float top = logits[0], total = 0.0f;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = logits[i] > top ? logits[i] : top;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) {
+    probs[i] = fast_exp(logits[i] - top);
+    total += probs[i];
+  }
+  int64_t filled = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = logits[i];
+    if (filled == k && !(value > weights[k - 1])) continue;
+    int64_t place = filled < k ? filled++ : k - 1;
+    for (; place > 0 && value > weights[place - 1]; --place) {
+      weights[place] = weights[place - 1];
+      indices[place] = indices[place - 1];
+    }
+    weights[place] = value;
+    indices[place] = i;
+  }
+  float chosen = 0.0f;
+  for (int64_t j = 0; j < k; ++j) {
+    weights[j] = fast_exp(weights[j] - top) / total;
+    chosen += weights[j];
+  }
+  if (normalize)
+    for (int64_t j = 0; j < k; ++j) weights[j] /= chosen;
+  return top + std::log(total);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Stages by what is given, in the order of Tensors in contract.py; results are filled where not
+// null, logits always where anchors are given:
+//   project: x, weight, maybe gain       -> query, rstd
+//   score:   anchors and the query       -> logits
+//   select:  weights not null, logits    -> weights, indices, lse
+void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
+                 int32_t normalize_weights, const float* x, const float* weight, const float* gain,
+                 const float* anchors, float* query, float* rstd, float* logits, float* weights,
+                 int64_t* indices, float* lse) {
+  const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+  const Score c = *score;
+  const AnchorSide keys(anchors, s, c);
+  const std::vector<float> folded = fold(weight, gain, x ? s.rank : 0, s.hidden);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int32_t part = 0; part < threads; ++part) {
+    std::vector<float> room(2 * s.rank + 2 * s.experts);
+    float *own = room.data(), *a = own + s.rank, *work = a + s.rank;
+    const int64_t end = s.tokens * (part + 1) / threads;
+    for (int64_t t = s.tokens * part / threads; t < end; ++t) {
+      float* q = query ? query + t * s.rank : own;
+      if (x) {
+        const float scale = project(x + t * s.hidden, folded.data(), s, c, gain != nullptr, q);
+        if (gain && rstd) rstd[t] = scale;
+      }
+      float* out = logits + t * s.experts;
+      if (anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, out);
+      if (!weights) continue;
+      const float total = select(out, s, normalize_weights, weights + t * s.top_k,
+                                 indices + t * s.top_k, work);
+      if (lse) lse[t] = total;
+    }
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,175 @@
+// What the forward and the backward of the router share; included by both, compiled once.
+//
+// Letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen. Layouts: x [T, D],
+// folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous.
+// Same mathematics as cpu_blocks.py. Null pointers stand for what a call has not.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+// 2 ** x on (-inf, 127], relative error 2e-7; written out so that the compiler vectorises it.
+inline float fast_exp2(float x) {
+  x = x < -126.0f ? -126.0f : x;
+  const float rounded = std::nearbyintf(x);
+  const float rest = x - rounded;
+  float series = 1.326472689e-03f;
+  series = series * rest + 9.671512910e-03f;
+  series = series * rest + 5.550733747e-02f;
+  series = series * rest + 2.402224208e-01f;
+  series = series * rest + 6.931469776e-01f;
+  series = series * rest + 1.0f;
+  const int32_t power = (static_cast<int32_t>(rounded) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return series * scale;
+}
+
+inline float fast_exp(float x) { return fast_exp2(x * kLog2E); }
+
+// log of a normal positive number, relative error 1e-7.
+inline float fast_log(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  int32_t power = (bits >> 23) - 126;
+  bits = (bits & 0x007fffff) | 0x3f000000;
+  float part;
+  std::memcpy(&part, &bits, sizeof part);
+  const bool small = part < 0.707106781186547524f;
+  power -= small;
+  part = (small ? part + part : part) - 1.0f;
+  const float square = part * part;
+  float series = 7.0376836292e-2f;
+  series = series * part - 1.1514610310e-1f;
+  series = series * part + 1.1676998740e-1f;
+  series = series * part - 1.2420140846e-1f;
+  series = series * part + 1.4249322787e-1f;
+  series = series * part - 1.6668057665e-1f;
+  series = series * part + 2.0000714765e-1f;
+  series = series * part - 2.4999993993e-1f;
+  series = series * part + 3.3333331174e-1f;
+  const float exponent = static_cast<float>(power);
+  const float tail = series * part * square - 2.12194440e-4f * exponent - 0.5f * square;
+  const float value = part + tail + 0.693359375f * exponent;
+  return x == x ? value : x;
+}
+
+struct Sizes {
+  int64_t tokens, hidden, rank, experts, heads, top_k;
+
+  int64_t num_anchors() const { return heads * experts; }  // of all experts
+};
+
+// Fields in the order of Score in contract.py.
+struct Score {
+  int32_t scoring;  // 0 dot, 1 cosine, 2 sips
+  float gamma, beta, p, eps, scale, norm_eps;
+};
+
+// b [R, H, N] times unit from the anchors [N, H, R], their lengths [N, H] and the largest |b|.
+// Scores go through an exponential where there are several anchors: in units of 1 / log2(e) then.
+struct AnchorSide {
+  std::vector<float> b, norm;
+  float longest = 0.0f, unit = 1.0f;
+
+  AnchorSide(const float* anchors, const Sizes& s, const Score& c)
+      : b(anchors ? s.rank * s.num_anchors() : 0), norm(anchors ? s.num_anchors() : 0) {
+    if (!anchors) return;
+    unit = s.heads > 1 ? kLog2E : 1.0f;
+    const int64_t count = s.num_anchors();
+    std::vector<float> factor(count);
+    if (s.rank == 2) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        norm[i] = anchors[2 * i] * anchors[2 * i] + anchors[2 * i + 1] * anchors[2 * i + 1];
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t r = 0; r < s.rank; ++r)
+          norm[i] += anchors[i * s.rank + r] * anchors[i * s.rank + r];
+    }
+#pragma omp simd reduction(max : longest)
+    for (int64_t i = 0; i < count; ++i) {
+      norm[i] = std::sqrt(norm[i]);
+      factor[i] = psi(norm[i], c) / clamped_norm(norm[i], c);
+      const float reach = std::fabs(factor[i]) * norm[i];
+      factor[i] *= unit;
+      longest = reach > longest ? reach : longest;
+    }
+    if (s.rank == 2)
+      transpose_scaled<2>(anchors, factor.data(), s);
+    else
+      transpose_scaled<0>(anchors, factor.data(), s);
+  }
+
+  // b from the anchors times their factors; a rank known to the compiler is three times faster.
+  template <int kRank>
+  void transpose_scaled(const float* anchors, const float* factor, const Sizes& s) {
+    const int64_t rank = kRank ? kRank : s.rank, count = s.num_anchors();
+    for (int64_t n = 0; n < s.experts; ++n)
+      for (int64_t h = 0; h < s.heads; ++h)
+        for (int64_t r = 0, i = n * s.heads + h; r < rank; ++r)
+          b[r * count + h * s.experts + n] = anchors[i * rank + r] * factor[i];
+  }
+
+  // psi of the length for sips, 1 for the others.
+  static float psi(float length, const Score& c) {
+    return c.scoring == 2 ? 1.0f + (length - 1.0f) * (1.0f / c.p) : 1.0f;
+  }
+
+  // What the anchor is divided by.
+  static float clamped_norm(float length, const Score& c) {
+    return c.scoring == 0 ? 1.0f : length > c.eps ? length : c.eps;
+  }
+};
+
+// W_q [R, D] with the gain of the norm folded in.
+inline std::vector<float> fold(const float* weight, const float* gain, int64_t rank,
+                               int64_t width) {
+  std::vector<float> folded(weight, weight + rank * width);
+  if (gain)
+    for (int64_t r = 0; r < rank; ++r)
+      for (int64_t d = 0; d < width; ++d) folded[r * width + d] *= gain[d];
+  return folded;
+}
+
+inline float length_of(const float* vector, int64_t size) {
+  float square = 0.0f;
+  for (int64_t r = 0; r < size; ++r) square += vector[r] * vector[r];
+  return std::sqrt(square);
+}
+
+// a from q; returns |a|.
+inline float query_side(const float* query, const Sizes& s, const Score& c, float* a) {
+  const float norm = length_of(query, s.rank);
+  float factor = 1.0f;
+  if (c.scoring == 1) factor = 1.0f / std::fmax(norm, c.eps);
+  if (c.scoring == 2)
+    factor = c.gamma * (1.0f + c.beta * std::tanh(norm)) / std::fmax(norm, c.eps);
+  for (int64_t r = 0; r < s.rank; ++r) a[r] = factor * query[r];
+  return std::fabs(factor) * norm;
+}
+
+// Scores of one anchor of all experts, in the units of b.
+inline void score_row(const float* a, const float* b, int64_t h, const Sizes& s, float* out) {
+  const int64_t n = s.experts, count = s.num_anchors();
+  const float* first = b + h * n;
+  const float* second = s.rank > 1 ? first + count : first;
+  const float a0 = a[0], a1 = s.rank > 1 ? a[1] : 0.0f;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = a0 * first[i] + a1 * second[i];
+  for (int64_t r = 2; r < s.rank; ++r) {
+    const float* row = first + r * count;
+    const float factor = a[r];
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] += factor * row[i];
+  }
+}
+
+}  // namespace

@@ -1,0 +1,31 @@
+"""Whether something watches or transforms torch operations, so that fused code must step aside.
+
+torch has no public question for modes and transforms. Where its private ones are gone, the
+answer is the safe one: everything counts as watched, or as transformed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN_TYPES = {Tensor, nn.Parameter, type(None)}
+_dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functorch_layer: Callable[[], object] | None = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None
+)
+
+
+def traced(*tensors: Tensor | None) -> bool:
+    """Whether something watches operations: a compiler, a dispatch mode or a tensor subclass."""
+    if torch.compiler.is_compiling() or _dispatch_modes is None or _dispatch_modes() > 0:
+        return True
+    return not _PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def transformed() -> bool:
+    """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts."""
+    if _functorch_layer is None or _functorch_layer() is not None:
+        return True
+    level = getattr(torch.autograd.forward_ad, "_current_level", None)
+    return level is None or level >= 0

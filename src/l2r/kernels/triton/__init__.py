@@ -1,0 +1,1 @@
+"""The Triton backend: device functions, kernels and their launches."""

@@ -1,0 +1,103 @@
+"""Triton backward of the projection, with the sums over tokens in two stages as in backward.py."""
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from l2r.kernels.triton.blocks import load_rows, product, weighted_sum
+
+
+@triton.jit(do_not_specialize=["T", "tokens_per_split"])
+@no_type_check
+def project_backward_kernel(
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    query_ptr,
+    rstd_ptr,
+    grad_query_ptr,
+    grad_x_ptr,
+    partial_ptr,
+    T,
+    D,
+    tokens_per_split,
+    HAS_GAIN: tl.constexpr,
+    HAS_X: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Gradient of x and partial sums [split, R, D] of that of W_q gain, in one read of x."""
+    split = tl.program_id(1)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    d_ok = d < D
+    lane = tl.arange(0, RP)
+    w_ok = (lane < R)[:, None] & d_ok[None, :]
+    w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0).to(tl.float32)
+    if HAS_GAIN:
+        w = w * tl.load(gain_ptr + d, mask=d_ok, other=0.0).to(tl.float32)[None, :]
+    grad_w = tl.zeros([BD, RP], tl.float32)
+    columns = tl.trans(w)
+    end = tl.minimum(T, (split + 1) * tokens_per_split)
+    for t0 in range(split * tokens_per_split, end, BT):
+        rows = t0 + tl.arange(0, BT)
+        ok = rows < end
+        grad = load_rows(grad_query_ptr, rows, ok, R, RP)
+        x_at = rows.to(tl.int64)[:, None] * D + d[None, :]
+        x_ok = ok[:, None] & d_ok[None, :]
+        x = tl.load(x_ptr + x_at, mask=x_ok, other=0.0).to(tl.float32)
+        if HAS_GAIN:
+            rstd = tl.load(rstd_ptr + rows, mask=ok, other=0.0)
+            query = load_rows(query_ptr, rows, ok, R, RP)
+            pull = tl.sum(grad * query, 1) * rstd * rstd / D
+            grad = grad * rstd[:, None]
+        if HAS_X:
+            grad_x = product(grad, columns, R, RP, DOT)
+            if HAS_GAIN:
+                grad_x -= x * pull[:, None]
+            tl.store(grad_x_ptr + x_at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_ok)
+        grad_w += weighted_sum(tl.trans(x), grad, R, RP, DOT)
+    at = (split * R + lane).to(tl.int64)[None, :] * D + d[:, None]
+    tl.store(partial_ptr + at, grad_w, mask=(lane < R)[None, :] & d_ok[:, None])
+
+
+@triton.jit(do_not_specialize=["splits"])
+@no_type_check
+def project_reduce_kernel(
+    partial_ptr,
+    weight_ptr,
+    gain_ptr,
+    grad_weight_ptr,
+    grad_gain_ptr,
+    D,
+    splits,
+    HAS_GAIN: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """Add the partial sums; share them between W_q and the gain."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    ok = d < D
+    grad_gain = tl.zeros([BD], tl.float32)
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    for r in range(R):
+        grad = tl.zeros([BD], tl.float32)
+        for s0 in range(0, splits, BS):
+            split = s0 + tl.arange(0, BS)
+            there = (split * R + r).to(tl.int64)[:, None] * D + d[None, :]
+            inside = (split < splits)[:, None] & ok[None, :]
+            grad += tl.sum(tl.load(partial_ptr + there, mask=inside, other=0.0), 0)
+        if HAS_GAIN:
+            w = tl.load(weight_ptr + r * D + d, mask=ok, other=0.0).to(tl.float32)
+            grad_gain += grad * w
+            grad = grad * gain
+        tl.store(grad_weight_ptr + r * D + d, grad.to(grad_weight_ptr.dtype.element_ty), mask=ok)
+    if HAS_GAIN:
+        tl.store(grad_gain_ptr + d, grad_gain.to(grad_gain_ptr.dtype.element_ty), mask=ok)

@@ -1,0 +1,138 @@
+"""Device functions that the Triton kernels share: loads, transforms of query and anchors, products.
+
+Every function works on one block held in registers, in fp32. SCORING is a number of
+``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. R is padded to RP lanes that hold
+zeros; ``DOT`` says whether products over R use the matrix units (RP >= 16) or a loop over the R
+columns, which is faster for the paper's rank 2.
+
+Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP padded rank.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+# tf32x3 splits fp32 operands into two tf32 parts: fp32 accuracy at matrix-unit speed.
+PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+@no_type_check
+def tanh(x):
+    """tanh through the sigmoid, which the interpreter has as well; absolute error 1e-7."""
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+@no_type_check
+def column(block, index, RP: tl.constexpr):
+    """Column ``index`` of a [B, RP] block as [B]."""
+    return tl.sum(tl.where(tl.arange(0, RP)[None, :] == index, block, 0.0), 1)
+
+
+@triton.jit
+@no_type_check
+def product(left, right, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr):
+    """left [A, RP] times right [B, RP] transposed: [A, B]."""
+    if DOT:
+        out = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    else:
+        out = column(left, 0, RP)[:, None] * column(right, 0, RP)[None, :]
+        for r in tl.static_range(1, R):
+            out += column(left, r, RP)[:, None] * column(right, r, RP)[None, :]
+    return out
+
+
+@triton.jit
+@no_type_check
+def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr):
+    """weights [A, B] times vectors [B, RP]: [A, RP]."""
+    if DOT:
+        out = tl.dot(weights, vectors, input_precision=PRECISION)
+    else:
+        lane = tl.arange(0, RP)[None, :]
+        out = tl.where(
+            lane == 0, tl.sum(weights * column(vectors, 0, RP)[None, :], 1)[:, None], 0.0
+        )
+        for r in tl.static_range(1, R):
+            part = tl.sum(weights * column(vectors, r, RP)[None, :], 1)
+            out += tl.where(lane == r, part[:, None], 0.0)
+    return out
+
+
+@triton.jit
+@no_type_check
+def load_rows(ptr, rows, ok, R: tl.constexpr, RP: tl.constexpr):
+    """Rows [BT, RP] of a matrix [T, R]."""
+    lane = tl.arange(0, RP)
+    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
+    return tl.load(ptr + at, mask=ok[:, None] & (lane < R)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def store_rows(ptr, values, rows, ok, R: tl.constexpr, RP: tl.constexpr):
+    """Write rows [BT, RP] of a matrix [T, R] in its dtype."""
+    lane = tl.arange(0, RP)
+    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
+    mask = ok[:, None] & (lane < R)[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def query_terms(
+    query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexpr, HAS_RHO: tl.constexpr
+):
+    """1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
+    one = tl.full(rows.shape, 1.0, tl.float32)
+    inverse = one
+    factor = one
+    slope = one * 0
+    if SCORING != 0:
+        rho = tl.sqrt(tl.sum(query * query, 1))
+        inverse = 1 / tl.maximum(rho, eps)
+        if SCORING == 2:
+            rho_hat = rho
+            if HAS_RHO:
+                rho_hat = tl.load(rho_ptr + rows, mask=ok, other=0.0).to(tl.float32)
+            t = tanh(rho_hat)
+            factor = gamma * (1 + beta * t)
+            slope = gamma * beta * (1 - t * t)
+    return inverse, factor, slope
+
+
+@triton.jit
+@no_type_check
+def load_anchors(
+    anchors_ptr, cols, cols_ok, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
+):
+    """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
+    lane = tl.arange(0, RP)
+    ok = cols_ok[:, None] & (lane < R)[None, :]
+    anchors = tl.load(anchors_ptr + cols[:, None] * R + lane[None, :], mask=ok, other=0.0)
+    anchors = anchors.to(tl.float32)
+    factor = tl.full(cols.shape, 1.0, tl.float32)
+    if SCORING != 0:
+        kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
+        factor = 1 / tl.maximum(kappa, eps)
+        if SCORING == 2:
+            factor = factor * (1 + (kappa - 1) / p)
+    return anchors, factor
+
+
+@triton.jit
+@no_type_check
+def unit_backward(grad, vector, norm, inverse, slope_grad, eps):
+    """Gradient of ``vector`` through u = v / max(|v|, eps) and |v|.
+
+    grad [B, RP] is that of u, slope_grad [B] that of the norm.
+    """
+    along = tl.sum(grad * vector, 1) * inverse * inverse
+    along = tl.where(norm >= eps, along, 0.0)  # below eps the divisor is a constant
+    safe = tl.where(norm > 0, norm, 1.0)
+    pull = slope_grad / safe - along * inverse  # at norm 0 the vector is 0, as is its share
+    return grad * inverse[:, None] + vector * pull[:, None]

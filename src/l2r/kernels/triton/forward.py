@@ -1,0 +1,211 @@
+"""Triton forward: one kernel with three stages, any run of neighbouring stages in one launch.
+
+project: x -> q (RMS statistic and projection from one read of x). score: q -> logits (anchor
+scores, log-sum-exp over the anchors of an expert). select: logits -> log-sum-exp over experts,
+top-k, weights. A launch that holds all three reads x and the parameters and writes the results;
+nothing of size T x N x H exists.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from l2r.kernels.triton.blocks import load_anchors, load_rows, product, query_terms, store_rows
+
+
+@triton.jit
+@no_type_check
+def project_block(
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    rows,
+    ok,
+    D,
+    norm_eps,
+    HAS_GAIN: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Query block [BT, RP] and rstd [BT]: the gain multiplies W_q, rstd the finished sums."""
+    lane = tl.arange(0, RP)
+    start = rows.to(tl.int64)[:, None] * D
+    query = tl.zeros([BT, RP], tl.float32)
+    square = tl.zeros([BT], tl.float32)
+    for d0 in range(0, D, BD):
+        d = d0 + tl.arange(0, BD)
+        x = tl.load(x_ptr + start + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        x = x.to(tl.float32)
+        if HAS_GAIN:
+            square += tl.sum(x * x, 1)
+            gain = tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        if DOT:
+            w_ok = (lane < R)[:, None] & (d < D)[None, :]
+            w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0)
+            w = w.to(tl.float32)
+            if HAS_GAIN:
+                w = w * gain[None, :]
+            query += product(x, w, R, BD, True)
+        else:
+            for r in tl.static_range(R):
+                w = tl.load(weight_ptr + r * D + d, mask=d < D, other=0.0).to(tl.float32)
+                if HAS_GAIN:
+                    w = w * gain
+                part = tl.sum(x * w[None, :], 1)
+                query += tl.where(lane[None, :] == r, part[:, None], 0.0)
+    rstd = tl.full([BT], 1.0, tl.float32)
+    if HAS_GAIN:
+        rstd = tl.rsqrt(square / D + norm_eps)
+        query = query * rstd[:, None]
+    return query, rstd
+
+
+@triton.jit
+@no_type_check
+def score_block(
+    scaled,
+    anchors_ptr,
+    experts,
+    experts_ok,
+    eps,
+    p,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each."""
+    keys, factor = load_anchors(anchors_ptr, experts * H, experts_ok, eps, p, SCORING, R, RP)
+    top = product(scaled, keys, R, RP, DOT) * factor[None, :]
+    if H > 1:
+        total = tl.full(top.shape, 1.0, tl.float32)
+        for h in range(1, H):
+            keys, factor = load_anchors(
+                anchors_ptr, experts * H + h, experts_ok, eps, p, SCORING, R, RP
+            )
+            score = product(scaled, keys, R, RP, DOT) * factor[None, :]
+            gap = score - top
+            small = tl.exp(-tl.abs(gap))
+            total = tl.where(gap > 0, total * small + 1, total + small)
+            top = tl.maximum(top, score)
+        top += tl.log(total)
+    return top
+
+
+@triton.jit
+@no_type_check
+def take_best(logits, free, experts, N):
+    """Largest free logit [BT], its expert (the smallest index among equals), what stays free."""
+    best = tl.max(tl.where(free, logits, -float("inf")), 1)
+    at_best = free & (logits == best[:, None])
+    choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)
+    return best, choice, free & (experts[None, :] != choice[:, None])
+
+
+@triton.jit
+@no_type_check
+def select_block(
+    logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE: tl.constexpr
+):
+    """Write the K largest probabilities and their experts; returns the log-sum-exp [BT]."""
+    masked = tl.where(experts_ok[None, :], logits, -float("inf"))
+    top = tl.max(masked, 1)
+    lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
+    free = tl.broadcast_to(experts_ok[None, :], logits.shape)
+    row = rows.to(tl.int64) * K
+    chosen_sum = tl.zeros(rows.shape, tl.float32)
+    for k in range(K):
+        best, choice, free = take_best(logits, free, experts, N)
+        weight = tl.exp(best - lse)
+        chosen_sum += weight
+        tl.store(indices_ptr + row + k, choice.to(tl.int64), mask=ok)
+        if not NORMALIZE:
+            tl.store(weights_ptr + row + k, weight, mask=ok)
+    if NORMALIZE:
+        free = tl.broadcast_to(experts_ok[None, :], logits.shape)
+        for k in range(K):
+            best, choice, free = take_best(logits, free, experts, N)
+            tl.store(weights_ptr + row + k, tl.exp(best - lse) / chosen_sum, mask=ok)
+    return lse
+
+
+@triton.jit(do_not_specialize=["T", "K"])
+@no_type_check
+def forward_kernel(
+    x_ptr,
+    weight_ptr,
+    gain_ptr,
+    query_ptr,
+    rstd_ptr,
+    rho_ptr,
+    anchors_ptr,
+    logits_ptr,
+    weights_ptr,
+    indices_ptr,
+    lse_ptr,
+    T,
+    D,
+    N,
+    K,
+    gamma,
+    beta,
+    p,
+    eps,
+    scale,
+    norm_eps,
+    PROJECT: tl.constexpr,
+    SCORE: tl.constexpr,
+    SELECT: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_RHO: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCORING: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    DOT: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1, one block if SELECT)."""
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    ok = rows < T
+    experts = tl.program_id(1) * BN + tl.arange(0, BN)
+    experts_ok = experts < N
+    logits_at = rows.to(tl.int64)[:, None] * N + experts[None, :]
+    logits_ok = ok[:, None] & experts_ok[None, :]
+    if PROJECT:
+        query, rstd = project_block(
+            x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps, HAS_GAIN, R, RP, DOT, BT, BD
+        )
+        store_rows(query_ptr, query, rows, ok, R, RP)
+        if HAS_GAIN:
+            tl.store(rstd_ptr + rows, rstd, mask=ok)
+    elif SCORE:
+        query = load_rows(query_ptr, rows, ok, R, RP)
+    if SCORE:
+        inverse, factor, _ = query_terms(
+            query, rho_ptr, rows, ok, gamma, beta, eps, SCORING, HAS_RHO
+        )
+        scaled = query * (inverse * factor)[:, None]
+        logits = scale * score_block(
+            scaled, anchors_ptr, experts, experts_ok, eps, p, SCORING, H, R, RP, DOT
+        )
+        logits = logits.to(logits_ptr.dtype.element_ty)
+        tl.store(logits_ptr + logits_at, logits, mask=logits_ok)
+        logits = logits.to(tl.float32)
+    elif SELECT:
+        logits = tl.load(logits_ptr + logits_at, mask=logits_ok, other=0.0).to(tl.float32)
+    if SELECT:
+        lse = select_block(
+            logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE
+        )
+        tl.store(lse_ptr + rows, lse, mask=ok)

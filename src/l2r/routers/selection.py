@@ -1,0 +1,98 @@
+"""How experts are chosen from logits; every router has one ``Selection``.
+
+Shape letters: T tokens, N experts, K experts chosen per token.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.functional import routing_probs, select_experts
+from l2r.kernels import dispatch
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Selection:
+    """Score all experts, take the k best, weigh them by their scores; softmax top-k by default.
+
+    score: softmax over experts, Eq. 2, or a sigmoid for each. normalize: make the weights sum
+    to 1, with ``norm_eps`` added to the sum. scale: multiplies the weights.
+    groups, kept_groups: experts outside the ``kept_groups`` best of ``groups`` equal groups are
+    not chosen; a group is as good as the sum of its ``group_best`` best experts.
+    bias: path inside the router of a selection bias [N], added to the scores when experts are
+    chosen and never to the weights (DeepSeek-V3). block_bias: so is the bias that the
+    surrounding block passes with each call. family: model family whose rule this is, None for a
+    router's own.
+
+    A subclass with another rule overrides ``__call__``.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False
+    norm_eps: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
+    bias: str | None = None
+    block_bias: bool = False
+    family: str | None = None
+
+    def __post_init__(self) -> None:
+        by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
+        plain = by_score and self.score == "softmax" and (self.norm_eps, self.scale) == (0, 1)
+        # Stored, since a property would cost a decoded token a microsecond.
+        object.__setattr__(self, "by_score", by_score)
+        object.__setattr__(self, "fused", plain and type(self) is Selection)
+
+    by_score = True  # the order of the scores decides, which is that of the logits
+    fused = False  # softmax top-k, which the kernels do in one call with the logits
+
+    def __call__(
+        self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None
+    ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
+        """Weights and indices of the chosen experts.
+
+        ``router`` gives ``top_k``, ``training`` and the tensors a selection may need; ``bias``
+        [N] is what the block passes beside the hidden states, or None.
+        """
+        top_k: int = router.top_k  # type: ignore[assignment]
+        if self.fused:
+            return dispatch.softmax_top_k(logits, top_k, normalize=self.normalize)
+        scores = torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
+        ranking = logits if self.by_score else self._ranking(router, scores, bias)
+        weights, indices = select_experts(
+            scores, top_k, normalize=self.normalize, norm_eps=self.norm_eps, ranking=ranking
+        )
+        return weights * self.scale, indices
+
+    def __repr__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = [
+            f"{f.name}={values[f.name]!r}" for f in fields(self) if values[f.name] != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def _ranking(self, router: nn.Module, scores: Tensor, bias: Tensor | None) -> Tensor:
+        if self.bias is not None:
+            bias = _tensor_at(router, self.bias)
+        if bias is not None and (self.bias is not None or self.block_bias):
+            scores = scores + bias.reshape(-1)
+        if self.kept_groups >= self.groups:
+            return scores
+        grouped = scores.view(scores.shape[0], self.groups, -1)
+        quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
+        kept = quality.topk(self.kept_groups, dim=-1).indices
+        dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, kept, False)
+        return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _tensor_at(module: nn.Module, path: str) -> Tensor:
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    assert isinstance(value, Tensor), path
+    return value

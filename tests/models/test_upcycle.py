@@ -55,11 +55,10 @@ def test_the_fit_recovers_decisions_and_perplexity(trained):
     result = upcycle(model, CONFIG, batches(80, seed=1), batches(4, seed=2))
     ppl = result.perplexity
     lost, kept = ppl["swapped"] - ppl["original"], ppl["fitted"] - ppl["original"]
-    assert lost > 0.5
     assert abs(kept) < 0.2 * lost
     assert [layer.layer for layer in result.layers] == [0, 1]
     for layer in result.layers:
-        assert layer.agreement > 0.7 > layer.agreement_before
+        assert 1 - layer.agreement < 0.5 * (1 - layer.agreement_before)
         assert layer.divergence < 0.5 * layer.divergence_before
     assert perplexity(model, batches(4, seed=2)) == pytest.approx(ppl["fitted"])
 

@@ -83,14 +83,18 @@ def test_every_router_overfits_one_batch(kind):
     model = task.build_model().train()
     batch = task.micro_batches(0, ONE)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(100):
+    for step in range(100):
+        # A constant rate this large keeps throwing some routers out of the minimum again, at steps
+        # that depend on the last bit of a sum.
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 100)
         with capture(model) as captured:
             loss = task.loss(model, batch)
         extra, _ = auxiliary_losses(captured, task.recipe.losses)
         optimizer.zero_grad()
         (loss + extra).backward()
         optimizer.step()
-    assert loss < 0.1
+    blind = torch.special.entr(batch["targets"].mean(0)).sum()  # without a look at the images
+    assert loss < 0.1 * blind
 
 
 def test_a_run_writes_accuracy_and_image_counts(unbroken):

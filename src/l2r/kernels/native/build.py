@@ -4,6 +4,7 @@ The library is built on first use where a C++ compiler is found (one to two seco
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
 the flags, the compiler and the processor. Without a compiler, or with ``L2R_CPU_KERNEL=off``,
 torch operations run instead; the results agree to a few units of fp32 rounding.
+``L2R_CPU_MARCH`` builds for another processor than this one (x86-64-v3: AVX2 without AVX-512).
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from l2r.cache import cache_folder
 
 _FLAGS: tuple[str, ...] = (
     "-O3",
-    "-march=native",
+    f"-march={os.environ.get('L2R_CPU_MARCH', 'native')}",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import transformers
 from download import ENGINES, engine_packages, test_tools, transformers_tests
-
 from results import Outcome, markdown, run_class
 
 HERE = Path(__file__).parent

@@ -19,12 +19,19 @@ from l2r.routers import (
 )
 
 if TYPE_CHECKING:
-    from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_pretrained, swap_routers
+    from l2r.checkpoints import load_pretrained
+    from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.swap import swap_routers
 
 __version__ = "0.1.0"
 
-# Of l2r.models, which needs transformers: imported on first use.
-_LAZY = ("L2rOlmoeConfig", "L2rOlmoeForCausalLM", "load_pretrained", "swap_routers")
+# These need transformers: imported on first use.
+_LAZY = {
+    "L2rOlmoeConfig": "l2r.models",
+    "L2rOlmoeForCausalLM": "l2r.models",
+    "load_pretrained": "l2r.checkpoints",
+    "swap_routers": "l2r.swap",
+}
 
 __all__ = [
     "L2RConfig",
@@ -52,7 +59,7 @@ def __getattr__(name: str) -> Any:
     """A lazy name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("l2r.models"), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

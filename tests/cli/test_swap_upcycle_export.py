@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from l2r.checkpoints import load_pretrained
+from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.cli import main
-from l2r.models import load_pretrained
-from l2r.models.families import FAMILIES
-from l2r.models.family_check import sample_tokens, tiny_model
 from l2r.routers import L2RRouter
+from l2r.swap.families import FAMILIES
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
 

@@ -48,7 +48,7 @@ def test_a_run_of_0_1_0_is_reported(old_run: Path) -> None:
 
 
 def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
-    from l2r.data.run_folder import RunFolder
+    from l2r.runs.folder import RunFolder
 
     shutil.rmtree(old_run / "model")
     before = RunFolder(old_run).read_metrics("train")

@@ -23,7 +23,7 @@ ids = torch.randint(2, 99, (2, 8))
 """
 SIGMOID = """
 from l2r.routers import SigmoidConfig
-from l2r.models import swap_routers
+from l2r.swap import swap_routers
 swap_routers(model, SigmoidConfig())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """

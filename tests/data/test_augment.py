@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
 from l2r.data.augment import Augmentation, augment, erase, mix, smooth_targets
-from l2r.data.draws import uniform_draws
 from l2r.data.randaugment import DRAWS_PER_OPERATION, OPERATIONS, rand_augment
+from l2r.data.random_streams import uniform_draws
 
 OFF = {"flip": 0.0, "randaugment": 0, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
 PLAIN = {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 
 import l2r
-from l2r.cache import cache_folder
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.sample_text import sample_batches
 from l2r.data.sources import embedded_sources
 from l2r.data.tokens import TokenDataset, read_documents
+from l2r.runs.cache import cache_folder
 
 
 def options(folder, **changes):
@@ -79,7 +79,7 @@ def test_the_cache_folder_is_the_same_for_everything(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "l2r"
     source = Path(l2r.__file__).parent
     asking = [p.name for p in source.rglob("*.py") if '"L2R_CACHE"' in p.read_text()]
-    assert asking == ["cache.py"]
+    assert asking == ["runs/cache.py"]
 
 
 @pytest.mark.parametrize(("name", "least"), [("sequence_length", 2), ("batch_size", 1)])

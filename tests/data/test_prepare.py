@@ -14,6 +14,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from l2r.checkpoints.loading import load_tokenizer
 from l2r.data.listing import folder_listing
 from l2r.data.manifest import read_manifest
 from l2r.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
@@ -21,7 +22,6 @@ from l2r.data.prepare import prepare, shard_tasks
 from l2r.data.shards import BadShardError
 from l2r.data.split import Split
 from l2r.data.tokens import TokenDataset, read_documents
-from l2r.models.loading import load_tokenizer
 
 
 def tasks_of(folder, plan=None):

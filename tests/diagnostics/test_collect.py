@@ -10,10 +10,11 @@ from torch import nn
 
 from l2r import build_router, router_names
 from l2r.diagnostics import metrics
-from l2r.diagnostics.collect import collect, find_routers
+from l2r.diagnostics.collect import collect
 from l2r.diagnostics.diagnose import Settings, diagnose
-from l2r.diagnostics.sample import TokenSample
+from l2r.diagnostics.token_sample import TokenSample
 from l2r.routers import Router, capture
+from l2r.routers.observe import find_routers
 from tests.diagnostics.models import batches, ours, stock
 
 DOMAINS = ("even", "odd")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from l2r import build_router
-from l2r.diagnostics import intervals, robustness
+from l2r.diagnostics import robustness
 
 
 def _router(kind="l2r_sips", **options):

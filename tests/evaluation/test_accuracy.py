@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from l2r.data.image_sources import ArrayImages
-from l2r.data.images import CentreCrop, ImageDataset
-from l2r.evaluation.accuracy import evaluate_accuracy, sample_indices
+from l2r.data.images import CentreCrop, ImageDataset, sample_indices
+from l2r.evaluation.accuracy import evaluate_accuracy
 
 
 class Table(torch.nn.Module):

@@ -12,7 +12,7 @@ SCRIPT = """
 import json, sys
 import torch.distributed as dist
 from l2r.evaluation.downstream import evaluate_tasks
-from l2r.models import load_causal_lm
+from l2r.checkpoints import load_causal_lm
 
 model, tokenizer = load_causal_lm(sys.argv[1])
 dist.init_process_group("gloo")
@@ -29,7 +29,7 @@ dist.destroy_process_group()
 
 
 def test_two_ranks_give_the_result_of_one(checkpoint, tmp_path):
-    from l2r.models import load_causal_lm
+    from l2r.checkpoints import load_causal_lm
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -95,7 +95,7 @@ def test_answers_of_one_token_share_one_forward_pass(model, monkeypatch):
 
 
 def test_small_vocabulary_model_uses_its_own_tokenizer(checkpoint):
-    from l2r.models import load_causal_lm
+    from l2r.checkpoints import load_causal_lm
 
     model, tokenizer = load_causal_lm(checkpoint)
     results = evaluate_tasks(model, tokenizer, "boolq,piqa", limit=4)

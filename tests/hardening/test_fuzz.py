@@ -15,13 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from l2r import RouterConfig, build_router
+from l2r.checkpoints import load_causal_lm
 from l2r.cli import main
-from l2r.data.run_folder import RunFolder, find_runs
 from l2r.data.tokens import TokenDataset, read_documents
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_causal_lm
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.recipes.load import load_recipe, recipe_names
 from l2r.report.comparison import comparison_table
 from l2r.routers import make_config, router_names
+from l2r.runs.folder import RunFolder, find_runs
 
 CASES = int(os.environ.get("L2R_FUZZ", "25"))
 fuzz = settings(

@@ -8,18 +8,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router
+from l2r.checkpoints import load_pretrained
+from l2r.checkpoints.export import modeling_source
+from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
     L2rViTConfig,
     L2rViTForImageClassification,
-    load_pretrained,
-    swap_routers,
 )
 from l2r.models.experts_backend import register
-from l2r.models.export import modeling_source
-from l2r.models.families import FAMILIES, TINY
-from l2r.models.family_check import sample_tokens, tiny_model
+from l2r.swap import swap_routers
+from l2r.swap.families import FAMILIES, TINY
 
 HALVES = (torch.bfloat16, torch.float16)
 

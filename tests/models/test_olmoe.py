@@ -16,7 +16,8 @@ from transformers import (
 from transformers.integrations import moe as hf_moe
 
 from l2r import capture
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_causal_lm
+from l2r.checkpoints import load_causal_lm
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router

@@ -14,11 +14,12 @@ from transformers import (
 )
 
 from l2r import capture
-from l2r.models import L2rViTConfig, L2rViTForImageClassification, load_image_classifier
+from l2r.checkpoints import load_image_classifier
+from l2r.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.models.vit import L2rViTModel
 from l2r.models.vit_cost import vit_cost
 from l2r.moe import MoELayer
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 
 SMALL = {
     "hidden_size": 32,

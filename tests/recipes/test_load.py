@@ -2,8 +2,8 @@
 
 import pytest
 
+from l2r.experiments.cells import plan_cells, read_grid
 from l2r.recipes.load import load_recipe
-from l2r.training.sweep import plan_cells, read_grid
 
 BASE = """
 task: language

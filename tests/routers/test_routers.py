@@ -11,7 +11,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
 from l2r.routers import LinearRouter, Router, make_config, router_names
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 from tests import reference
 
 SIZES = [(16, 4, 2), (24, 9, 3), (8, 2, 1)]  # hidden size, experts, top-k

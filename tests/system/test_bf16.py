@@ -7,10 +7,10 @@ import sys
 from statistics import fmean
 
 import pytest
-from benchmarks.bf16_against_fp32 import curve, run
 from safetensors import safe_open
+from scripts.bf16_against_fp32 import curve, run
 
-from l2r.data.run_folder import RunFolder
+from l2r.runs.folder import RunFolder
 
 EXPECTED = {
     "expert products": ["bfloat16"],
@@ -59,7 +59,7 @@ def test_thirty_steps_in_bf16_stay_within_the_spread_of_seeds(recipe, data, tmp_
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_ranks_train_in_bf16_with_accumulation(recipe, parallel, data, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.bf16_against_fp32", recipe, "--parallel", parallel]
+    command += ["-m", "scripts.bf16_against_fp32", recipe, "--parallel", parallel]
     command += ["--precisions", "bf16", "--steps", "2", "--out", str(tmp_path)]
     done = subprocess.run(
         [*command, *data[recipe]],

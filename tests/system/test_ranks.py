@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.data.run_folder import RunFolder
+from l2r.runs.folder import RunFolder
 
 
 def launch(ranks, folder, changes, *extra):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.data.run_folder import RunFolder
+from l2r.runs.folder import RunFolder
 
 STEPS = ["training.steps=60", "checkpoint.every=5", "evaluation.every=0"]
 

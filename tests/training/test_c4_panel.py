@@ -7,7 +7,7 @@ import pytest
 
 from l2r.cli import main
 from l2r.data.corpus import CorpusOptions, build_corpus
-from l2r.data.run_folder import RunFolder
+from l2r.runs.folder import RunFolder
 
 
 def run(*args):

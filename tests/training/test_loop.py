@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.data.run_folder import RunFolder
 from l2r.functional import losses
 from l2r.recipes.load import load_recipe
+from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.health import NonFiniteError
 

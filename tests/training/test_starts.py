@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.cli.app import build_app
-from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import load_recipe
+from l2r.runs.folder import RunFolder
 from l2r.training import loop
 
 

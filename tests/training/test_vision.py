@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from l2r import capture
+from l2r.checkpoints import load_image_classifier
 from l2r.data.images import CentreCrop, ImageDataset
-from l2r.data.run_folder import RunFolder
 from l2r.evaluation.accuracy import evaluate_accuracy
-from l2r.models import load_image_classifier
 from l2r.recipes.load import load_recipe
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.folder import RunFolder
+from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.training import loop
 from l2r.training.average import WeightAverage
 from l2r.training.objective import auxiliary_losses

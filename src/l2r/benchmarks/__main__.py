@@ -1,4 +1,4 @@
-"""``python -m l2r.benchmarks router --device cuda --out benchmarks/results``: no extras needed."""
+"""``python -m l2r.benchmarks router --device cuda --out results``: no extras needed."""
 
 import argparse
 from pathlib import Path

@@ -28,12 +28,12 @@ def compare(
 ) -> None:
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table
-    from l2r.cli.diagnostics import diagnose_run
-    from l2r.cli.vision import SEED_MARK, accuracy_over_seeds, first_seeds, patch_sections
-    from l2r.data.run_folder import RunFolder
+    from l2r.experiments.measure import diagnose_run
     from l2r.recipes.load import load_recipe, recipes_in
     from l2r.report.comparison import comparison_table, write_report
+    from l2r.report.vision import SEED_MARK, accuracy_over_seeds, first_seeds, patch_sections
     from l2r.routers import router_names
+    from l2r.runs.folder import RunFolder
     from l2r.training.loop import train
 
     loaded = {name: load_recipe(name, changes or []) for name in recipes_in(folder)}

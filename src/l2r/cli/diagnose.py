@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from l2r.checkpoints.image_input import ImageInput
 
 
 def register(app: typer.Typer) -> None:
@@ -50,9 +52,8 @@ def diagnose(
     import torch
     from rich.progress import Progress
 
+    from l2r.checkpoints.inputs import open_subject
     from l2r.cli.console import print_table
-    from l2r.cli.subjects import open_subject
-    from l2r.cli.vision import write_patch_page
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
@@ -126,3 +127,21 @@ def names(checkpoints: list[str]) -> dict[str, str]:
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
     raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
+
+
+def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
+    """patches.npz and patches.html of some validation images in ``folder``."""
+    from l2r.diagnostics.patches import save_patches
+    from l2r.report.page import Section, write_page
+    from l2r.report.patches import patch_figure, read_patch_routing
+    from l2r.report.vision import HOW_TO_READ_PATCHES
+
+    routing = read_patch_routing(save_patches(folder / "patches.npz", model, images, count=12))
+    figure = patch_figure(routing, images=12)
+    section = Section("Patches and experts", HOW_TO_READ_PATCHES, [figure])
+    return write_page(
+        folder / "patches.html",
+        title=folder.name,
+        summary=str(type(model).__name__),
+        sections=[section],
+    )

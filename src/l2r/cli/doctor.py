@@ -187,7 +187,7 @@ def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]"
 
 
 def _cache_folder() -> tuple[str, str]:
-    from l2r.cache import cache_folder
+    from l2r.runs.cache import cache_folder
 
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True)

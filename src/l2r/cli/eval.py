@@ -62,13 +62,15 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON.")] = False,
 ) -> None:
     """Score every candidate answer and print accuracies in percent with standard errors."""
+    from l2r.checkpoints import is_image_classifier
     from l2r.cli.console import print_table
     from l2r.cli.diagnose import names
     from l2r.evaluation.paired import paired_row
-    from l2r.models import is_image_classifier
 
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    from l2r.checkpoints.device import pick_device
+
     device = pick_device(device)
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
@@ -119,8 +121,8 @@ def _evaluate(
     checkpoint: Path, out: Path, *, settings: Any, **options: Any
 ) -> "dict[str, TaskResult]":
     """Results of one checkpoint by task, written to ``out``."""
-    from l2r.data.atomic import write_json
     from l2r.evaluation.results import paper_row
+    from l2r.runs.atomic import write_json
 
     results = _run(checkpoint, out / "evaluation", settings=settings, **options)
     row = paper_row(results)
@@ -146,11 +148,11 @@ def _run(
 ) -> "dict[str, TaskResult]":
     import torch
 
+    from l2r.checkpoints.loading import load_causal_lm
+    from l2r.checkpoints.pretrained import checkpoint_folder
     from l2r.evaluation.downstream import evaluate_tasks
     from l2r.evaluation.store import TaskStore
     from l2r.evaluation.tasks import select_tasks
-    from l2r.models.loading import load_causal_lm
-    from l2r.models.pretrained import checkpoint_folder
 
     select_tasks(tasks)  # a misspelt name should not cost loading a model
     model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, settings["dtype"]))
@@ -173,15 +175,6 @@ def _run(
             on_progress=update,
             **options,
         )
-
-
-def pick_device(name: str) -> str:
-    """``auto`` is a GPU where there is one."""
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 _DTYPES = ("float32", "bfloat16", "float16")

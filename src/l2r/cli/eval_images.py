@@ -24,12 +24,12 @@ def evaluate_images(
     import torch
     from rich.progress import Progress
 
+    from l2r.checkpoints import load_image_classifier
+    from l2r.checkpoints.image_input import open_image_input
     from l2r.cli.console import print_table
-    from l2r.cli.image_input import open_image_input
-    from l2r.data.atomic import write_json
     from l2r.evaluation.accuracy import evaluate_accuracy
-    from l2r.models import load_image_classifier
     from l2r.report.tables import Table
+    from l2r.runs.atomic import write_json
 
     model = load_image_classifier(checkpoint, averaged=averaged, dtype=getattr(torch, dtype))
     model.to(device)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from l2r.data.run_folder import RunFolder
+    from l2r.experiments.cells import Cell
     from l2r.report.tables import Table
-    from l2r.training.sweep import Cell
+    from l2r.runs.folder import RunFolder
 
 _RECIPE, _SEEDS, _OUT = "demo/l2r-sips", 5, Path("runs/evidence")
 _PAPER_TOKENS = 10_000_000_000
@@ -37,9 +37,9 @@ def evidence(
 ) -> None:
     """Train every router with every seed, measure, judge."""
     from l2r.cli.console import print_table
-    from l2r.data.run_folder import RunFolder
-    from l2r.diagnostics.claims import CLAIMS, VARIANTS, judge
-    from l2r.training.sweep import run_cells
+    from l2r.experiments.cells import run_cells
+    from l2r.experiments.claims import CLAIMS, VARIANTS, judge
+    from l2r.runs.folder import RunFolder
 
     cells = plan(recipe, [*(_QUICK if quick else ()), *(changes or [])], seeds)
     for outcome in run_cells(cells, out, report=lambda line: typer.echo(line, err=True)):
@@ -78,9 +78,9 @@ def command_line(
 
 def plan(recipe: str, changes: list[str], seeds: int) -> list["Cell"]:
     """A cell per router variant and seed, checked before anything is trained."""
-    from l2r.diagnostics.claims import VARIANTS
+    from l2r.experiments.cells import Cell
+    from l2r.experiments.claims import VARIANTS
     from l2r.recipes.load import load_recipe, parse_recipe
-    from l2r.training.sweep import Cell
 
     base = load_recipe(recipe, changes)
     if base.task != "language":
@@ -100,9 +100,9 @@ def measure(run: "RunFolder", cell: "Cell") -> dict[str, float]:
     """Numbers of one finished run: routing means over layers, losses over its last tenth."""
     import torch
 
-    from l2r.cli.diagnostics import diagnose_run
     from l2r.diagnostics.metrics import normalised_entropy
-    from l2r.report.last_tenth import last_tenth
+    from l2r.experiments.measure import diagnose_run
+    from l2r.runs.last_tenth import last_tenth
 
     if not run.diagnostics.is_file():
         run.write_json(run.diagnostics, diagnose_run(run, cell.recipe))
@@ -145,7 +145,7 @@ def write_markdown(
     path: Path, table: "Table", cell: "Cell", run: "RunFolder", command: str
 ) -> None:
     """The table as a page, with what was trained: the recipe of ``cell``, the length of ``run``."""
-    from l2r.data.atomic import write_text
+    from l2r.runs.atomic import write_text
 
     recipe: Any = cell.recipe
     last = run.read_metrics("train")[-1]

@@ -21,9 +21,9 @@ def export(
     out: Annotated[Path, typer.Option(help="New folder for the checkpoint.")],
 ) -> None:
     """Write weights, configuration, tokenizer and modeling file."""
-    from l2r.models import load_causal_lm
-    from l2r.models.export import export_remote_code
-    from l2r.models.pretrained import check_new_folder
+    from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints.export import export_remote_code
+    from l2r.checkpoints.pretrained import check_new_folder
 
     check_new_folder(out)
     model, tokenizer = load_causal_lm(checkpoint, dtype="auto")

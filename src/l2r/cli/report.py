@@ -25,10 +25,10 @@ def report(
 ) -> None:
     """Print the comparison table and write the page."""
     from l2r.cli.console import print_table
-    from l2r.cli.vision import accuracy_over_seeds, first_seeds, patch_sections
-    from l2r.data.run_folder import find_runs
     from l2r.report.comparison import comparison_table, in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
+    from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
+    from l2r.runs.folder import find_runs
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
     runs = in_paper_order(find_runs(folder))

@@ -41,17 +41,18 @@ def swap(
     if families:
         table = family_table(only)
         if write is not None:
-            from l2r.data.atomic import write_text
+            from l2r.runs.atomic import write_text
 
             write_text(write, family_page(table))
         print_table(table, as_json=as_json)
         return
     if checkpoint is None or out is None:
         raise ValueError("swap needs CHECKPOINT and --out FOLDER, or --families")
+    from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.router_options import layer_list, router_config
-    from l2r.models import load_causal_lm, swap_routers
-    from l2r.models.pretrained import check_new_folder, save_model
-    from l2r.models.swap import router_sites
+    from l2r.swap import swap_routers
+    from l2r.swap.swap import router_sites
 
     config = router_config(router, rank, heads, option or [])
     check_new_folder(out)
@@ -68,10 +69,10 @@ def family_table(only: str | None) -> "Table":
     from rich.console import Console
     from rich.progress import track
 
-    from l2r.models.families import FAMILIES
-    from l2r.models.family_check import COLUMNS, check_families
-    from l2r.models.loading import hide_progress_bars
+    from l2r.checkpoints.family_check import COLUMNS, check_families
+    from l2r.checkpoints.loading import hide_progress_bars
     from l2r.report.tables import Table
+    from l2r.swap.families import FAMILIES
 
     names = list(FAMILIES) if only is None else only.split(",")
     hide_progress_bars()
@@ -89,7 +90,7 @@ def family_page(table: "Table") -> str:
     """docs/families.md."""
     from importlib.metadata import version
 
-    from l2r.models.families import REFUSED
+    from l2r.swap.families import REFUSED
 
     versions = f"transformers {version('transformers')}, torch {version('torch')}"
     refused = "".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items())

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from l2r.experiments.cells import Cell, Outcome
     from l2r.report.ablation import Row
     from l2r.report.tables import Table
-    from l2r.training.sweep import Cell, Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -46,9 +46,9 @@ def sweep(
     import os
 
     from l2r.cli.console import print_table
+    from l2r.experiments.cells import plan_cells, read_grid, run_cells
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, sweep_table
     from l2r.report.sweep import write_sweep_page
-    from l2r.training.sweep import plan_cells, read_grid, run_cells
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -88,9 +88,9 @@ def sweep(
 
 def sweep_rows(outcomes: "Sequence[Outcome]") -> "list[Row]":
     """The finished runs of each choice of the grid, with mean and interval over seeds."""
-    from l2r.data.run_folder import RunFolder
-    from l2r.diagnostics.intervals import mean_interval
     from l2r.report.ablation import COLUMNS, Row, Spread, final_numbers
+    from l2r.runs.folder import RunFolder
+    from l2r.runs.statistics import mean_interval
 
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -113,7 +113,7 @@ def sweep_rows(outcomes: "Sequence[Outcome]") -> "list[Row]":
 
 def _diagnose(rows: "Sequence[Row]", outcomes: "Sequence[Outcome]") -> None:
     """diagnostics.json of each row's first run; a run that cannot be read is named and left out."""
-    from l2r.cli.diagnostics import diagnose_run
+    from l2r.experiments.measure import diagnose_run
 
     recipes = {outcome.folder: outcome.cell.recipe for outcome in outcomes}
     for run in (row.runs[0] for row in rows):
@@ -125,9 +125,9 @@ def _diagnose(rows: "Sequence[Row]", outcomes: "Sequence[Outcome]") -> None:
 
 
 def _plan_table(cells: "Sequence[Cell]", root: Path) -> "Table":
-    from l2r.data.run_folder import RunFolder
+    from l2r.experiments.cells import is_finished
     from l2r.report.tables import Table
-    from l2r.training.sweep import is_finished
+    from l2r.runs.folder import RunFolder
 
     rows = []
     for cell in cells:

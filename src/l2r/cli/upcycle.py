@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from l2r.models.upcycle import UpcycleReport
     from l2r.report.tables import Table
+    from l2r.training.upcycle import UpcycleReport
 
 
 def register(app: typer.Typer) -> None:
@@ -43,12 +43,12 @@ def upcycle(
     as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print agreement per layer and perplexity per stage; write the checkpoint to --out."""
+    from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.router_options import layer_list, router_config
     from l2r.data.sample_text import sample_batches
-    from l2r.models import load_causal_lm
-    from l2r.models import upcycle as upcycling
-    from l2r.models.pretrained import check_new_folder, save_model
+    from l2r.training import upcycle as upcycling
 
     config = router_config(router, rank, heads, option or [])
     options = upcycling.FitOptions(

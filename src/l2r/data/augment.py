@@ -1,7 +1,7 @@
 """Training images: flip, RandAugment, normalisation, random erasing, mixup and CutMix.
 
-Everything is decided by the images' positions in the training stream (l2r.data.draws) and runs
-on the device of the pixels.
+Everything is decided by the images' positions in the training stream (random_streams.py)
+and runs on the device of the pixels.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from l2r.data.draws import uniform_draws
 from l2r.data.images import IMAGENET_DEVIATION, IMAGENET_MEAN, standardise
 from l2r.data.randaugment import DRAWS_PER_OPERATION, rand_augment
+from l2r.data.random_streams import uniform_draws
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from l2r.cache import cache_folder
 from l2r.data.manifest import TokenizerIdentity, file_sha256
 from l2r.data.sources import (
     Files,
@@ -26,6 +25,7 @@ from l2r.data.sources import (
 )
 from l2r.data.tokenizer import write_tokenizer_config
 from l2r.data.tokens import write_token_files
+from l2r.runs.cache import cache_folder
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 _HELD_OUT = 10  # one file in ten goes to validation

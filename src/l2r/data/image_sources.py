@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from l2r.data.order import epoch_order
+from l2r.data.shuffling import epoch_order
 
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
 FASHION_MNIST_FOLDERS = ("/usr/share/datasets/fashion-mnist",)

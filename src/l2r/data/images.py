@@ -10,9 +10,10 @@ from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
 
-from l2r.data import order
-from l2r.data.draws import uniform_draws
+from l2r.data import shuffling as order
 from l2r.data.image_sources import ImageSource
+from l2r.data.random_streams import uniform_draws
+from l2r.data.shuffling import epoch_order
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
 _MODES = {1: "L", 3: "RGB"}
@@ -185,3 +186,12 @@ def standardise(
         for values in (mean, deviation)
     )
     return (images - centre) / scale
+
+
+def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:
+    """All images, or ``most`` of them drawn from everywhere, ascending, the same every time.
+
+    Folders are sorted by class, so the first images would be those of the first classes.
+    """
+    count = len(dataset) if most is None else min(most, len(dataset))
+    return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from l2r.data.atomic import write_json
+from l2r.runs.atomic import write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "l2r-tokens-1"

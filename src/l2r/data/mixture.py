@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from l2r.data.atomic import write_json
-from l2r.data.order import epoch_order
+from l2r.data.shuffling import epoch_order
+from l2r.runs.atomic import write_json
 
 PAPER_SEED = 2025
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from l2r.data.atomic import write_json
 from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, write_manifest
 from l2r.data.mixture import PlannedShard, ShardPlan
 from l2r.data.shards import BadShardError, shard_bytes
@@ -21,6 +20,7 @@ from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
 from l2r.data.tokens import check_file
 from l2r.data.workers import ShardTask, tokenize_shards
+from l2r.runs.atomic import write_json
 
 RECEIPTS = "receipts"
 OnBadShard = Literal["refuse", "skip"]

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from l2r.data.atomic import write_bytes, write_json
 from l2r.data.manifest import TokenizerIdentity, file_sha256
+from l2r.runs.atomic import write_bytes, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Int, UInt, UInt32
 from torch import Tensor
 
-from l2r.data import order
-from l2r.data.atomic import flush_to_disk, publish
+from l2r.data import shuffling as order
 from l2r.data.manifest import (
     Manifest,
     TokenFile,
@@ -28,6 +27,7 @@ from l2r.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from l2r.runs.atomic import flush_to_disk, publish
 
 _ENDS = np.dtype("<u8")
 
@@ -201,7 +201,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 
     def epoch_order(self, seed: int, epoch: int) -> UInt32[np.ndarray, " n"]:
-        """Order of the items in one epoch; see :mod:`l2r.data.order`."""
+        """Order of the items in one epoch; see :mod:`l2r.data.shuffling`."""
         return order.epoch_order(len(self), seed, epoch)
 
     def batch(

@@ -8,8 +8,7 @@ Shape letters: T tokens, N experts, K experts chosen per token, B sequences or i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +16,19 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from l2r.diagnostics import sums
-from l2r.diagnostics.robustness import evaluating, first_choice
-from l2r.diagnostics.routing_map import scoring_anchors
-from l2r.diagnostics.sample import Fields, TokenSample
+from l2r.certificates.routing_map import scoring_anchors
+from l2r.diagnostics import streaming_sums as sums
+from l2r.diagnostics.token_sample import Fields, TokenSample
 from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
+from l2r.routers.observe import evaluating, find_routers, first_choice, hooked
 
 Batch = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass
 class LayerRecord:
-    """What one router did: sums by metric (l2r.diagnostics.sums) and a sample of its tokens.
+    """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
 
     ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one.
     """
@@ -39,27 +38,6 @@ class LayerRecord:
     num_experts: int
     sums: dict[str, sums.Sums]
     sample: Fields
-
-
-def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Routers by module name, in the order of the model: ours, and Hugging Face's.
-
-    A Hugging Face router sits beside ``experts`` in its block, as ``gate`` or ``router``.
-    Raises ValueError when there is none.
-    """
-    found: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, Router)
-    }
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "experts", None), nn.Module):
-            for attribute in ("gate", "router"):
-                router = getattr(module, attribute, None)
-                if isinstance(router, nn.Module):
-                    found.setdefault(f"{name}.{attribute}" if name else attribute, router)
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
 def collect(
@@ -89,7 +67,8 @@ def collect(
         name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
         for name, router in find_routers(model).items()
     }
-    with torch.no_grad(), evaluating(model), _hooked(layers):
+    hooks = {layer.router: layer.see for layer in layers.values()}
+    with torch.no_grad(), evaluating(model), hooked(hooks):
         for done, batch in enumerate(batches, start=1):
             inputs = dict(batch)
             domain = inputs.pop("domain", None)
@@ -169,16 +148,6 @@ class _Layer:
 
     def _add(self, part: str, batch: sums.Sums) -> None:
         sums.add(self.sums.setdefault(part, {}), batch)
-
-
-@contextmanager
-def _hooked(layers: Mapping[str, _Layer]) -> Iterator[None]:
-    handles = [layer.router.register_forward_hook(layer.see) for layer in layers.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _triple(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:

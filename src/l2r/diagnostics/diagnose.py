@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from l2r.data.atomic import write_bytes, write_json
+from l2r.certificates.attack import find_flip
+from l2r.certificates.certify import certified_share, certify
+from l2r.certificates.routing_map import radial_of, scoring_anchors
 from l2r.diagnostics import metrics
-from l2r.diagnostics.attack import find_flip
-from l2r.diagnostics.certify import certified_share, certify
 from l2r.diagnostics.collect import LayerRecord
 from l2r.diagnostics.robustness import perturbation_stability
-from l2r.diagnostics.routing_map import radial_of, scoring_anchors
 from l2r.routers import L2RRouter, Router
+from l2r.runs.atomic import write_bytes, write_json
 
 SCHEMA = 1
 _GRID = 201  # points per axis of the routing plane

@@ -1,7 +1,7 @@
 """Metrics of routing decisions (paper, Sections 3.2 and 4.1, Appendix A), from tensors alone.
 
 The functions that take tokens are exact over all of them; the ``*_from_sums`` forms give the
-same numbers from sums that were streamed over batches (l2r.diagnostics.sums).
+same numbers from sums that were streamed over batches (l2r.diagnostics.streaming_sums).
 
 Shape letters: T tokens, N experts, K experts chosen per token, R size of a query, H anchors
 per expert.
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from l2r.diagnostics.sums import (
+from l2r.diagnostics.streaming_sums import (
     Sums,
     anchor_sums,
     cosine_sums,

@@ -3,12 +3,15 @@
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
+from l2r.checkpoints.image_input import ImageInput
+from l2r.data.images import sample_indices
 from l2r.routers import capture
 
 
@@ -93,3 +96,20 @@ def save_patch_routing(
     temporary.write_bytes(stream.getvalue())
     temporary.replace(path)
     return path
+
+
+def save_patches(path: Path, model: Any, images: ImageInput, count: int) -> Path:
+    """Write the routing of ``count`` validation images, patch by patch, to a .npz file."""
+    chosen = sample_indices(images.dataset)
+    chosen = chosen[np.linspace(0, len(chosen) - 1, min(count, len(chosen))).astype(np.int64)]
+    batch = images.dataset.rows(chosen)
+    side = model.config.image_size // model.config.patch_size
+    device = next(model.parameters()).device
+    routing = patch_routing(model, images.standard(batch.pixels.to(device)), (side, side))
+    return save_patch_routing(
+        path,
+        routing,
+        batch.pixels.numpy(),
+        batch.labels.numpy(),
+        images.dataset.classes,
+    )

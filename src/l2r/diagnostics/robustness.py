@@ -3,15 +3,12 @@
 Shape letters: T tokens, D hidden size, K experts chosen per token.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.diagnostics.intervals import Interval, mean_interval
+from l2r.routers.observe import evaluating, first_choice, route
+from l2r.runs.statistics import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
 
@@ -20,11 +17,6 @@ def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Floa
     """Jaccard similarity of two sets of K experts per token: |A and B| / |A or B|."""
     both = (first[:, :, None] == second[:, None, :]).any(dim=-1).sum(dim=-1).double()
     return both / (2 * first.shape[1] - both)
-
-
-def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
-    """Expert with the largest weight; some Hugging Face routers return the k unsorted."""
-    return indices.gather(1, weights.argmax(dim=1, keepdim=True)).flatten()
 
 
 @torch.no_grad()
@@ -65,22 +57,3 @@ def perturbation_stability(
         "stability": mean_interval([value / len(x) for value in kept]),
         "topk_overlap": mean_interval([value / len(x) for value in overlaps]),
     }
-
-
-def route(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and indices of a router of ours or of Hugging Face."""
-    output: Any = router(x)
-    logits, weights, indices = output
-    return logits, weights, indices
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; each submodule's own mode afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode

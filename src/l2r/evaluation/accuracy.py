@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from jaxtyping import Int
 from torch import nn
 
 from l2r.data.image_loader import batches_of
-from l2r.data.images import ImageDataset, standardise
-from l2r.data.order import epoch_order
+from l2r.data.images import ImageDataset, sample_indices, standardise
 
 
 @dataclass(frozen=True)
@@ -82,12 +79,3 @@ def evaluate_accuracy(
     if count == 0:
         raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))
-
-
-def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:
-    """All images, or ``most`` of them drawn from everywhere, ascending, the same every time.
-
-    Folders are sorted by class, so the first images would be those of the first classes.
-    """
-    count = len(dataset) if most is None else min(most, len(dataset))
-    return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

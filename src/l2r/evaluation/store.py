@@ -6,8 +6,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from l2r.data.atomic import write_json, write_text
 from l2r.evaluation.scoring import Request, ScoredDocument, TaskResult
+from l2r.runs.atomic import write_json, write_text
 
 
 class TaskStore:

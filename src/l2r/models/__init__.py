@@ -1,13 +1,12 @@
-"""Models: OLMoE on transformers, ViT, and router swaps in other model families.
+"""Models: OLMoE and ViT with routers of ours, on transformers.
 
 Importing this package registers our model types with transformers' Auto classes.
 """
 
-from l2r.models.classifier import is_image_classifier, load_image_classifier
-from l2r.models.loading import load_causal_lm
+from importlib import import_module
+from typing import Any
+
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-from l2r.models.pretrained import load_pretrained
-from l2r.models.swap import swap_routers
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 
 __all__ = [
@@ -17,9 +16,20 @@ __all__ = [
     "L2rViTConfig",
     "L2rViTForImageClassification",
     "L2rViTModel",
-    "is_image_classifier",
-    "load_causal_lm",
-    "load_image_classifier",
-    "load_pretrained",
-    "swap_routers",
 ]
+
+# Where version 0.1.0 had them; they live in the rooms above this one.
+_MOVED = {
+    "is_image_classifier": "l2r.checkpoints",
+    "load_causal_lm": "l2r.checkpoints",
+    "load_image_classifier": "l2r.checkpoints",
+    "load_pretrained": "l2r.checkpoints",
+    "swap_routers": "l2r.swap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name that moved, on first use."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MOVED[name]), name)

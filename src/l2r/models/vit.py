@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.vit.modeling_vit import ViTAttention, ViTLayer, ViTPreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from l2r.models.initialise import attach_router, reset_missing, truncated_normal
+from l2r.models.initialize import attach_router, reset_missing, truncated_normal
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.vision import vision_router

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.data.run_folder import RunFolder
 from l2r.report.curves import mean_curve
-from l2r.report.last_tenth import last_tenth
 from l2r.report.paper_tables import show_count
 from l2r.report.style import layout, line_style
 from l2r.report.tables import Table
+from l2r.runs.folder import RunFolder
+from l2r.runs.last_tenth import last_tenth
 
 
 class Spread(NamedTuple):

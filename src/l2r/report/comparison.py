@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.data.run_folder import RunFolder
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
-from l2r.report.last_tenth import last_tenth
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLOURS
 from l2r.report.tables import Table
+from l2r.runs.folder import RunFolder
+from l2r.runs.last_tenth import last_tenth
 
 # column -> field of the routing summary's mean over layers, and which direction is better
 _ROUTING = (

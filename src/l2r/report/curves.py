@@ -7,8 +7,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.data.run_folder import RunFolder
 from l2r.report.style import layout, line_style
+from l2r.runs.folder import RunFolder
 
 # (record kind, field, panel title, axis title)
 LANGUAGE_PANELS = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from l2r.report.tables import Table
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 
 # parameters, active parameters, router parameters, flops, router flops of one image
 Counts = tuple[int, int, int, int, int]

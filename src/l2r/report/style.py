@@ -3,7 +3,7 @@
 import colorsys
 from typing import Any
 
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 
 # Colour-blind safe hues (Okabe and Ito), one per router, the same in every figure.
 _COLOURS = ("#52606d", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from l2r.routers.config import RouterConfig, nearest
-from l2r.routers.names import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 
 if TYPE_CHECKING:
     from l2r.routers.base import Router

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from l2r.data.atomic import flush_to_disk, publish, write_json
-from l2r.data.run_folder import RunFolder
+from l2r.runs.atomic import flush_to_disk, publish, write_json
+from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
 

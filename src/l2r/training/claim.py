@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import AnyRecipe, dump_recipe
+from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.checkpoints.loading import hide_progress_bars
+from l2r.checkpoints.pretrained import model_like
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.experts_backend import register
-from l2r.models.loading import hide_progress_bars
-from l2r.models.pretrained import model_like
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
 from l2r.training.task import Batch
@@ -52,7 +52,7 @@ class LanguageTask:
         self.items = len(self.train)
         self.questions = None
         if recipe.evaluation.tasks:
-            from l2r.training.questions import Questions
+            from l2r.training.downstream import Questions
 
             vocabulary = self.model_config().vocab_size
             self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)

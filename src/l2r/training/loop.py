@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.data.run_folder import RunFolder
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import capture, constrain
+from l2r.runs.folder import RunFolder
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint

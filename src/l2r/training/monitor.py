@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from l2r.data.run_folder import RunFolder
+from l2r.runs.folder import RunFolder
 
 
 class Writer(Protocol):

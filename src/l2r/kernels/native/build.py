@@ -18,7 +18,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from l2r.cache import cache_folder
+from l2r.runs.cache import cache_folder
 
 _FLAGS: tuple[str, ...] = (
     "-O3",

@@ -1,0 +1,73 @@
+"""Images for a checkpoint: those of its own run, or of a folder, as batches."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from l2r.data.image_sources import open_images
+from l2r.data.images import CentreCrop, ImageDataset, sample_indices, standardise
+from l2r.recipes.load import parse_recipe
+from l2r.recipes.vision import ImageSection, VisionRecipe
+from l2r.runs.folder import RunFolder
+
+_SHOWN_CLASSES = 20  # classes with a row of their own in figures; the rest share one
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """Validation images as a checkpoint wants to see them, with the class as the domain."""
+
+    dataset: ImageDataset
+    section: ImageSection
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the classes; all after the first nineteen share one where there are many."""
+        names = self.dataset.classes
+        if len(names) <= _SHOWN_CLASSES:
+            return names
+        return (*names[: _SHOWN_CLASSES - 1], "other")
+
+    def batches(self, count: int, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Batches of ``pixel_values`` [B, C, H, W] and ``domain`` [B] from ``count`` images."""
+        chosen = sample_indices(self.dataset, count)
+        for start in range(0, len(chosen), size):
+            batch = self.dataset.rows(chosen[start : start + size])
+            domain = batch.labels.clamp_max(len(self.domains) - 1)
+            yield {"pixel_values": self.standard(batch.pixels.to(device)), "domain": domain}
+
+    def standard(self, pixels: Tensor) -> Tensor:
+        """Bytes as the model wants them."""
+        return standardise(pixels / 255, self.section.mean, self.section.deviation)
+
+
+def open_image_input(checkpoint: str | Path, config: Any, source: str | None) -> ImageInput:
+    """Validation images for the model with ``config``: ``source``, or those of its run.
+
+    A checkpoint that is no run of ours is taken to want ImageNet's mean and deviation, or 0.5
+    for grey images. Raises ValueError without images.
+    """
+    run = RunFolder(checkpoint)
+    if run.is_run():
+        recipe = parse_recipe(yaml.safe_load(run.recipe.read_text("utf-8")), source=str(run.recipe))
+        if not isinstance(recipe, VisionRecipe):
+            raise ValueError(f"{checkpoint} is a run of a language model; it takes no images")
+        section = recipe.data
+    elif source is None:
+        raise ValueError(f"{checkpoint} is no run folder, so --data must name images")
+    elif config.num_channels == 1:
+        section = ImageSection(mean=(0.5,), deviation=(0.5,))
+    else:
+        section = ImageSection()
+    dataset = ImageDataset(
+        open_images(source or section.images)[1],
+        size=config.image_size,
+        channels=config.num_channels,
+        crop=CentreCrop(share=section.centre),
+    )
+    return ImageInput(dataset, section)

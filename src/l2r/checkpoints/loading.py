@@ -1,0 +1,43 @@
+"""Load any Hugging Face causal language model folder, ours included, with its tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
+
+__all__ = ["checkpoint_folder", "load_causal_lm"]
+
+
+def hide_progress_bars() -> None:
+    """Silence transformers' own bars and load report; our commands print what matters."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype | str = torch.float32
+) -> tuple[Any, Any]:
+    """Model in evaluation mode and its tokenizer, or None where the folder has none.
+
+    ``path`` is a folder in Hugging Face format, or a run folder of ours (its ``model/``).
+    ``dtype="auto"`` keeps the dtype the checkpoint was saved in.
+    Raises ValueError when the folder holds no readable checkpoint.
+    """
+    folder = checkpoint_folder(path)
+    model = load_pretrained(folder, dtype=dtype)
+    has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(folder)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return PreTrainedTokenizerFast(tokenizer_file=str(file))

@@ -1,0 +1,134 @@
+"""Load checkpoints: stock ones, our own model types, and models with swapped routers."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from l2r.models import olmoe
+from l2r.swap.swap import replay_swaps
+
+_SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "intermediate_size", "num_experts", "num_experts_per_tok",
+)  # fmt: skip
+
+
+def load_pretrained(path: str | Path, **options: Any) -> Any:
+    """Load a language model in Hugging Face format, in evaluation mode.
+
+    ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
+    ``l2r_swap`` the routers are swapped before the weights are read, and every tensor must be
+    there. ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
+    """
+    folder = checkpoint_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        swaps = getattr(config, "l2r_swap", None)
+        if not swaps:
+            return AutoModelForCausalLM.from_pretrained(folder, **options)
+        return _load_swapped(folder, config, swaps, options)
+    except Exception as error:  # transformers lets any error of a damaged folder through
+        raise ValueError(f"cannot load a language model from {folder}: {error}") from error
+
+
+def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
+    """The model in ``path``, in fp32 and training mode, if it is what ``config`` describes.
+
+    Raises ValueError naming the first field that differs, or when nothing can be loaded.
+    """
+    model = load_pretrained(path, dtype=torch.float32).train()
+    wanted, found = _fields(config), _fields(model.config)
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"init_from must hold a model like the recipe's: {name} is {found.get(name)} in "
+                f"{path}, {value} in the recipe"
+            )
+    return model
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Sizes and the fields of the router, by the names that a recipe gives them."""
+    values = config.to_dict()
+    router = values.get("router") or {}
+    sizes = {name: values.get(name) for name in _SIZES}
+    return {**sizes, **{f"router.{name}": value for name, value in router.items()}}
+
+
+def save_model(
+    model: Any, out: Path, *, tokenizer: Any = None, files: Mapping[str, str] | None = None
+) -> None:
+    """Write a model and its tokenizer into a new folder that appears whole or not at all.
+
+    ``files`` are further text files of the folder, by name.
+    Raises ValueError when ``out`` holds something already.
+    """
+    check_new_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        part = Path(temporary) / "part"
+        model.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        for name, text in (files or {}).items():
+            (part / name).write_text(text, encoding="utf-8")
+        part.replace(out)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ValueError when ``out`` holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
+    for folder in (Path(path), Path(path) / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(
+        f"checkpoint must be a folder with config.json or model/config.json; got {path}"
+    )
+
+
+def _load_swapped(
+    folder: Path,
+    config: Any,
+    swaps: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> Any:
+    name = config.architectures[0]
+    architecture = getattr(olmoe, name, None) or getattr(transformers, name, None)
+    if architecture is None:
+        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
+    # from_pretrained builds the model itself, so the swap has to happen in a constructor.
+    model, info = _swapping_class(architecture, swaps).from_pretrained(
+        folder, config=config, output_loading_info=True, **options
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(problem):
+            names = ", ".join(map(str, sorted(info[problem])[:3]))
+            raise ValueError(f"the weights in {folder} do not fit its config.json: {names}")
+    model.__class__ = architecture
+    return model
+
+
+def _swapping_class(architecture: type, swaps: Sequence[Mapping[str, Any]]) -> Any:
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        architecture.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
+        routers = replay_swaps(self, swaps)
+        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *routers}
+
+    # Same name and module: transformers keys its recorders and its experts backends by them.
+    body = {
+        "__init__": build,
+        "__module__": architecture.__module__,
+        "__qualname__": architecture.__qualname__,
+    }
+    return type(architecture.__name__, (architecture,), body)

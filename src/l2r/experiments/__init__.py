@@ -1,0 +1,1 @@
+"""Many runs: which there are, running them, measuring them, judging claims."""

@@ -1,0 +1,71 @@
+"""Look at the routers of any model, ours or Hugging Face's, without changing them.
+
+Shape letters: T tokens, D hidden size, K experts chosen per token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.routers.base import Router
+
+Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Routers by module name, in the order of the model: ours, and Hugging Face's.
+
+    A Hugging Face router sits beside ``experts`` in its block, as ``gate`` or ``router``.
+    Raises ValueError when there is none.
+    """
+    found: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)
+    }
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            for attribute in ("gate", "router"):
+                router = getattr(module, attribute, None)
+                if isinstance(router, nn.Module):
+                    found.setdefault(f"{name}.{attribute}" if name else attribute, router)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+@contextmanager
+def hooked(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
+    """Call a forward hook of each module inside the block."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def route(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and indices of a router of ours or of Hugging Face."""
+    output: Any = router(x)
+    logits, weights, indices = output
+    return logits, weights, indices
+
+
+def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
+    """Expert with the largest weight; some Hugging Face routers return the k unsorted."""
+    return indices.gather(1, weights.argmax(dim=1, keepdim=True)).flatten()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; each submodule's own mode afterwards."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

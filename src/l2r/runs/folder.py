@@ -1,0 +1,142 @@
+"""A run is a folder; this file is its schema. Training writes it, everything else reads it.
+
+recipe.yaml          every field of the recipe, written out
+environment.json     versions, hardware, command, sizes of the model
+metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
+                     last one), validation or tasks
+checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
+model/               Hugging Face export of the final weights, with the tokenizer
+model-ema/           the same of their moving average, where the recipe keeps one
+diagnostics.json     what the routers do on validation data (compare, evidence)
+patches.npz          which patches of some images go to which expert (vision)
+evaluation.json      downstream results, or accuracy on images (eval)
+evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
+tensorboard/         the same numbers as metrics.jsonl
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from l2r.runs.atomic import write_json, write_text
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.averaged_model = self.path / "model-ema"
+        self.diagnostics = self.path / "diagnostics.json"
+        self.patches = self.path / "patches.npz"
+        self.evaluation = self.path / "evaluation.json"
+        self.tensorboard = self.path / "tensorboard"
+        self._parsed: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
+
+    @property
+    def name(self) -> str:
+        """Last part of the path: how reports call the run."""
+        return self.path.name
+
+    def create(self) -> None:
+        """Make the folder. Raises OSError, naming the path, when that is not possible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for one process. Raises ValueError when another run holds it."""
+        with (self.path / ".lock").open("w") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"output folder {self.path} is in use by another run") from error
+            yield
+
+    def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged.
+
+        The file is parsed again only after it has changed. Records are not to be changed.
+        """
+        if not self.metrics.is_file():
+            return []
+        facts = self.metrics.stat()
+        version = (facts.st_mtime_ns, facts.st_size)
+        if self._parsed[0] != version:
+            self._parsed = (version, self._parse_metrics())
+        return [r for r in self._parsed[1] if kind is None or r.get("kind") == kind]
+
+    def _parse_metrics(self) -> list[dict[str, Any]]:
+        records = []
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                break
+            records.append(record)
+        return records
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop records after ``step``: a resumed run writes them again."""
+        kept = [json.dumps(r) + "\n" for r in self.read_metrics() if r["step"] <= step]
+        write_text(self.metrics, "".join(kept))
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Add one record and hand it to the operating system."""
+        with self.metrics.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+            stream.flush()
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """A JSON file of the run, or an empty dictionary where there is none."""
+        if not path.is_file():
+            return {}
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write a JSON file whole or not at all."""
+        write_json(path, value)
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = [p for p in self.checkpoints.iterdir() if p.name.startswith("step-")]
+        return sorted(p for p in found if (p / "state.json").is_file())
+
+    def is_run(self) -> bool:
+        """Whether the folder looks like a run."""
+        return self.recipe.is_file()
+
+
+def find_runs(path: str | Path) -> list[RunFolder]:
+    """The run at ``path``, or the runs in its sub-folders, in the order of their names.
+
+    Raises ValueError when there is none.
+    """
+    root = Path(path)
+    if RunFolder(root).is_run():
+        return [RunFolder(root)]
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    runs = [RunFolder(folder) for folder in folders if RunFolder(folder).is_run()]
+    if not runs:
+        raise ValueError(f"{root} is not a run folder and holds none; make one with l2r train")
+    return runs

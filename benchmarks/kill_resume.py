@@ -29,11 +29,11 @@ import torch
 from l2r.cli.console import print_table
 from l2r.data.atomic import write_text
 from l2r.data.run_folder import RunFolder
+from l2r.machine import describe_machine
 from l2r.models import load_causal_lm  # imported once, before the forks
 from l2r.recipes.load import load_recipe
 from l2r.report.tables import Table
 from l2r.training import language
-from l2r.training.environment import describe_machine
 from l2r.training.loop import train
 
 _WARM = (load_causal_lm, language)

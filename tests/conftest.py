@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, fixed seeds, small fixtures."""
+"""Shared by all tests: one thread (L2R_TEST_THREADS for more), fixed seeds, small fixtures."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed() -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("L2R_TEST_THREADS", "1")))
     torch.manual_seed(0)
 
 

@@ -1,7 +1,9 @@
 """L2R: low-rank and Lipschitz-controlled routing for mixture-of-experts in PyTorch."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import (
     L2RConfig,
     LinearConfig,
@@ -17,12 +19,17 @@ from l2r.routers import (
 )
 
 if TYPE_CHECKING:
-    from l2r.models.pretrained import load_pretrained
+    from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_pretrained, swap_routers
 
 __version__ = "0.1.0"
 
+# Of l2r.models, which needs transformers: imported on first use.
+_LAZY = ("L2rOlmoeConfig", "L2rOlmoeForCausalLM", "load_pretrained", "swap_routers")
+
 __all__ = [
     "L2RConfig",
+    "L2rOlmoeConfig",
+    "L2rOlmoeForCausalLM",
     "LinearConfig",
     "LinearSipsConfig",
     "Router",
@@ -32,16 +39,21 @@ __all__ = [
     "__version__",
     "build_router",
     "capture",
+    "load_balancing_loss",
     "load_pretrained",
     "register_router",
     "router_names",
+    "router_z_loss",
+    "swap_routers",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """``load_pretrained`` on first use, so that importing l2r does not import transformers."""
-    if name == "load_pretrained":
-        from l2r.models.pretrained import load_pretrained
+    """A lazy name on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("l2r.models"), name)
 
-        return load_pretrained
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

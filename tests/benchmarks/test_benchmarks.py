@@ -1,5 +1,6 @@
 """The harness times only what is right, and its results can be read back and drawn."""
 
+import importlib.metadata
 import itertools
 import json
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> N
     found = run_bench(name, QUICK).as_dict()
     again = json.loads(save(found, tmp_path).read_text())
     assert again["records"] == found["records"]
-    assert again["environment"]["torch"] == torch.__version__
+    assert again["environment"]["torch"] == importlib.metadata.version("torch")
+    assert {"processor", "threads", "gpu"} <= set(again["environment"])
     keys = [set(record) for record in again["records"]]
     assert keys
     assert all(key == keys[0] for key in keys)

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from l2r.cli.app import build_app
-from l2r.report.accuracy import accuracy_table
+from l2r.report.paper_tables import accuracy_table
 
 SHORT = [
     "training.steps=4",

@@ -1,16 +1,16 @@
 """What the package promises about itself: light import, honest docs, small files."""
 
+import ast
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 import l2r
 
 ROOT = Path(__file__).resolve().parents[2]
-SYMBOL = re.compile(r"`(l2r(?:\.\w+)*):(\w+)`")
-TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def test_import_l2r_is_light():
@@ -20,36 +20,72 @@ def test_import_l2r_is_light():
     assert found.strip() == "[]"
 
 
-def test_every_export_exists_and_there_are_few():
-    assert all(hasattr(l2r, name) for name in l2r.__all__) and len(l2r.__all__) <= 16
+def test_every_export_exists_is_listed_and_there_are_few():
+    assert all(hasattr(l2r, name) for name in l2r.__all__) and len(l2r.__all__) <= 24
+    assert set(l2r.__all__) <= set(dir(l2r)) and len(set(l2r.__all__)) == len(l2r.__all__)
+    with pytest.raises(AttributeError, match="module 'l2r' has no attribute 'swap_router'"):
+        _ = l2r.swap_router
 
 
-def test_every_symbol_and_test_that_the_paper_map_names_exists():
-    text = (ROOT / "docs" / "paper-map.md").read_text()
-    symbols, tests = SYMBOL.findall(text), TEST.findall(text)
-    assert len(symbols) >= 30 and len(tests) >= 30
-    for module, name in symbols:
-        assert hasattr(import_module(module), name), f"{module}:{name}"
-    for path, name in tests:
-        source = (ROOT / path).read_text()
-        assert not name or f"def {name}(" in source, f"{path}::{name}"
+def test_the_first_ten_minutes_need_one_import():
+    """What is listed before anything heavy is imported, and that an import brings it."""
+    names = ("build_router", "swap_routers", "capture", "load_balancing_loss", "router_z_loss")
+    script = f"""
+import sys, l2r
+listed = set(dir(l2r))
+assert not {{"transformers", "pydantic", "l2r.models"}} & set(sys.modules)
+from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeForCausalLM
+assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
+from l2r import models
+assert swap_routers is models.swap_routers and load_pretrained is models.load_pretrained
+assert L2rOlmoeForCausalLM is models.L2rOlmoeForCausalLM
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
 
 
-def test_no_file_is_longer_than_400_lines():
-    lengths = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "src").rglob("*.py")}
-    assert {name: n for name, n in lengths.items() if n > 400} == {}
+def test_lazy_names_have_types():
+    """A type checker sees an import for each name that ``__getattr__`` brings."""
+    tree = ast.parse(Path(l2r.__file__).read_text())
+    (checked,) = (n for n in tree.body if isinstance(n, ast.If) and "TYPE" in ast.unparse(n.test))
+    names = [alias.name for node in checked.body for alias in node.names]
+    assert sorted(names) == sorted(l2r._LAZY)
+
+
+# Longer on purpose; the limit is for the rest.
+LONG = {
+    "training/loop.py": "the one loop of both tasks, read from top to bottom",
+}
+
+
+def longer_than(limit, root):
+    """Files by their path below ``root``: many share a name."""
+    lengths = {
+        path.relative_to(root).as_posix(): len(path.read_text().splitlines())
+        for path in root.rglob("*.py")
+    }
+    return {path: lines for path, lines in lengths.items() if lines > limit}
+
+
+def test_no_file_is_longer_than_300_lines():
+    long = longer_than(300, ROOT / "src" / "l2r")
+    assert {path: lines for path, lines in long.items() if path not in LONG} == {}
+    assert [path for path in LONG if path not in long] == [], "no longer an exception"
+
+
+def test_files_of_one_name_do_not_hide_each_other(tmp_path):
+    for folder, lines in (("a", 9), ("b", 1), ("c", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("\n" * lines)
+    assert longer_than(5, tmp_path) == {"a/__init__.py": 9}
 
 
 def test_architecture_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [p.name for p in (ROOT / "src" / "l2r").iterdir() if (p / "__init__.py").is_file()]
     assert [room for room in rooms if f"`{room}/`" not in text] == []
-
-
-def test_functional_is_pure():
-    for path in (ROOT / "src" / "l2r" / "functional").glob("*.py"):
-        source = path.read_text()
-        assert "nn." not in source and ".cuda" not in source, path.name
 
 
 def test_version_is_the_changelogs_newest():

@@ -45,7 +45,9 @@ def pillow(name, image, level, sign):
 
 
 # Pixel steps of 255: pillow rounds to bytes at every stage, kornia does not.
-TOLERANCE = {"auto_contrast": 2, "equalize": 1.01, "sharpness": 3, "contrast": 2, "colour": 2}
+# One stage is less than a step off where it truncates, two stages less than two, the mean of nine
+# pixels and the blend less than three; 0.01 for fp32 and ties of the histogram.
+TOLERANCE = {"auto_contrast": 2, "sharpness": 3, "contrast": 2, "colour": 2}
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
@@ -70,7 +72,7 @@ def test_colour_operations_equal_pillows(name, sign):
     for row in range(6):
         image = Image.fromarray(pixels[row].permute(1, 2, 0).numpy())
         expected = pillow(name, image, level, sign)
-        assert np.abs(got[row] - expected).max() <= TOLERANCE.get(name, 1), name
+        assert np.abs(got[row] - expected).max() <= TOLERANCE.get(name, 1) + 0.01, name
 
 
 def test_solarize_add_brightens_the_dark_half_only():

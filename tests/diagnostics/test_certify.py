@@ -112,6 +112,7 @@ def test_cells_cover_every_change_of_decision(name):
     form = routing_map(make(name))
     sizes = torch.linspace(0.2, 2, 9, dtype=torch.float64)
     for keep in (1, 2):
+        changes = 0
         cells = plane.boundary_cells(form, keep, sizes)
         angles = torch.linspace(-math.pi, math.pi, 4001, dtype=torch.float64)
         for size in sizes:
@@ -121,6 +122,8 @@ def test_cells_cover_every_change_of_decision(name):
                 inside = (cells.angle_low <= angles[step + 1]) & (cells.angle_high >= angles[step])
                 inside &= (cells.size_low <= size) & (cells.size_high >= size)
                 assert inside.any()
+                changes += 1
+        assert changes >= len(sizes)  # every circle around the origin meets several experts
 
 
 @pytest.mark.parametrize("name", ["linear", "sips", "sips, rank 4"])

@@ -1,6 +1,8 @@
 """Verdicts from made-up seeds, and the command on tiny runs."""
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -46,17 +48,52 @@ def test_claims_name_variants_that_exist():
     assert {c.first for c in CLAIMS} | {c.second for c in CLAIMS} == set(VARIANTS)
 
 
-def test_the_command_judges_every_claim_and_goes_on(tiny_changes, tmp_path, capsys):
-    changes = [c for c in tiny_changes if not c.startswith(("training.steps", "checkpoint"))]
-    args = ["evidence", *changes, "training.steps=2", "model.hidden_size=64", "--seeds", "2"]
-    args += ["--out", str(tmp_path / "runs"), "--json", "--write", str(tmp_path / "page.md")]
+@pytest.mark.parametrize(
+    ("where", "fixed", "varied"),
+    [("Figure 5a", {"heads": 4}, ("rank", 2, 32)), ("Figure 5b", {"rank": 2}, ("heads", 16, 1))],
+)
+def test_ablation_claims_vary_one_size_and_fix_the_other_as_their_figure(where, fixed, varied):
+    (claim,) = (c for c in CLAIMS if c.where == where)
+    field, better, worse = varied
+    assert VARIANTS[claim.first] == {"kind": "l2r_sips", field: better, **fixed}
+    assert VARIANTS[claim.second] == {"kind": "l2r_sips", field: worse, **fixed}
+
+
+def evidence(capsys, *args):
     with pytest.raises(SystemExit) as done:
-        main(args)
-    out = capsys.readouterr().out
-    assert done.value.code == 0
+        main(["evidence", *map(str, args)])
+    captured = capsys.readouterr()
+    return done.value.code, captured.out, captured.err
+
+
+def test_the_command_judges_every_claim_and_its_page_says_how_to_repeat_it(
+    tiny_changes, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    changes = [c for c in tiny_changes if not c.startswith(("training.steps", "checkpoint"))]
+    args = [*changes, "training.steps=2", "model.hidden_size=64", "--seeds", 2, "--quick"]
+    args += ["--recipe", "demo/linear", "--out", "my runs", "--write", "page.md"]
+    code, out, _ = evidence(capsys, *args, "--json")
+    assert code == 0
     rows = json.loads(out)
     assert len(rows) == len(CLAIMS)
     assert {row["verdict"] for row in rows} <= {"holds", "does not hold", "undecided here"}
     page = (tmp_path / "page.md").read_text()
-    assert "2 steps of 256 tokens" in page and page.count("\n| ") >= len(CLAIMS)
-    assert len(list((tmp_path / "runs").iterdir())) == 2 * len(VARIANTS)
+    assert page.count("\n| ") >= len(CLAIMS)
+    assert "2 steps of 256 tokens" in page and changes[0].removeprefix("data.corpus=") in page
+    assert "19,531,250 times fewer" in page  # the paper's 10^10 over 2 x 256
+    runs = {path: path.stat().st_mtime_ns for path in (tmp_path / "my runs").iterdir()}
+    assert len(runs) == 2 * len(VARIANTS)
+
+    (tmp_path / "page.md").unlink()
+    (command,) = re.findall(r"^    l2r evidence (.*)$", page, flags=re.M)
+    assert evidence(capsys, *shlex.split(command))[0] == 0
+    assert (tmp_path / "page.md").read_text() == page
+    assert runs == {p: p.stat().st_mtime_ns for p in (tmp_path / "my runs").iterdir()}
+    assert {p.name for p in tmp_path.iterdir()} == {"my runs", "page.md"}
+
+
+def test_the_command_refuses_what_has_no_next_token(tmp_path, capsys):
+    code, _, err = evidence(capsys, "--recipe", "demo-vision/linear", "--out", tmp_path / "runs")
+    assert code == 2 and "recipe must be a language recipe; got demo-vision/linear" in err
+    assert not (tmp_path / "runs").exists()

@@ -154,7 +154,7 @@ def test_domain_information_equals_a_loop_and_knows_its_ends():
     got = metrics.expert_domain_information(indices, domains, 7, 3)
     assert got["mutual_information"] == pytest.approx(bits, rel=1e-9)
     assert got["normalised"] == pytest.approx(bits / prior, rel=1e-9)
-    assert got["independent"] == pytest.approx(6 * 2 / (2 * 600) / math.log(2))
+    assert got["by_chance_low"] <= got["by_chance"] <= got["by_chance_high"]
 
     told = metrics.expert_domain_information(domains[:, None], domains, 3, 3)
     assert told["normalised"] == pytest.approx(1)
@@ -162,15 +162,39 @@ def test_domain_information_equals_a_loop_and_knows_its_ends():
     assert alone["normalised"] == 0
 
 
-def test_chance_level_of_domain_information_matches_independent_experts():
+def _rows_that_ignore_domains(generator, *, rows=124, length=40, experts=8, k=2, domains=4):
+    """Routing in which a row keeps to its own few experts and its domain decides nothing."""
+    favour = 3 * torch.randn(rows, 1, experts, generator=generator)
+    noise = torch.randn(rows, length, experts, generator=generator)
+    indices = (favour + noise).topk(k, dim=-1).indices.view(-1, k)
+    row = torch.arange(rows).repeat_interleave(length)
+    domain = torch.randperm(rows, generator=generator)[row] % domains
+    return indices, domain, row
+
+
+def test_chance_level_counts_rows_and_not_tokens():
+    """Experts that ignore domains stay inside the interval of chance, 95 of 100 times."""
     generator = torch.Generator().manual_seed(2)
-    found = []
-    for _ in range(60):
-        experts = torch.randint(0, 8, (500, 1), generator=generator)
-        domains = torch.randint(0, 4, (500,), generator=generator)
-        found.append(metrics.expert_domain_information(experts, domains, 8, 4))
-    observed = np.mean([one["mutual_information"] for one in found])
-    assert observed == pytest.approx(found[0]["independent"], rel=0.1)
+    inside, observed, chance = 0, [], []
+    for _ in range(50):
+        indices, domain, row = _rows_that_ignore_domains(generator)
+        got = metrics.expert_domain_information(indices, domain, 8, 4, rows=row)
+        inside += got["by_chance_low"] <= got["mutual_information"] <= got["by_chance_high"]
+        observed.append(got["mutual_information"])
+        chance.append(got["by_chance"])
+    assert inside >= 50 * 0.95 - 4 * (50 * 0.95 * 0.05) ** 0.5
+    error = 4 * np.std(observed) / 50**0.5  # four standard errors
+    assert np.mean(chance) == pytest.approx(np.mean(observed), abs=error)
+    independent = (8 - 1) * (4 - 1) / (2 * len(indices) * 2 * math.log(2))
+    assert np.mean(observed) > 5 * independent
+
+
+def test_domains_that_choose_experts_stand_out_of_chance():
+    generator = torch.Generator().manual_seed(3)
+    indices, domain, row = _rows_that_ignore_domains(generator)
+    indices[:, 0] = domain
+    got = metrics.expert_domain_information(indices, domain, 8, 4, rows=row)
+    assert got["mutual_information"] > 2 * got["by_chance_high"]
 
 
 def test_anchor_use_and_metrics_equal_a_loop():

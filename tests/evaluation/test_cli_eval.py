@@ -1,9 +1,12 @@
 """``l2r eval`` on a checkpoint folder and on a run folder."""
 
 import json
+import shutil
 
 import pytest
+import torch
 import typer
+from transformers import OlmoeForCausalLM
 from typer.testing import CliRunner
 
 from l2r.cli import eval as command
@@ -40,6 +43,53 @@ def test_run_folder_gets_its_evaluation_file(checkpoint):
     result = run(checkpoint.parent, "--tasks", "piqa", "--limit", 2)  # it holds model/
     assert result.exit_code == 0, result.output
     assert (checkpoint.parent / "evaluation.json").is_file()
+
+
+def test_two_checkpoints_are_compared_by_pairs_of_documents(checkpoint, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    torch.manual_seed(2)
+    model = OlmoeForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.5)
+    model.save_pretrained(other)
+    result = run(checkpoint, other, "--tasks", "piqa,boolq", "--limit", 12, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["Model"] for row in rows] == [
+        "model", "standard error", "other", "standard error", "other - model", "95% from", "95% to"
+    ]  # fmt: skip
+    for task, column in (("piqa", "PIQA"), ("boolq", "BoolQ")):
+        documents = []
+        for folder in (checkpoint, other):
+            path = folder / "evaluation" / f"{task}.documents.jsonl"
+            settings, *lines = map(json.loads, path.read_text().splitlines())
+            assert settings["limit"] == len(lines) == 12
+            for line in lines:
+                assert line["hit"] == (line["scores"].index(max(line["scores"])) == line["label"])
+            documents.append({line["document"]: line["hit"] for line in lines})
+        hits = [sum(d.values()) for d in documents]
+        assert [rows[0][column], rows[2][column]] == pytest.approx([100 * n / 12 for n in hits])
+        difference, low, high = (row[column] for row in rows[4:])
+        assert difference == pytest.approx(100 * (hits[1] - hits[0]) / 12)
+        assert low < difference < high
+    assert rows[4]["Overall"] is None
+
+    # Scored before documents were kept: the task is scored again, with the same result.
+    kept = checkpoint / "evaluation" / "piqa.documents.jsonl"
+    before = kept.read_bytes()
+    kept.unlink()
+    again = run(checkpoint, other, "--tasks", "piqa,boolq", "--limit", 12, "--json")
+    assert json.loads(again.stdout) == rows and kept.read_bytes() == before
+
+
+def test_several_checkpoints_need_folders_of_their_own(checkpoint, tmp_path):
+    for arguments, message in (
+        ((checkpoint, tmp_path, "--out", tmp_path / "x"), "out is for one checkpoint; got"),
+        ((checkpoint, checkpoint), "checkpoints must differ"),
+    ):
+        error = run(*arguments).exception
+        assert isinstance(error, ValueError) and message in str(error)
 
 
 def test_results_can_go_elsewhere(checkpoint, tmp_path):

@@ -66,9 +66,10 @@ def test_row_of_some_tasks_leaves_the_means_empty(eight):
 
 
 def test_batch_size_does_not_change_the_result(model):
-    one = evaluate_tasks(model, None, "sciq", limit=5, batch_size=1)
-    many = evaluate_tasks(model, None, "sciq", limit=5, batch_size=20)
-    assert one == many
+    one = evaluate_tasks(model, None, "sciq", limit=5, batch_size=1)["sciq"]
+    many = evaluate_tasks(model, None, "sciq", limit=5, batch_size=20)["sciq"]
+    assert one.to_dict() == many.to_dict()
+    assert [d.hit for d in one.scored] == [d.hit for d in many.scored]
 
 
 def test_answers_longer_than_the_length_stay_whole(model):
@@ -142,7 +143,11 @@ def test_killed_evaluation_goes_on_where_it_stopped(model, tmp_path, monkeypatch
     options = {"limit": 6, "batch_size": 4, "store": store}
     with pytest.raises(_KilledError):
         evaluate_tasks(model, None, "piqa,sciq", **options)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["piqa.json", "sciq.partial.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "piqa.documents.jsonl",
+        "piqa.json",
+        "sciq.partial.jsonl",
+    ]
     # A crash may also cut the last line.
     partial = tmp_path / "sciq.partial.jsonl"
     partial.write_text(partial.read_text() + "[[1, 2, 3, -0.5")
@@ -150,7 +155,12 @@ def test_killed_evaluation_goes_on_where_it_stopped(model, tmp_path, monkeypatch
     assert calls == batches[:5] + batches[4:]  # only the batch that was lost is scored again
     assert evaluate_tasks(model, None, "piqa,sciq", **options) == whole
     assert len(calls) == len(batches) + 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["piqa.json", "sciq.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "piqa.documents.jsonl",
+        "piqa.json",
+        "sciq.documents.jsonl",
+        "sciq.json",
+    ]
 
 
 def test_results_of_other_settings_are_not_reused(tmp_path):

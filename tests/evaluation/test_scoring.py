@@ -62,6 +62,7 @@ def test_long_contexts_are_cut_as_build_task_cuts_them():
 def test_piqa_score_is_mean_log_probability_per_character(model):
     """Independent of the library: one answer, float64, token by token."""
     dataset, ours, _ = own_and_library(model, "piqa", limit=2)
+    assert len(ours) == 4  # two documents, two answers each
     for request, sample in zip(ours, dataset.samples, strict=True):
         ids = torch.tensor([sample["ctx"] + sample["continuation"]])
         with torch.no_grad():

@@ -102,3 +102,30 @@ def test_given_usage_replaces_the_layers_own():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(*layer(1))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("variant", ["paper", "olmoe", "hf", "tutel"])
+def test_autocast_changes_neither_losses_nor_gradients(variant, masked):
+    tokens, experts = 512, 16
+    logits, indices = layer(13, tokens, experts)
+    mask = torch.arange(tokens) % 3 > 0 if masked else None
+
+    def both(z):
+        z = z.requires_grad_()
+        balance = load_balancing_loss(z, indices, variant=variant, mask=mask)
+        loss = torch.stack([balance, router_z_loss(z, mask=mask)])
+        return loss, torch.autograd.grad(balance + loss[1], z)[0]
+
+    loss, gradient = both(logits.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, gradient_under = both(logits.float())
+    exact, exact_gradient = both(logits)
+    assert under.dtype == gradient_under.dtype == torch.float32
+    # sums of `tokens` terms, each rounded a few times; bf16 would be 2**16 times as coarse
+    room = 4 * tokens * torch.finfo(torch.float32).eps
+    for found in (loss, under):
+        torch.testing.assert_close(found.double(), exact, rtol=room, atol=0)
+    scale = exact_gradient.abs().max()
+    for found in (gradient, gradient_under):
+        assert (found.double() - exact_gradient).abs().max() <= room * scale

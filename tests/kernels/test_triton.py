@@ -66,11 +66,12 @@ def test_softmax_top_k_equals_plain(
         weights, indices = dispatch.softmax_top_k(ours, top_k, normalize=normalize)
     wanted, chosen = plain.softmax_top_k(exact, top_k, normalize=normalize)
     assert torch.equal(indices.cpu(), chosen)
+    # A sum of up to 100 terms: 100 * 2**-24, and as much again in the backward pass.
     assert error(weights, wanted) <= 1e-5
     scale = torch.linspace(-1, 1, weights.numel(), dtype=torch.float64).view_as(wanted)
     (weights.double() * scale.to(DEVICE)).sum().backward()
     (wanted * scale).sum().backward()
-    assert error(ours.grad, exact.grad) <= 1e-5
+    assert error(ours.grad, exact.grad) <= 2e-5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter

@@ -33,7 +33,9 @@ def logits(model):
 
 def test_a_fresh_process_gives_the_same_outputs_after_swap_train_step_and_generation():
     names = ["mixtral", "deepseek_v3", "gpt_oss"]
-    for result in check_families(names):
+    results = list(check_families(names))
+    assert [result.family for result in results] == names
+    for result in results:
         assert result.same_rule and result.swap and result.train_step, result
         assert result.generate and result.reload, result
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from l2r import build_router
 from l2r.moe import Experts, MoELayer
-from l2r.moe.dispatch import ByRow, assign, by_expert, grouped_linear
+from l2r.moe.dispatch import ByRow, assign, by_expert
+from l2r.moe.grouped import grouped_linear
 
 KINDS = [("swiglu", False), ("gelu", False), ("gelu", True)]
 
@@ -57,12 +58,11 @@ def test_layer_equals_dense_reference_forward_and_backward(activation, bias, ske
     direction = torch.randn(23, 16, dtype=dtype)
     ours = experts(x, indices, weights)
     expected = dense(experts, x, indices, weights)
-    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {}
-    torch.testing.assert_close(ours, expected, **tolerance)
+    torch.testing.assert_close(ours, expected)  # torch's bounds for the dtype: sums of 16 terms
     grads = torch.autograd.grad(ours, inputs, direction)
     wanted = torch.autograd.grad(expected, inputs, direction)
     for got, want in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(got, want, **tolerance)
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -1,5 +1,7 @@
 """Every value of the paper's OLMoE hyperparameter table (Table 12), recipe by recipe."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from l2r.routers import Router
 MAIN = ["linear", "linear-sips", "xmoe", "l2r-dot", "l2r-cosine", "l2r-sips"]
 RANKS = {f"l2r-sips-rank-{rank}": (rank, 4) for rank in (2, 8, 32)}
 HEADS = {f"l2r-sips-heads-{heads}": (2, heads) for heads in (1, 4, 8, 16, 64)}
-ALL = [*MAIN, *RANKS, *HEADS]
+DOT_H1 = "l2r-dot-heads-1"
+ALL = [*MAIN, *RANKS, *HEADS, DOT_H1]
 
 TABLE = {
     "model.hidden_size": 2048,
@@ -59,6 +62,21 @@ def test_recipe_holds_every_value_of_the_table(name):
     if name == "xmoe":
         assert router.rank == 32
     assert not router.normalize_weights and not router.learn_temperature
+
+
+@pytest.mark.parametrize(("name", "heads"), [(DOT_H1, 1), ("l2r-dot", 16), ("l2r-cosine", 16)])
+def test_rows_other_than_sips_differ_from_it_in_scoring_and_heads_alone(name, heads):
+    router = load_recipe(f"olmoe-1b-7b/{name}").router_config()
+    sips = load_recipe(f"olmoe-1b-7b/l2r-sips-heads-{heads}").router_config()
+    assert router.scoring != "sips" and router.heads == heads
+    assert dataclasses.replace(router, scoring="sips") == sips
+
+
+@pytest.mark.parametrize("name", ["l2r-dot", "l2r-cosine"])
+def test_recipes_of_rows_without_a_number_of_heads_say_so_and_claim_nothing(name):
+    header = recipe_header(f"olmoe-1b-7b/{name}")
+    assert "the paper does not say how many" in header and "Reproduces" not in header
+    assert "RMSNorm" in header and "docs/paper-notes.md" in header
 
 
 @pytest.mark.parametrize("name", ALL)

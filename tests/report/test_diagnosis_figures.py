@@ -79,4 +79,4 @@ def test_landscapes_hold_every_rule():
     assert [trace.type for trace in surfaces.data] == ["surface"] * 5
     flat = landscape.landscapes_2d(axis, {"a": grids["a"]}, (2.0, 2.0))
     assert [trace.type for trace in flat.data] == ["contour", "scatter"]
-    np.testing.assert_allclose(flat.data[0].z, grids["a"], atol=1e-4)
+    np.testing.assert_allclose(flat.data[0].z, grids["a"], atol=1e-4)  # four decimals

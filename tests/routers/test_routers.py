@@ -10,7 +10,8 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
 from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
 from l2r.routers import LinearRouter, Router, make_config, router_names
-from l2r.routers.registry import PAPER_ROUTERS
+from l2r.routers.bare_linear import BareLinear
+from l2r.routers.names import PAPER_ROUTERS
 from tests import reference
 
 SIZES = [(16, 4, 2), (24, 9, 3), (8, 2, 1)]  # hidden size, experts, top-k
@@ -127,6 +128,15 @@ def test_anchors_start_on_the_unit_sphere():
     torch.testing.assert_close(router.anchors.norm(dim=-1), torch.ones(8, 16))
 
 
+def test_norm_eps_reaches_the_norm_of_the_magnitude():
+    sizes = {"hidden_size": 16, "num_experts": 4, "top_k": 2}
+    router = build_router("l2r_sips", **sizes, query_norm="batchnorm", norm_eps=0.5).eval()
+    norm, x = router.magnitude_norm, torch.randn(7, 16)
+    torch.nn.init.constant_(norm.running_var, 0.5)
+    rho = router.query(x).norm(dim=-1)
+    torch.testing.assert_close(norm(rho), rho)  # (rho - 0) / sqrt(0.5 + 0.5)
+
+
 def test_batchnorm_of_the_magnitude_uses_batch_then_running_statistics():
     router = build_router(
         "l2r_sips", hidden_size=16, num_experts=4, top_k=2, query_norm="batchnorm"
@@ -217,7 +227,6 @@ def test_config_and_weights_make_the_round_trip(kind):
         (lambda: make_config("l2r_sips", beta=1.5), "beta must be between 0 and 1"),
         (lambda: make_config("l2r_sips", p=0.5), "p must be >= 1"),
         (lambda: make_config("linear", temperature=float("nan")), "temperature must be finite"),
-        (lambda: make_config("xmoe", gate="relu"), "gate must be softmax or sigmoid"),
         (lambda: XMoEConfig.preset("mesh"), "preset must be one of torchscale"),
         (lambda: RouterConfig.from_dict({"rank": 2}), "kind is missing"),
         (lambda: build_router("linear", hidden_size=8, num_experts=4, top_k=5), "top_k must be"),
@@ -302,3 +311,20 @@ def test_l2r_config_selects_its_name_by_scoring():
         "l2r_cosine",
         "l2r_sips",
     ]
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_routers_hold_no_linear_layer_that_an_engine_would_replace(kind):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    assert [name for name, m in router.named_modules() if isinstance(m, torch.nn.Linear)] == []
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bare_weights_are_those_of_a_linear_layer_under_the_same_seed(bias):
+    torch.manual_seed(3)
+    bare = BareLinear(12, 5, bias=bias)
+    torch.manual_seed(3)
+    linear = torch.nn.Linear(12, 5, bias=bias)
+    ours, theirs = bare.state_dict(), linear.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

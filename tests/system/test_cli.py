@@ -61,10 +61,12 @@ def test_params_prints_the_papers_table(capsys):
     assert code == 0 and len(rows) == 5 and rows[0]["16"] == "131.072K (6.25%)"
 
 
-def test_doctor_finds_what_the_package_needs(capsys):
-    code, out, _ = run(capsys, "doctor", "--json")
-    status = {row["check"]: row["status"] for row in json.loads(out)}
-    assert code == 0 and status["grouped_mm"] == status["router"] == status["torch"] == "ok"
+def test_params_prints_the_cost_of_a_token(capsys):
+    code, out, _ = run(capsys, "params", "--cost", "--ranks", 2, "--heads", "1,16", "--json")
+    assert code == 0
+    (row,) = json.loads(out)  # 16 (2048 x 2 + 64 H x 2) of 16 x 2048 x 64
+    assert row["1"] == "67.584K (3.22%)" and row["16"] == "98.304K (4.69%)"
+    assert_refused(run(capsys, "params", "--cost", "--vit"), "without vit and recipes")
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,24 @@ def test_every_command_has_help_with_an_example(capsys):
         assert code == 0 and "Example" in out, name
 
 
-def test_router_options_of_a_wrong_type_are_named(capsys):
+def test_router_options_of_a_wrong_type_are_named(tmp_path):
     """In this process annotations are checked by the test hook, so a real one is asked."""
-    for change, words in (("rank=two", "rank must be of type int; got rank='two'"),):
-        command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", f"router.{change}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and words in done.stderr
+    cases = {
+        "kind: l2r_sips, rank: two": "rank must be of type int; got rank='two'",
+        "kind: xmoe, gate: relu": "gate must be softmax or sigmoid; got gate='relu'",
+        "kind: l2r_dot, query_norm: 2": "query_norm must be rmsnorm, batchnorm or none; got",
+    }
+    script = "import sys, yaml; from l2r.routers import RouterConfig as R\n"
+    script += "for line in sys.stdin:\n try: R.from_dict(yaml.safe_load(line))\n"
+    script += " except ValueError as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input="\n".join(f"{{{case}}}" for case in cases),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases), done.stderr
+    for line, words in zip(lines, cases.values(), strict=True):
+        assert words in line

@@ -1,6 +1,8 @@
 """The loop: exact resume, accumulation, NaN, refused folders. Tiny model, real text."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.data.run_folder import RunFolder
+from l2r.functional import losses
 from l2r.recipes.load import load_recipe
-from l2r.training import loop
+from l2r.training import loop, objective
 from l2r.training.health import NonFiniteError
 
 
-def run(folder, changes, *extra, recipe="demo/l2r-sips"):
-    return loop.train(load_recipe(recipe, [*changes, *extra]), folder, show_progress=False)
+def run(folder, changes, *extra, recipe="demo/l2r-sips", **options):
+    changed = load_recipe(recipe, [*changes, *extra])
+    return loop.train(changed, folder, show_progress=False, **options)
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -63,24 +67,52 @@ def test_training_learns(tiny_changes, tmp_path):
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
-def test_a_run_that_dies_resumes_to_the_same_bits(
-    after, unbroken, tiny_changes, tmp_path, monkeypatch
-):
-    step = loop._Trainer._step
-
-    def dying(self, number, **options):
-        if number == after:
+def test_a_run_that_dies_resumes_to_the_same_bits(after, unbroken, tiny_changes, tmp_path):
+    def dying(step):
+        if step == after:
             raise RuntimeError("the machine is gone")
-        return step(self, number, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", dying)
     with pytest.raises(RuntimeError, match="gone"):
-        run(tmp_path / "run", tiny_changes)
-    monkeypatch.undo()
+        run(tmp_path / "run", tiny_changes, on_step=dying)
     torch.manual_seed(1234)
     assert run(tmp_path / "run", tiny_changes).finished
     assert same_bits(unbroken, tmp_path / "run")
     assert records(unbroken) == records(tmp_path / "run")
+
+
+def every_loss(folder):
+    """Number of steps and sum of their losses in the means, in order."""
+    return [
+        (r["steps"], r["steps"] * r["ce"]) for r in RunFolder(folder).read_metrics("train_mean")
+    ]
+
+
+def test_the_loss_of_every_step_is_recorded_though_few_steps_are_logged(
+    unbroken, tiny_changes, tmp_path
+):
+    run(tmp_path / "run", tiny_changes, "training.log_every=3", "checkpoint.every=4")
+    losses = [r["ce"] for r in RunFolder(unbroken).read_metrics("train")]
+    steps, sums = zip(*every_loss(tmp_path / "run"), strict=True)
+    assert steps == (3, 1, 2)  # a checkpoint closes a mean, so that a resumed run adds to none
+    assert sums == pytest.approx([sum(losses[:3]), losses[3], sum(losses[4:])], rel=1e-12)
+
+
+def test_a_run_stopped_between_records_loses_no_loss(unbroken, tiny_changes, tmp_path, monkeypatch):
+    changes = [*tiny_changes, "training.log_every=6", "checkpoint.every=0"]
+    step = loop._Trainer._step
+
+    def stopping(self, number, **options):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, **options)
+
+    monkeypatch.setattr(loop._Trainer, "_step", stopping)
+    assert not run(tmp_path / "run", changes).finished
+    monkeypatch.undo()
+    assert run(tmp_path / "run", changes).finished
+    losses = [r["ce"] for r in RunFolder(unbroken).read_metrics("train")]
+    steps, sums = zip(*every_loss(tmp_path / "run"), strict=True)
+    assert steps == (2, 4) and sum(sums) == pytest.approx(sum(losses), rel=1e-12)
 
 
 def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):
@@ -106,6 +138,32 @@ def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):
     run(tmp_path / "parts", tiny_changes, "training.micro_batch=2", "training.steps=1")
     record = RunFolder(tmp_path / "parts").read_metrics("train")[0]
     assert 2 <= record["balance"] < 3  # k = 2 at balance; a sum over 4 parts would be above 8
+
+
+@pytest.mark.parametrize(("variant", "per_layer"), [("paper", 1), ("tutel", 2)])
+def test_experts_are_counted_once_per_layer_and_micro_batch(
+    variant, per_layer, tiny_changes, tmp_path, monkeypatch
+):
+    """GShard's loss counts first choices, the log all of them."""
+    calls = []
+    for module in (losses, objective):
+        count = module.expert_usage
+        counted = lambda *a, count=count, **o: calls.append(1) or count(*a, **o)  # noqa: E731
+        monkeypatch.setattr(module, "expert_usage", counted)
+    changes = ["training.steps=1", "training.micro_batch=4", f"losses.balance_variant={variant}"]
+    run(tmp_path / "run", tiny_changes, *changes)
+    layers, micro_batches = 2, 2
+    assert len(calls) == per_layer * layers * micro_batches
+
+
+def test_constrained_anchors_keep_their_norm(tiny_changes, tmp_path):
+    router = ["router.anchor_norm=1.5", "router.normalize_query=false"]
+    run(tmp_path / "run", tiny_changes, *router, "optimizer.lr=0.01", recipe="demo/xmoe")
+    anchors = [w for name, w in weights(tmp_path / "run").items() if name.endswith("anchors")]
+    assert len(anchors) == 2
+    for found in anchors:
+        norms = found.norm(dim=-1)
+        torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
 
 
 def test_routers_share_initial_weights_and_batches(tiny_changes, tmp_path):
@@ -223,7 +281,7 @@ def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
     ("changes", "message"),
     [
         (["training.micro_batch=3"], "global_batch must be a multiple of micro_batch"),
-        (["training.tokens=100"], "exactly one of steps, tokens, epochs"),
+        (["training={steps: 5, tokens: 100}"], "exactly one of steps, tokens, epochs"),
         (["data.sequence_length=1000000"], "lower sequence_length"),
         (["data.corpus=/nonexistent"], "corpus folder must exist"),
     ],

@@ -6,7 +6,7 @@ import torch
 from l2r import build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.recipes.schema import LossSection, OptimizerSection
-from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
+from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 
 
@@ -56,6 +56,14 @@ def test_weight_decay_groups(changes, kept):
         assert (id(parameter) in decayed) == (kind not in kept), name
 
 
+def test_a_learned_temperature_never_decays():
+    """Decay would pull its logarithm to 0, the temperature to 1."""
+    router = build_router("linear", hidden_size=8, num_experts=4, top_k=2, learn_temperature=True)
+    optimizer = build_optimizer(router, OptimizerSection(decay_norms=True))
+    (kept,) = [g["params"] for g in optimizer.param_groups if not g["weight_decay"]]
+    assert [id(p) for p in kept] == [id(router.log_temperature)]
+
+
 def test_auxiliary_losses_are_the_weighted_means_over_layers():
     model = Layers()
     with capture(model) as captured:
@@ -83,7 +91,7 @@ def test_routing_summary_of_a_collapsed_and_a_balanced_layer():
     logits, weights = torch.zeros(4, 4), torch.ones(4, 1)
     collapsed = RouterOutput(logits, weights, torch.zeros(4, 1, dtype=torch.long))
     balanced = RouterOutput(logits, weights, torch.arange(4)[:, None])
-    summary = routing_summary(Captured({"a": [collapsed], "b": [balanced]}))
+    summary = routing_summary(expert_loads(Captured({"a": [collapsed], "b": [balanced]})))
     assert summary["load_entropy"] == pytest.approx([0.0, 1.0])
     assert summary["max_over_mean"] == [4.0, 1.0] and summary["dead_experts"] == [3, 0]
 
@@ -92,6 +100,7 @@ def test_usage_counts_as_the_variant_counts():
     model = Layers()
     with capture(model) as captured:
         model(torch.randn(9, 8))
-    assert layer_usage(captured, LossSection())[0].sum().item() == pytest.approx(2)
-    first = layer_usage(captured, LossSection(balance_variant="tutel"))
+    loads = expert_loads(captured)
+    assert layer_usage(captured, LossSection(), loads)[0].sum().item() == pytest.approx(2)
+    first = layer_usage(captured, LossSection(balance_variant="tutel"), loads)
     assert first[0].sum().item() == pytest.approx(1)

@@ -21,7 +21,10 @@ from l2r.report.ablation import (
     ablations,
     final_numbers,
 )
-from l2r.training import loop
+from l2r.report.curves import LANGUAGE_PANELS, curves
+from l2r.report.last_tenth import last_tenth
+from l2r.report.sweep import write_sweep_page
+from l2r.training import loop, sweep
 from l2r.training.sweep import is_finished, plan_cells, read_grid, run_cells
 
 RECIPE = "demo/l2r-sips"
@@ -36,6 +39,16 @@ def command(capsys, *args):
         main(["sweep", RECIPE, *map(str, args)])
     captured = capsys.readouterr()
     return done.value.code, captured.out, captured.err
+
+
+def watch_steps(monkeypatch, watch):
+    """Call ``watch`` with the name of the run and the number of every step of the sweep."""
+
+    def train(recipe, folder, **options):
+        name = RunFolder(folder).name
+        return loop.train(recipe, folder, on_step=lambda step: watch(name, step), **options)
+
+    monkeypatch.setattr(sweep, "train", train)
 
 
 def test_a_grid_is_every_choice_with_every_seed():
@@ -89,7 +102,7 @@ def test_vision_recipes_keep_the_papers_vision_settings():
         (["router.kind=linear,l2r_sip"], "unknown router 'l2r_sip'"),
         (["router.rank=0,2"], "rank must be >= 1"),
         (["training.stps=5,6"], r"unknown field training.stps \(did you mean 'steps'\?\)"),
-        (["trainig.steps=5"], "unknown field trainig.steps"),
+        (["trainig.steps=5"], "unknown field trainig .did you mean 'training'"),
         (["data.corpus=a/b,a-b"], "two cells one folder name"),
     ],
 )
@@ -106,14 +119,12 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     grid = ["--grid", "router.kind=linear,l2r_sips", "--grid", "router.rank=2,4", "--seeds", "2"]
     args = [*changes, *grid, "--out", tmp_path]
     broken = "kind=l2r_sips,rank=2,seed=1"
-    step = loop._Trainer._step
 
-    def failing(self, number, **options):
-        if self.run.name == broken and number == 2:
+    def failing(name, step):
+        if name == broken and step == 2:
             raise RuntimeError("out of memory\nmore lines")
-        return step(self, number, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", failing)
+    watch_steps(monkeypatch, failing)
     code, out, err = command(capsys, *args, "--json")
     assert code == 1
     assert f"failed: {broken}: out of memory more lines" in err and "1 of 6 cells failed" in err
@@ -127,9 +138,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     assert set(states.values()) == {("finished", 4)}
 
     steps = []
-    monkeypatch.setattr(
-        loop._Trainer, "_step", lambda s, n, **o: steps.append((s.run.name, n)) or step(s, n, **o)
-    )
+    watch_steps(monkeypatch, lambda name, step: steps.append((name, step)))
     code, out, err = command(capsys, *args)
     assert code == 0 and steps == [(broken, 2), (broken, 3)]
     assert "Varying rank with l2r_sips" in out and "All cells" in out and "±" in out
@@ -154,21 +163,19 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     assert rows[0]["val CE"] == pytest.approx(statistics.fmean(losses), rel=1e-9)
     assert rows[0]["val CE high"] - rows[0]["val CE"] == pytest.approx(half, rel=1e-4)
     page = (tmp_path / "report.html").read_text()
-    for words in ("Varying rank with l2r_sips", "Training dynamics", "Load-balance loss"):
+    shown = ("Varying rank with l2r_sips", "Training dynamics", "Load-balance loss")
+    for words in (*shown, "Expert usage: varying rank with l2r_sips", "Importance (mean"):
         assert words in page
     assert "MMLU accuracy" not in page and "Failed cells" not in page
     assert code == 0 and command(capsys, *changes, "--out", tmp_path)[0] == 2
 
 
 def test_a_signal_stops_the_whole_sweep(tiny_changes, tmp_path, monkeypatch):
-    step = loop._Trainer._step
-
-    def stopped(self, number, **options):
-        if number == 1:
+    def stopped(name, step):
+        if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", stopped)
+    watch_steps(monkeypatch, stopped)
     cells = plan(tiny_changes, "router.rank=2,4")
     outcomes = list(run_cells(cells, tmp_path, show_progress=False))
     assert [(o.cell.name, o.signal) for o in outcomes] == [("rank=2,seed=0", signal.SIGTERM)]
@@ -231,6 +238,48 @@ def test_rank_table_has_no_size_column(tmp_path):
         for rank in (2, 8)
     ]
     assert ablation_table(ablations(rows)[0]).columns == ("Rank",)
+
+
+def test_a_run_ends_with_every_step_of_its_last_tenth(tmp_path):
+    run = RunFolder(tmp_path)
+    run.create()
+    for step in range(5, 205, 5):  # every fifth step is logged, whatever its own batch was
+        place = {"step": step, "tokens": step}
+        run.append_metrics({"kind": "train", **place, "ce": 9.0, "balance": float(step)})
+    assert last_tenth(run, "ce") == 9.0  # a run of an older version has no more than these
+    for step, steps in ((180, 180), (185, 5), (192, 7), (200, 8)):
+        place = {"step": step, "tokens": step}
+        run.append_metrics({"kind": "train_mean", **place, "ce": step / 100, "steps": steps})
+    assert last_tenth(run, "ce") == pytest.approx((5 * 1.85 + 7 * 1.92 + 8 * 2) / 20)
+    assert last_tenth(run, "balance") == pytest.approx((185 + 190 + 195 + 200) / 4)
+    assert last_tenth(run, "z") is None
+    figure = curves({"a": [run]}, LANGUAGE_PANELS, "tokens")
+    assert list(figure.data[0].y) == [1.8, 1.85, 1.92, 2.0]
+
+
+def test_metrics_are_parsed_once_for_a_page_and_again_when_they_grow(tmp_path, monkeypatch):
+    rows = [
+        Row({"router.rank": rank}, [finished_run(tmp_path / f"{rank}", mmlu=0.25)], {})
+        for rank in (2, 8)
+    ]
+    parses = []
+    parse = RunFolder._parse_metrics
+    monkeypatch.setattr(
+        RunFolder, "_parse_metrics", lambda run: parses.append(run.name) or parse(run)
+    )
+    write_sweep_page(rows, tmp_path / "page.html", failed={})
+    assert sorted(parses) == ["2", "8"]
+    run = rows[0].runs[0]
+    before = len(run.read_metrics())
+    run.append_metrics({"kind": "train", "step": 21, "tokens": 21, "ce": 1.0})
+    assert len(run.read_metrics()) == before + 1
+
+
+def test_the_c4_panel_stands_beside_the_mean_of_the_domains(tmp_path):
+    run = finished_run(tmp_path, mmlu=0.25)
+    assert "C4" not in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
+    run.append_metrics({"kind": "validation", "step": 21, "tokens": 21, "ce/mean": 3, "ce/c4": 4})
+    assert "C4 validation" in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
 
 
 def test_a_full_evaluation_replaces_the_one_in_training(tmp_path):

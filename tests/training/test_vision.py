@@ -18,7 +18,7 @@ from l2r.data.run_folder import RunFolder
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models import load_image_classifier
 from l2r.recipes.load import load_recipe
-from l2r.routers.registry import PAPER_ROUTERS
+from l2r.routers.names import PAPER_ROUTERS
 from l2r.training import loop
 from l2r.training.average import WeightAverage
 from l2r.training.objective import auxiliary_losses
@@ -56,8 +56,8 @@ def recipe(*changes, kind="l2r_sips"):
     return load_recipe(RECIPES[kind], [*TINY, *changes])
 
 
-def run(folder, *changes):
-    return loop.train(recipe(*changes), folder, show_progress=False)
+def run(folder, *changes, **options):
+    return loop.train(recipe(*changes), folder, show_progress=False, **options)
 
 
 def weights(folder, name="model"):
@@ -83,14 +83,18 @@ def test_every_router_overfits_one_batch(kind):
     model = task.build_model().train()
     batch = task.micro_batches(0, ONE)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(100):
+    for step in range(100):
+        # A constant rate this large keeps throwing some routers out of the minimum again, at steps
+        # that depend on the last bit of a sum.
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 100)
         with capture(model) as captured:
             loss = task.loss(model, batch)
         extra, _ = auxiliary_losses(captured, task.recipe.losses)
         optimizer.zero_grad()
         (loss + extra).backward()
         optimizer.step()
-    assert loss < 0.1
+    blind = torch.special.entr(batch["targets"].mean(0)).sum()  # without a look at the images
+    assert loss < 0.1 * blind
 
 
 def test_a_run_writes_accuracy_and_image_counts(unbroken):
@@ -118,19 +122,14 @@ def test_exported_models_have_the_recorded_accuracy(unbroken):
 
 
 @pytest.mark.parametrize(("after", "workers"), [(1, 0), (3, 2), (5, 0)])
-def test_a_run_that_dies_resumes_to_the_same_bits(after, workers, unbroken, tmp_path, monkeypatch):
-    step = loop._Trainer._step
-
-    def dying(self, number, **options):
-        if number == after:
+def test_a_run_that_dies_resumes_to_the_same_bits(after, workers, unbroken, tmp_path):
+    def dying(step):
+        if step == after:
             raise RuntimeError("the machine is gone")
-        return step(self, number, **options)
 
     changes = [*MIXED, "training.ema_decay=0.9"]
-    monkeypatch.setattr(loop._Trainer, "_step", dying)
     with pytest.raises(RuntimeError, match="gone"):
-        run(tmp_path / "run", *changes)
-    monkeypatch.undo()
+        run(tmp_path / "run", *changes, on_step=dying)
     saved = (tmp_path / "run" / "recipe.yaml").read_text()
     (tmp_path / "run" / "recipe.yaml").write_text(
         saved.replace("workers: 0", f"workers: {workers}")
@@ -275,7 +274,7 @@ def test_a_dense_vit_is_upcycled_by_the_recipe(tmp_path):
         (["model.patch_size=3"], "image_size must be a multiple of patch_size; got 8 and 3"),
         (["data.crop_scale=[1.0,0.5]"], "crop_scale must ascend"),
         (["data.augmentation.mixpu=1"], "unknown field data.augmentation.mixpu .*'mixup'"),
-        (["training.steps=null", "training.tokens=5"], "training.tokens is for language"),
+        (["training.tokens=5"], "training.tokens is for language"),
         (["task=visoin"], "task must be language or vision; got 'visoin'"),
     ],
 )

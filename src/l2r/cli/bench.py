@@ -25,7 +25,7 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Contenders take turns; medians, ranges and ratios. A wrong result gets no speed."""
     from rich.console import Console
@@ -38,7 +38,7 @@ def bench(
     settings = Settings(device, seconds, quick, compiled, clock)
     with Console(stderr=True).status(f"measuring {name}"):
         found = run_bench(name, settings).as_dict()
-    print_table(bench_table(found), as_json=json)
+    print_table(bench_table(found), as_json=as_json)
     if out is not None:
         from l2r.benchmarks.results import save
 

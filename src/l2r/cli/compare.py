@@ -24,7 +24,7 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Repeat each with this many seeds.", min=1)] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs [runs/FOLDER].")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table
@@ -61,7 +61,7 @@ def compare(
         runs.append(run)
     shown = first_seeds(runs)
     results = accuracy_over_seeds(runs)
-    print_table(results[0] if results else comparison_table(shown), as_json=json)
+    print_table(results[0] if results else comparison_table(shown), as_json=as_json)
     more = patch_sections(shown)
     page = write_report(shown, root / "report.html", results=results, more=more)
-    typer.echo(f"report: {page}", err=json)
+    typer.echo(f"report: {page}", err=as_json)

@@ -20,4 +20,4 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
     for row in table.rows:
         grid.add_row(*(table.show(value) for value in row))
     width = None if Console().is_terminal else 200
-    Console(width=width).print(grid)
+    Console(width=width, markup=False, emoji=False).print(grid)

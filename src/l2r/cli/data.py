@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress as ProgressBar
 
+    from l2r.data.manifest import Manifest
     from l2r.data.mixture import ShardPlan
     from l2r.data.prepare import Progress
     from l2r.report.tables import Table
@@ -70,21 +72,34 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json or its folder; OLMoE's by default.")
     ] = None,
+    hold_out: Annotated[
+        float,
+        typer.Option(
+            help="Share of the documents held out, e.g. 0.001: writes train/, validation/."
+        ),
+    ] = 0.0,
+    share: Annotated[
+        float, typer.Option(help="Share of the other documents kept for training.")
+    ] = 1.0,
     workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     on_bad_shard: Annotated[
         str, typer.Option(help="What to do with a corrupt shard: refuse or skip.")
     ] = "refuse",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Tokenize shards into memory-mapped token files; run again to go on after a kill.
+    """Tokenize shards into memory-mapped token files; run again to resume after a kill.
 
-    Example: l2r data prepare tokens --plan plan.json --workers 32
+    Example: l2r data prepare data/olmoe-mix-10B --plan plan.json --hold-out 0.001 --share 0.06
 
     Example: l2r data prepare tokens --source my-shards --tokenizer tokenizer.json
     """
+    from l2r.cli.console import print_table
     from l2r.data import prepare as preparing
     from l2r.data.listing import folder_listing, hub_listing
     from l2r.data.mixture import read_plan
+    from l2r.data.split import TRAIN, Split
 
+    split = Split(hold_out=hold_out, share=share)
     chosen = read_plan(plan) if plan is not None else None
     if source != "hub":
         files: Listing = folder_listing(Path(source))
@@ -98,21 +113,42 @@ def prepare(
     tasks = preparing.shard_tasks(files, prefix, plan=chosen)
     with _progress_bar() as bar:
         watch = _Watch(bar)
-        manifest = preparing.prepare(
+        manifests = preparing.prepare(
             tasks,
             out,
             tokenizer=tokenizer,
+            split=split,
             workers=workers,
             on_bad_shard=on_bad_shard,  # type: ignore[arg-type]  # prepare names what is allowed
             source=origin,
             on_progress=watch.update,
         )
-    for reason in manifest.source["skipped"].values():
+    for reason in manifests[TRAIN].source["skipped"].values():
         typer.echo(f"skipped: {reason}", err=True)
-    typer.echo(
-        f"{out}: {manifest.tokens:,} tokens in {len(manifest.files)} files, "
-        f"{manifest.tokenizer.dtype.name}, tokenizer {manifest.tokenizer.name}"
-    )
+    print_table(_token_table(manifests), as_json=as_json)
+    for part, folder in split.folders(out).items():
+        manifest = manifests[part]
+        typer.echo(
+            f"{folder}: {manifest.tokens:,} tokens in {len(manifest.files)} files, "
+            f"{manifest.tokenizer.dtype.name}, tokenizer {manifest.tokenizer.name}",
+            err=as_json,
+        )
+
+
+def _token_table(manifests: "dict[str, Manifest]") -> "Table":
+    """Tokens and share of every domain in every part: the mixture that was really made."""
+    from l2r.report.tables import Table
+
+    columns = ["Domain"]
+    counts = []
+    for part, manifest in manifests.items():
+        columns += [f"{part} documents", f"{part} tokens", f"{part} share (%)"]
+        counts.append((manifest.by_domain(), manifest.tokens))
+    rows = [
+        (name, *chain.from_iterable((*d[name], 100 * d[name][1] / total) for d, total in counts))
+        for name in counts[0][0]
+    ]
+    return Table("Tokens", tuple(columns), tuple(rows), digits=2)
 
 
 def _plan_table(plan: "ShardPlan") -> "Table":

@@ -44,7 +44,7 @@ def diagnose(
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
     device: Annotated[str, typer.Option(help="Device of the model, e.g. cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
     import torch
@@ -76,7 +76,7 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
-        with Progress(transient=True, disable=json) as progress:
+        with Progress(transient=True, disable=as_json) as progress:
             steps = -(-subject.items // batch_size)
             reading = progress.add_task(f"{name}: data", total=steps)
             records = collect(
@@ -98,17 +98,17 @@ def diagnose(
             )
         if subject.images is not None:
             page = write_patch_page(out / name, subject.model, subject.images)
-            typer.echo(f"patches: {page}", err=json)
+            typer.echo(f"patches: {page}", err=as_json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
         views[name] = read_diagnosis(out / name)
-    if json:
+    if as_json:
         print_table(full_table(views), as_json=True)
     else:
         for table in checkpoint_tables(views):
             print_table(table)
     page = write_diagnosis(views, out / "index.html")
-    typer.echo(f"page: {page}", err=json)
+    typer.echo(f"page: {page}", err=as_json)
 
 
 def advance(progress: "Progress", task: "TaskID") -> Callable[[int], None]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from l2r.cli.eval import pick_device
 from l2r.data.run_folder import RunFolder
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
@@ -22,6 +23,7 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
     from l2r.models import load_causal_lm
     from l2r.training.language import LanguageTask
 
+    device = pick_device("auto")
     model, _ = load_causal_lm(run.path)
     dataset = LanguageTask(recipe, lambda line: None).validation
     section = recipe.evaluation
@@ -29,8 +31,8 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
     chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
     parts = np.array_split(chosen, max(1, count // section.batch_size))
     records = collect(
-        model,
-        (dataset.rows(part) for part in parts),
+        model.to(device),
+        ({n: v.to(device) for n, v in dataset.rows(part).items()} for part in parts),
         domains=dataset.domains,
         run=lambda module, inputs: module(**inputs, use_cache=False),
     )
@@ -44,7 +46,7 @@ def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
     from l2r.diagnostics.summary import summarise_routing
     from l2r.models import load_image_classifier
 
-    model = load_image_classifier(run.path)
+    model = load_image_classifier(run.path).to(pick_device("auto"))
     images = open_image_input(run.path, model.config, None)
     save_patches(run.patches, model, images, count=8)
     section = recipe.evaluation

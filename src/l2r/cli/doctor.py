@@ -1,8 +1,33 @@
-"""``l2r doctor``: what works on this machine, and what to install for what does not."""
+"""``l2r doctor``: what works on this machine, what runs instead of what does not."""
 
-from typing import Annotated
+import copy
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from l2r.routers import Router
+
+# OK; works in a slower or smaller form; optional and not there; broken, so exit code 1.
+OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of one check: status is ok, fallback, missing (optional) or failed."""
+
+    name: str
+    status: str
+    detail: str
 
 
 def register(app: typer.Typer) -> None:
@@ -10,20 +35,198 @@ def register(app: typer.Typer) -> None:
     app.command(
         "doctor",
         epilog="Example: l2r doctor --json",
-        help="Check this machine: versions, grouped_mm, the router, accelerators, extras.",
+        help="Check this machine: kernels against plain code, compiler, threads, disk, extras.",
     )(doctor)
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
-    """Run every check and print one line each; exit code 1 when a needed one fails."""
-    from l2r.cli.checks import run_checks
+    """Run every check and print one line each; exit code 1 when one failed."""
     from l2r.cli.console import print_table
     from l2r.report.tables import Table
 
     checks = run_checks()
     rows = tuple((c.name, c.status, c.detail) for c in checks)
-    print_table(Table("l2r doctor", ("check", "status", "detail"), rows), as_json=json)
-    if any(check.status == "failed" for check in checks):
+    caption = "fallback: works, in the form named. missing: optional. failed: exit code 1."
+    table = Table("l2r doctor", ("check", "status", "detail"), rows, caption=caption)
+    print_table(table, as_json=as_json)
+    if any(check.status == FAILED for check in checks):
         raise typer.Exit(1)
+
+
+def run_checks() -> list[Check]:
+    """Every check, needed ones first."""
+    needed: dict[str, Callable[[], tuple[str, str]]] = {
+        "torch": _torch,
+        "threads": _threads,
+        "grouped_mm": _grouped_mm,
+        "compiler": _compiler,
+        "CPU kernel": _cpu_kernel,
+        "GPU kernel": _gpu_kernel,
+        "cache folder": _cache_folder,
+        "disk": _disk,
+    }
+    return [*(_check(name, function) for name, function in needed.items()), *_extras()]
+
+
+def _check(name: str, function: Callable[[], tuple[str, str]]) -> Check:
+    try:
+        return Check(name, *function())
+    except Exception as error:  # a check must report whatever goes wrong, and the next one run
+        return Check(name, FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _torch() -> tuple[str, str]:
+    import torch
+
+    return OK, f"torch {torch.__version__}"
+
+
+def _threads() -> tuple[str, str]:
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads, cores = torch.get_num_threads(), usable or 1
+    if threads > cores:
+        return FALLBACK, f"{threads} threads on {cores} cores are slow; set OMP_NUM_THREADS={cores}"
+    return OK, f"{threads} of torch, {cores} usable cores"
+
+
+def _grouped_mm() -> tuple[str, str]:
+    import torch
+
+    from l2r.moe.grouped import grouped_linear
+
+    x, weight = torch.randn(6, 16), torch.randn(3, 8, 16)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch.cat([x[:2] @ weight[0].T, x[2:] @ weight[2].T])
+    error = (grouped_linear(x, weight, ends) - expected).abs().max().item()
+    if error > 1e-4:
+        return FAILED, f"grouped_mm differs from a loop by {error:.1e}"
+    return OK, f"fp32, an empty group; largest difference from a loop {error:.0e}"
+
+
+def _compiler() -> tuple[str, str]:
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        return MISSING, f"no {name}; install g++ or set CXX to a C++ compiler with OpenMP"
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return OK, done.stdout.splitlines()[0]
+
+
+def _cpu_kernel() -> tuple[str, str]:
+    from l2r.kernels.native.build import library
+
+    status, detail = _agreement("cpu", "cpu")
+    if status == OK and library() is None:
+        off = os.environ.get("L2R_CPU_KERNEL") == "off"
+        why = "L2R_CPU_KERNEL=off" if off else "it could not be built"
+        return FALLBACK, f"{why}: blocked torch code runs instead, slower; {detail}"
+    return status, f"compiled; {detail}"
+
+
+def _gpu_kernel() -> tuple[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return MISSING, "no GPU; everything runs on the CPU"
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {memory:.0f} GiB"
+    from l2r.kernels.dispatch import has_triton
+
+    if not has_triton():
+        return FALLBACK, f"{machine}; no Triton: plain torch code runs; pip install 'l2r-moe[gpu]'"
+    status, detail = _agreement("cuda", "triton")
+    return status, f"{machine}; {detail}"
+
+
+def _agreement(device: str, kernel: str) -> tuple[str, str]:
+    """A router's results and gradients by a kernel, beside those of plain code in float64.
+
+    Rank 2 and rank 16 take different ways through the CPU backend. The limit is far above fp32
+    rounding, and far below a wrong result.
+    """
+    import torch
+
+    errors = torch.tensor([kernel_error(device, kernel, rank) for rank in (2, 16)])
+    error = errors.max().item()  # NaN if one is
+    if not error <= torch.finfo(torch.float32).eps ** 0.5:
+        return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"
+    return OK, f"forward and backward within {error:.0e} of plain code"
+
+
+def kernel_error(device: str, kernel: str, rank: int) -> float:
+    """Largest difference of an L2R router from plain code, over the largest exact number."""
+    import torch
+
+    from l2r.routers import build_router
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        router = build_router("l2r_sips", hidden_size=64, num_experts=16, top_k=4, rank=rank)
+        x = torch.randn(48, 64)
+    router, x = router.to(device), x.to(device)
+    exact = _results(copy.deepcopy(router).double(), x.double(), "plain")
+    pairs = zip(_results(router, x, kernel), exact, strict=True)
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+
+
+def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]":
+    """Logits, weights and the gradients of x and all parameters."""
+    import torch
+
+    from l2r.kernels.dispatch import implementation
+
+    x = x.clone().requires_grad_()
+    with implementation(kernel):
+        logits, weights, _ = router(x)
+        loss = logits.sin().sum() + weights.square().sum()
+        return logits, weights, *torch.autograd.grad(loss, [x, *router.parameters()])
+
+
+def _cache_folder() -> tuple[str, str]:
+    from l2r.cache import cache_folder
+
+    root = cache_folder()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=root):
+        return OK, f"{root} is writable (L2R_CACHE), {_free(root)}"
+
+
+def _disk() -> tuple[str, str]:
+    here = Path.cwd()
+    if not os.access(here, os.W_OK):
+        return FALLBACK, f"{here} is not writable; give --out where a command writes"
+    return OK, f"{here} is writable, {_free(here)}"
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB free"
+
+
+def _extras() -> list[Check]:
+    from packaging.requirements import Requirement
+
+    from l2r.cli.extras import ALONE, FOR_DEVELOPMENT, PACKAGE, extras, missing
+
+    known = {e: needs for e, needs in extras().items() if e not in FOR_DEVELOPMENT}
+    if not known:
+        return [
+            Check("extras", MISSING, f"{PACKAGE} is not installed as a package: pip install -e .")
+        ]
+    checks = []
+    for extra, needs in known.items():
+        lacking = missing(needs)
+        names = ", ".join(need.name for need in needs)
+        if lacking:
+            detail = f"pip install '{PACKAGE}[{extra}]' for {', '.join(lacking)}"
+            checks.append(Check(f"extra {extra}", MISSING, detail))
+        else:
+            checks.append(Check(f"extra {extra}", OK, names or "nothing needed on this platform"))
+    for package, install in ALONE.items():
+        lacking = missing([Requirement(package)])
+        detail = f"pip install {install}" if lacking else "installed"
+        checks.append(Check(package, MISSING if lacking else OK, detail))
+    return checks

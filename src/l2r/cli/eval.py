@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from l2r.evaluation.paired import PairedDifference
     from l2r.evaluation.results import PaperRow
     from l2r.evaluation.scoring import TaskResult
     from l2r.report.tables import Table
@@ -18,17 +19,17 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "eval",
-        epilog="Example: l2r eval runs/my-run --tasks paper --limit 100",
-        help="Evaluate a checkpoint on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the "
-        "paper's full-results row (run again to go on after a kill), or an image classifier on "
-        "its validation images.",
+        epilog="Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100",
+        help="Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the "
+        "paper's full-results rows, with paired differences from the first (run again to go on "
+        "after a kill), or an image classifier on its validation images.",
     )(evaluate)
 
 
 def evaluate(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(help="Run folder, or Hugging Face folder of a language or image model."),
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, or Hugging Face folders of language or image models."),
     ],
     *,
     tasks: Annotated[
@@ -47,7 +48,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens of context; 2048 or the model's own if shorter.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; the checkpoint folder by default.")
+        Path | None, typer.Option(help="Folder for results of one [the checkpoint folder].")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ... or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -62,23 +63,28 @@ def evaluate(
 ) -> None:
     """Score every candidate answer and print accuracies in percent with standard errors."""
     from l2r.cli.console import print_table
-    from l2r.data.atomic import write_json
-    from l2r.evaluation.results import paper_row
+    from l2r.cli.diagnose import names
+    from l2r.evaluation.paired import paired_row
     from l2r.models import is_image_classifier
 
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
     device = pick_device(device)
-    if is_image_classifier(checkpoint):
+    if len(checkpoints) > 1 and out is not None:
+        raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
+    images = [checkpoint for checkpoint in checkpoints if is_image_classifier(checkpoint)]
+    if images and len(checkpoints) > 1:
+        raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
+    if images:
         from l2r.cli.eval_images import evaluate_images
 
         evaluate_images(
-            checkpoint,
+            images[0],
             data=data,
             averaged=average,
             limit=limit,
             batch_size=batch_size,
-            out=out or checkpoint,
+            out=out or images[0],
             device=device,
             dtype=dtype,
             as_json=as_json,
@@ -86,7 +92,6 @@ def evaluate(
         return
     if split not in ("val", "test"):
         raise ValueError(f"split must be val or test; got {split!r}")
-    folder = out or checkpoint
     settings = {
         "split": split,
         "limit": limit,
@@ -94,17 +99,33 @@ def evaluate(
         "max_length": max_length,
         "dtype": dtype,
     }
-    results = _run(
-        checkpoint,
-        folder / "evaluation",
-        tasks=tasks,
-        batch_size=batch_size,
-        device=device,
-        settings=settings,
-    )
+    results = {
+        name: _evaluate(
+            Path(checkpoint),
+            out or Path(checkpoint),
+            tasks=tasks,
+            batch_size=batch_size,
+            device=device,
+            settings=settings,
+        )
+        for name, checkpoint in names([str(checkpoint) for checkpoint in checkpoints]).items()
+    }
+    first, *others = results
+    pairs = {(name, first): paired_row(results[first], results[name]) for name in others}
+    print_table(_results_table(results, pairs), as_json=as_json)
+
+
+def _evaluate(
+    checkpoint: Path, out: Path, *, settings: Any, **options: Any
+) -> "dict[str, TaskResult]":
+    """Results of one checkpoint by task, written to ``out``."""
+    from l2r.data.atomic import write_json
+    from l2r.evaluation.results import paper_row
+
+    results = _run(checkpoint, out / "evaluation", settings=settings, **options)
     row = paper_row(results)
     write_json(
-        folder / "evaluation.json",
+        out / "evaluation.json",
         {
             "checkpoint": checkpoint.resolve().name,
             "settings": settings,
@@ -116,8 +137,8 @@ def evaluate(
     for name, result in results.items():
         if result.truncated:
             typer.echo(f"{name}: {result.truncated} contexts cut to the model's length", err=True)
-    print_table(_row_table(checkpoint.resolve().name, row), as_json=as_json)
-    typer.echo(f"wrote {folder / 'evaluation.json'}", err=True)
+    typer.echo(f"wrote {out / 'evaluation.json'}", err=True)
+    return results
 
 
 def _run(
@@ -193,17 +214,29 @@ def _fingerprint(folder: Path) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def _row_table(name: str, row: "PaperRow") -> "Table":
-    from l2r.evaluation.results import COLUMNS
+def _results_table(
+    results: "dict[str, dict[str, TaskResult]]",
+    pairs: "dict[tuple[str, str], dict[str, PairedDifference]]",
+) -> "Table":
+    """The paper's row of every checkpoint, then every difference with its interval."""
+    from l2r.evaluation.results import COLUMNS, paper_row
     from l2r.report.tables import Table
 
-    return Table(
-        title="Downstream accuracy (%)",
-        columns=("Model", *COLUMNS),
-        rows=(
-            (name, *(row.accuracy[column] for column in COLUMNS)),
-            ("standard error", *(row.standard_error[column] for column in COLUMNS)),
-        ),
-        caption="MMLU is the mean of its four groups, Overall the mean of all eight tasks.",
-        digits=1,
-    )
+    rows: list[tuple[str | float | None, ...]] = []
+    for name, tasks in results.items():
+        row: PaperRow = paper_row(tasks)
+        rows.append((name, *(row.accuracy[column] for column in COLUMNS)))
+        rows.append(("standard error", *(row.standard_error[column] for column in COLUMNS)))
+    for (name, first), pair in pairs.items():
+        for label, field in (
+            (f"{name} - {first}", "difference"),
+            ("95% from", "low"),
+            ("95% to", "high"),
+        ):
+            rows.append(
+                (label, *(100 * getattr(pair[c], field) if c in pair else None for c in COLUMNS))
+            )
+    caption = "MMLU is the mean of its four groups, Overall the mean of all eight tasks."
+    if pairs:
+        caption += " Differences are over the same documents, by pairs."
+    return Table("Downstream accuracy (%)", ("Model", *COLUMNS), tuple(rows), caption, digits=1)

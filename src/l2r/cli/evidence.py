@@ -1,5 +1,6 @@
 """``l2r evidence``: train small models over several seeds and test the paper's claims on them."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from l2r.report.tables import Table
     from l2r.training.sweep import Cell
 
+_RECIPE, _SEEDS, _OUT = "demo/l2r-sips", 5, Path("runs/evidence")
+_PAPER_TOKENS = 10_000_000_000
 _QUICK = ("training.steps=20", "evaluation.every=0", "evaluation.max_batches=4")
 
 
@@ -25,12 +28,12 @@ def register(app: typer.Typer) -> None:
 
 def evidence(
     changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value for all.")] = None,
-    recipe: Annotated[str, typer.Option(help="Recipe whose router is varied.")] = "demo/l2r-sips",
-    seeds: Annotated[int, typer.Option(help="Seeds per router.", min=2)] = 5,
+    recipe: Annotated[str, typer.Option(help="Recipe whose router is varied.")] = _RECIPE,
+    seeds: Annotated[int, typer.Option(help="Seeds per router.", min=2)] = _SEEDS,
     quick: Annotated[bool, typer.Option("--quick", help="20 steps, for a first look.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/evidence"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = _OUT,
     write: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Train every router with every seed, measure, judge."""
     from l2r.cli.console import print_table
@@ -54,11 +57,23 @@ def evidence(
         for name in VARIANTS
     }
     table = findings_table([judge(claim, numbers) for claim in CLAIMS], seeds)
-    print_table(table, as_json=json)
+    print_table(table, as_json=as_json)
     if write is not None:
-        command = " ".join(["l2r evidence", *(changes or []), f"--seeds {seeds}"])
-        write_markdown(write, table, by_name["l2r_sips.seed-0"], command)
+        command = command_line(changes or [], recipe, seeds, quick=quick, out=out, write=write)
+        shown = "l2r_sips.seed-0"
+        write_markdown(write, table, by_name[shown], RunFolder(out / shown), command)
         typer.echo(f"written: {write}", err=True)
+
+
+def command_line(
+    changes: list[str], recipe: str, seeds: int, *, quick: bool, out: Path, write: Path
+) -> str:
+    """The command that repeats a run: what differs from the defaults, and the seeds."""
+    options = ["--seeds", str(seeds)]
+    options += ["--recipe", recipe] if recipe != _RECIPE else []
+    options += ["--quick"] if quick else []
+    options += ["--out", str(out)] if out != _OUT else []
+    return shlex.join(["l2r", "evidence", *changes, *options, "--write", str(write)])
 
 
 def plan(recipe: str, changes: list[str], seeds: int) -> list["Cell"]:
@@ -67,7 +82,10 @@ def plan(recipe: str, changes: list[str], seeds: int) -> list["Cell"]:
     from l2r.recipes.load import load_recipe, parse_recipe
     from l2r.training.sweep import Cell
 
-    values = load_recipe(recipe, changes).model_dump(mode="json")
+    base = load_recipe(recipe, changes)
+    if base.task != "language":
+        raise ValueError(f"recipe must be a language recipe; got {recipe}, of task {base.task}")
+    values = base.model_dump(mode="json")
     cells = []
     for seed in range(seeds):
         for name, router in VARIANTS.items():
@@ -84,18 +102,17 @@ def measure(run: "RunFolder", cell: "Cell") -> dict[str, float]:
 
     from l2r.cli.diagnostics import diagnose_run
     from l2r.diagnostics.metrics import normalised_entropy
+    from l2r.report.last_tenth import last_tenth
 
     if not run.diagnostics.is_file():
         run.write_json(run.diagnostics, diagnose_run(run, cell.recipe))
     summary = run.read_json(run.diagnostics)
-    train, validation = run.read_metrics("train"), run.read_metrics("validation")
-    tail = train[-max(1, len(train) // 10) :]
+    ends = {"train_ce": last_tenth(run, "ce"), "balance": last_tenth(run, "balance")}
     top1 = [normalised_entropy(torch.tensor(layer)) for layer in summary["usage"]["top1"]]
     return {
         **summary["mean"],
-        "train_ce": sum(record["ce"] for record in tail) / len(tail),
-        "balance": sum(record["balance"] for record in tail) / len(tail),
-        "validation_ce": validation[-1]["ce/mean"],
+        **{name: value for name, value in ends.items() if value is not None},
+        "validation_ce": run.read_metrics("validation")[-1]["ce/mean"],
         "top1_entropy": sum(top1) / len(top1),
     }
 
@@ -124,13 +141,16 @@ def findings_table(findings: list[Any], seeds: int) -> "Table":
     return Table("The paper's claims on a small model", columns, tuple(rows), caption=caption)
 
 
-def write_markdown(path: Path, table: "Table", cell: "Cell", command: str) -> None:
-    """The table as a page, with what was trained."""
+def write_markdown(
+    path: Path, table: "Table", cell: "Cell", run: "RunFolder", command: str
+) -> None:
+    """The table as a page, with what was trained: the recipe of ``cell``, the length of ``run``."""
     from l2r.data.atomic import write_text
 
-    recipe = cell.recipe
-    training = recipe.training
-    size = training.global_batch * recipe.data.sequence_length  # type: ignore[union-attr]
+    recipe: Any = cell.recipe
+    last = run.read_metrics("train")[-1]
+    source = ", ".join(recipe.data.tokens) or recipe.data.corpus
+    corpus = "the embedded corpus" if source == "embedded" else source
     text = f"""# Evidence
 
 Made by
@@ -140,12 +160,14 @@ Made by
 The claims of the paper that a small run can carry, as they came out. The model has
 {recipe.model.num_hidden_layers} layers of {recipe.model.hidden_size} and
 {recipe.model.num_experts} experts of which {recipe.model.num_experts_per_tok} are chosen, and saw
-{training.steps} steps of {size:,} tokens of the embedded corpus: four orders of magnitude less
-than the paper. A claim that is undecided or does not hold here may still hold there.
+{last["step"]} steps of {last["tokens"] // last["step"]:,} tokens of {corpus}:
+{_PAPER_TOKENS / last["tokens"]:,.0f} times fewer tokens than in the paper.
+A claim that is undecided or does not hold here may still hold there.
 
 *holds*: the whole 95% interval of the difference, paired by seed, lies on the claimed side.
-*does not hold*: all of it lies on the other side. Else *undecided here*. With
-{len(table.rows)} claims tested at 95%, about one verdict can be chance.
+*does not hold*: all of it lies on the other side. Else *undecided here*. Of
+{len(table.rows)} claims without any difference, tested at 95%, {0.05 * len(table.rows):.1f}
+would be decided by chance.
 
 {table.to_markdown()}
 """

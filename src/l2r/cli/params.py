@@ -1,4 +1,4 @@
-"""``l2r params``: router parameters as the paper counts them."""
+"""``l2r params``: router parameters and cost as the paper counts them."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,8 @@ def register(app: typer.Typer) -> None:
         "params",
         epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, "
         "or l2r params --recipes olmoe-1b-7b",
-        help="Router parameters for ranks and heads, over all layers, against the linear router.",
+        help="Router parameters (or cost) for ranks and heads, over all layers, against the "
+        "linear router.",
     )(params)
 
 
@@ -31,29 +32,35 @@ def params(
         str | None,
         typer.Option(help="The whole models of a recipe folder instead, e.g. olmoe-1b-7b."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Multiply-adds of one token instead of parameters.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
-    """Print the router-parameter table (paper, Appendix D)."""
+    """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
     from l2r.cli.console import print_table
     from l2r.cli.recipe_sizes import recipe_table
-    from l2r.report.parameters import parameter_table
-    from l2r.routers.count import router_parameters
+    from l2r.report.paper_tables import cost_table, parameter_table
+    from l2r.routers.count import router_cost, router_parameters
 
+    if cost and (vit or recipes is not None):
+        raise ValueError("cost must be asked without vit and recipes; --vit prints operations too")
     if vit:
-        print_table(vit_table(), as_json=json)
+        print_table(vit_table(), as_json=as_json)
         return
     if recipes is not None:
-        print_table(recipe_table(recipes), as_json=json)
+        print_table(recipe_table(recipes), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)
-    linear = layers * router_parameters("linear", **sizes)
+    count, table = (router_cost, cost_table) if cost else (router_parameters, parameter_table)
+    linear = layers * count("linear", **sizes)
     cells = {
-        (rank, head): layers * router_parameters("l2r_sips", **sizes, rank=rank, heads=head)
+        (rank, head): layers * count("l2r_sips", **sizes, rank=rank, heads=head)
         for rank in rank_list
         for head in head_list
     }
-    print_table(parameter_table(cells, linear), as_json=json)
+    print_table(table(cells, linear), as_json=as_json)
 
 
 def vit_table() -> "Table":
@@ -62,13 +69,13 @@ def vit_table() -> "Table":
 
     from l2r.models.vit import L2rViTConfig
     from l2r.models.vit_cost import vit_cost
-    from l2r.report.vit import cost_table
+    from l2r.report.paper_tables import vit_cost_table
     from l2r.routers import router_names
 
     configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
     for kind in router_names():
         configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
-    return cost_table({n: dataclasses.astuple(vit_cost(c)) for n, c in configs.items()})
+    return vit_cost_table({n: dataclasses.astuple(vit_cost(c)) for n, c in configs.items()})
 
 
 def numbers(name: str, text: str) -> list[int]:

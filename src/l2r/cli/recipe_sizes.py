@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def recipe_table(folder: str) -> "Table":
     """A row per recipe of a packaged folder. Raises ValueError for an unknown folder."""
     from l2r.recipes.load import load_recipe, recipes_in
-    from l2r.report.parameters import size_table
+    from l2r.report.paper_tables import size_table
 
     recipes = {name: load_recipe(name) for name in recipes_in(folder)}
     kinds = {name: recipe.router_config().kind for name, recipe in recipes.items()}

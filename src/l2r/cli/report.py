@@ -21,7 +21,7 @@ def report(
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Print the comparison table and write the page."""
     from l2r.cli.console import print_table
@@ -34,7 +34,7 @@ def report(
     runs = in_paper_order(find_runs(folder))
     shown = first_seeds(runs) or runs
     results = accuracy_over_seeds(runs)
-    print_table(results[0] if results else comparison_table(shown), as_json=json)
+    print_table(results[0] if results else comparison_table(shown), as_json=as_json)
     target = out or folder / "report.html"
     page = write_report(shown, target, results=results, more=[*patch_sections(shown), *speed])
-    typer.echo(f"report: {page}", err=json)
+    typer.echo(f"report: {page}", err=as_json)

@@ -33,7 +33,7 @@ def swap(
     families: Annotated[bool, typer.Option("--families", help="Check the families.")] = False,
     only: Annotated[str | None, typer.Option(help="Families to check, by commas.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the table as Markdown.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Swap one checkpoint, or print the table of families."""
     from l2r.cli.console import print_table
@@ -44,7 +44,7 @@ def swap(
             from l2r.data.atomic import write_text
 
             write_text(write, family_page(table))
-        print_table(table, as_json=json)
+        print_table(table, as_json=as_json)
         return
     if checkpoint is None or out is None:
         raise ValueError("swap needs CHECKPOINT and --out FOLDER, or --families")
@@ -59,8 +59,8 @@ def swap(
     before = {site.path: site for site in router_sites(model)}
     swap_routers(model, config, layers=layer_list(layers), selection=selection)
     save_model(model, out, tokenizer=tokenizer)
-    print_table(_swap_table(model, before, config.kind), as_json=json)
-    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=json)
+    print_table(_swap_table(model, before, config.kind), as_json=as_json)
+    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
 def family_table(only: str | None) -> "Table":

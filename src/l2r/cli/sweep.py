@@ -35,8 +35,12 @@ def sweep(
         str | None,
         typer.Option(help='Start each cell by this, e.g. "torchrun --nproc-per-node 8".'),
     ] = None,
+    usage: Annotated[
+        bool,
+        typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
+    ] = True,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Run the grid; exit code 1 when a cell failed."""
     import os
@@ -54,7 +58,7 @@ def sweep(
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     root = out or Path("runs") / "sweep" / name
     if plan:
-        print_table(_plan_table(cells, root), as_json=json)
+        print_table(_plan_table(cells, root), as_json=as_json)
         return
     outcomes: list["Outcome"] = []
     for outcome in run_cells(cells, root, launch=launch, report=_say):
@@ -66,15 +70,17 @@ def sweep(
             _say(f"failed: {outcome.cell.name}: {outcome.error}")
     failed = {o.cell.name: o.error for o in outcomes if o.error is not None}
     rows = sweep_rows(outcomes)
+    if usage:
+        _diagnose(rows, outcomes)
     if rows:
         found = ablations(rows)
-        if json:
+        if as_json:
             print_table(sweep_table(rows), as_json=True)
         else:
             for table in [*map(ablation_table, found), all_rows_table(rows)]:
                 print_table(table)
         page = write_sweep_page(rows, root / "report.html", failed=failed)
-        typer.echo(f"report: {page}", err=json)
+        typer.echo(f"report: {page}", err=as_json)
     if failed:
         _say(f"{len(failed)} of {len(cells)} cells failed; the same command tries them again")
         raise typer.Exit(1)
@@ -103,6 +109,19 @@ def sweep_rows(outcomes: "Sequence[Outcome]") -> "list[Row]":
         sizes = (facts.get("router_parameters"), facts.get("linear_router_parameters"))
         rows.append(Row(group[0].cell.settings, runs, numbers, *sizes))
     return rows
+
+
+def _diagnose(rows: "Sequence[Row]", outcomes: "Sequence[Outcome]") -> None:
+    """diagnostics.json of each row's first run; a run that cannot be read is named and left out."""
+    from l2r.cli.diagnostics import diagnose_run
+
+    recipes = {outcome.folder: outcome.cell.recipe for outcome in outcomes}
+    for run in (row.runs[0] for row in rows):
+        if not run.diagnostics.is_file():
+            try:
+                run.write_json(run.diagnostics, diagnose_run(run, recipes[run.path]))
+            except (ValueError, OSError) as error:
+                _say(f"no heatmap of {run.name}: {' '.join(str(error).split())}")
 
 
 def _plan_table(cells: "Sequence[Cell]", root: Path) -> "Table":

@@ -1,9 +1,9 @@
 """``l2r upcycle``: swap the routers of a checkpoint and fit the new ones to the old."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +40,7 @@ def upcycle(
     train_steps: Annotated[int, typer.Option(help="Steps of joint training afterwards.")] = 0,
     train_lr: Annotated[float, typer.Option(help="Learning rate of joint training.")] = 1e-4,
     out: Annotated[Path | None, typer.Option(help="New folder for the checkpoint.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
 ) -> None:
     """Print agreement per layer and perplexity per stage; write the checkpoint to --out."""
     from l2r.cli.console import print_table
@@ -77,14 +77,14 @@ def upcycle(
             layers=layer_list(layers),
             report=report,
         )
-    if json:
-        typer.echo(dumps(asdict(result), indent=2))
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
     else:
         for table in upcycle_tables(result, config.kind):
             print_table(table)
     if out is not None:
         save_model(model, out, tokenizer=tokenizer)
-        typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=json)
+        typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _HOW_TO_READ = (
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     """A table of accuracy per router, mean and interval over its runs; none for language."""
     from l2r.diagnostics.intervals import mean_interval
-    from l2r.report.accuracy import accuracy_table
+    from l2r.report.paper_tables import accuracy_table
 
     found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:

@@ -6,7 +6,6 @@ files of l2r.data.tokens). The same sources and options give the same bytes.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,8 +15,16 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from l2r.data.manifest import TokenizerIdentity
-from l2r.data.sources import Files, embedded_sources, folder_sources
+from l2r.cache import cache_folder
+from l2r.data.manifest import TokenizerIdentity, file_sha256
+from l2r.data.sources import (
+    Files,
+    embedded_sources,
+    embedded_versions,
+    folder_sources,
+    package_version,
+)
+from l2r.data.tokenizer import write_tokenizer_config
 from l2r.data.tokens import write_token_files
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
@@ -77,7 +84,7 @@ def build_corpus(
     be mistaken for a corpus. Raises ValueError for an empty or missing text folder.
     """
     sources = embedded_sources() if options.folder is None else folder_sources(Path(options.folder))
-    cache = cache or Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    cache = cache or cache_folder()
     target = cache / f"corpus-{_fingerprint(options, sources)}"
     if not (target / "corpus.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
@@ -105,12 +112,14 @@ def _build(
         splits["train"][domain], splits["validation"][domain] = train, validation
     report(f"training a tokenizer of {options.vocab_size} tokens")
     tokenizer = _train_tokenizer(splits["train"], options.vocab_size)
-    _save_tokenizer(tokenizer, folder / "tokenizer")
+    (folder / "tokenizer").mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    write_tokenizer_config(folder / "tokenizer", END_OF_TEXT, PADDING)
     identity = TokenizerIdentity(
         name=f"bpe-{options.vocab_size}",
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_id=int(tokenizer.token_to_id(END_OF_TEXT) or 0),
-        sha256=_sha256(folder / "tokenizer" / "tokenizer.json"),
+        sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"),
     )
     for split, domains in splits.items():
         report(f"tokenising {split}")
@@ -157,22 +166,16 @@ def _train_tokenizer(train: dict[str, list[str]], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "pad_token": PADDING,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
 def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]) -> str:
-    """Changes with the options, and with names and sizes of a user's files."""
-    parts: list[Any] = [_VERSION, asdict(options), sorted(sources)]
-    if options.folder is not None:
+    """Changes with the options, with names and sizes of a user's files, and with the packages.
+
+    The embedded text is the packages' own, and the same text can give another vocabulary under
+    another tokenizers.
+    """
+    parts: list[Any] = [_VERSION, asdict(options), sorted(sources), package_version("tokenizers")]
+    if options.folder is None:
+        parts.append(embedded_versions())
+    else:
         folder = Path(options.folder)
         parts.append(
             [
@@ -181,7 +184,3 @@ def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]
             ]
         )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

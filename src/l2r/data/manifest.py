@@ -59,6 +59,14 @@ class Manifest:
         """Tokens in all files."""
         return sum(file.tokens for file in self.files)
 
+    def by_domain(self) -> dict[str, tuple[int, int]]:
+        """Documents and tokens of every domain, in the order of the files."""
+        domains: dict[str, tuple[int, int]] = {}
+        for file in self.files:
+            documents, tokens = domains.get(file.domain, (0, 0))
+            domains[file.domain] = (documents + file.documents, tokens + file.tokens)
+        return domains
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` whole or not at all."""

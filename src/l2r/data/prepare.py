@@ -1,9 +1,9 @@
 """Shards to token files, in parallel, resumable after a kill.
 
 One shard is one task: a worker process streams it, tokenizes small batches and writes one token
-file, which gets its name only when it is whole. A receipt in ``receipts/`` then records it, and a
-later run skips it. Nothing else is kept, so the bytes depend neither on kills nor on the number
-of workers.
+file per part (training, held out), which gets its name only when it is whole. A receipt in
+``receipts/`` then records it, and a later run skips the shard. Nothing else is kept, so the bytes
+depend neither on kills nor on the number of workers.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ from l2r.data.atomic import write_json
 from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, write_manifest
 from l2r.data.mixture import PlannedShard, ShardPlan
 from l2r.data.shards import BadShardError, shard_bytes
-from l2r.data.tokenizer import load_tokenizer
+from l2r.data.split import EVERYTHING, TOKENIZER, Split
+from l2r.data.tokenizer import load_tokenizer, save_tokenizer
 from l2r.data.tokens import check_file
 from l2r.data.workers import ShardTask, tokenize_shards
 
 RECEIPTS = "receipts"
 OnBadShard = Literal["refuse", "skip"]
+Parts = dict[str, TokenFile]  # the token file of every part of one shard
 
 
 @dataclass(frozen=True)
@@ -73,35 +75,44 @@ def prepare(
     out: Path,
     *,
     tokenizer: Path | None = None,
+    split: Split = EVERYTHING,
     workers: int = 1,
     on_bad_shard: OnBadShard = "refuse",
     source: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Manifest:
-    """Tokenize shards into ``out`` and write its manifest; call again to go on after a kill.
+) -> dict[str, Manifest]:
+    """Tokenize shards, write a manifest per part and the tokenizer; call again after a kill.
+
+    ``out`` gets ``train/``, ``validation/`` and ``tokenizer/``; without a hold-out the training
+    tokens lie in ``out`` itself. Returns the manifest of every part.
 
     tokenizer: see :func:`l2r.data.tokenizer.load_tokenizer`; None is OLMoE's.
     on_bad_shard: ``refuse`` stops at the first shard that is truncated or corrupt, ``skip``
-        leaves it out and names it in the manifest.
-    source: written into the manifest, with the skipped shards.
+        leaves it out and names it in the manifests.
+    source: written into the manifests, with the split and the skipped shards.
 
-    Raises ValueError for bad options, for a folder that holds tokens of another tokenizer, and
-    BadShardError (a ValueError) for a bad shard.
+    Raises ValueError for bad options, for a folder that holds tokens of another tokenizer or of
+    another split, for a part that got no document, and BadShardError (a ValueError) for a bad
+    shard.
     """
     if workers < 1:
         raise ValueError(f"workers must be >= 1; got {workers}")
     if on_bad_shard not in get_args(OnBadShard):
         raise ValueError(f"on_bad_shard must be refuse or skip; got {on_bad_shard!r}")
     _, identity = load_tokenizer(tokenizer)
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob(".*.part"):
-        stale.unlink(missing_ok=True)
-    done = _read_receipts(out, tasks, identity)
+    folders = split.folders(out)
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".*.part"):
+            stale.unlink(missing_ok=True)
+    receipts = _Receipts(folders, identity, split)
+    done = receipts.read(tasks)
+    save_tokenizer(out / TOKENIZER, tokenizer)
     counter = _Counter(tasks, done, on_progress)
     skipped: dict[str, str] = {}
     left = [task for task in tasks if task.name not in done]
     results = tokenize_shards(
-        left, out, tokenizer=tokenizer, workers=workers, on_progress=counter.running
+        left, out, tokenizer=tokenizer, split=split, workers=workers, on_progress=counter.running
     )
     with contextlib.closing(results):  # stops the workers when a shard is refused
         for task, result in results:
@@ -110,16 +121,37 @@ def prepare(
                     raise result
                 skipped[task.file] = str(result)
             else:
-                _write_receipt(out, task, result, identity)
+                receipts.write(task, result)
                 done[task.name] = result
             counter.finished(task, result)
     if not done:
         raise ValueError("no shard could be read; every one of them was skipped")
-    files = tuple(done[task.name] for task in tasks if task.name in done)
     ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
-    manifest = Manifest(identity, files, {**(source or {}), "skipped": ordered})
-    write_manifest(out, manifest)
-    return manifest
+    finished = [done[task.name] for task in tasks if task.name in done]
+    return _write_manifests(folders, finished, identity, split, source or {}, ordered)
+
+
+def _write_manifests(
+    folders: Mapping[str, Path],
+    finished: Sequence[Parts],
+    identity: TokenizerIdentity,
+    split: Split,
+    source: Mapping[str, Any],
+    skipped: Mapping[str, str],
+) -> dict[str, Manifest]:
+    manifests = {}
+    for part in folders:
+        described = {} if split == EVERYTHING else {"split": {"part": part, **asdict(split)}}
+        origin = {**source, **described, "skipped": skipped}
+        manifests[part] = Manifest(identity, tuple(parts[part] for parts in finished), origin)
+        if manifests[part].tokens == 0:
+            raise ValueError(
+                f"no document went to {part}; raise share={split.share} or "
+                f"hold_out={split.hold_out}"
+            )
+    for part, manifest in manifests.items():
+        write_manifest(folders[part], manifest)
+    return manifests
 
 
 class _Counter:
@@ -128,12 +160,12 @@ class _Counter:
     def __init__(
         self,
         tasks: Sequence[ShardTask],
-        done: Mapping[str, TokenFile],
+        done: Mapping[str, Parts],
         report: Callable[[Progress], None],
     ) -> None:
         self._sizes = {task.name: shard_bytes(task.url) for task in tasks}
         # Per shard: bytes read, tokens written.
-        self._seen = {name: (self._sizes[name], file.tokens) for name, file in done.items()}
+        self._seen = {name: (self._sizes[name], _tokens(parts)) for name, parts in done.items()}
         self._closed = len(done)
         self._report = report
         self._publish()
@@ -142,8 +174,8 @@ class _Counter:
         self._seen[name] = (min(bytes_read, self._sizes[name]), tokens)
         self._publish()
 
-    def finished(self, task: ShardTask, result: TokenFile | BadShardError) -> None:
-        tokens = result.tokens if isinstance(result, TokenFile) else 0
+    def finished(self, task: ShardTask, result: Parts | BadShardError) -> None:
+        tokens = 0 if isinstance(result, BadShardError) else _tokens(result)
         self._seen[task.name] = (self._sizes[task.name], tokens)
         self._closed += 1
         self._publish()
@@ -178,32 +210,59 @@ def _planned_file(
     raise ValueError(f"the source lacks {shard.file}, which the plan names")
 
 
-def _read_receipts(
-    out: Path, tasks: Sequence[ShardTask], identity: TokenizerIdentity
-) -> dict[str, TokenFile]:
-    """Token files that earlier runs finished. Raises ValueError when they do not fit this run."""
-    done = {}
-    for task in tasks:
-        path = out / RECEIPTS / f"{task.name}.json"
+def _tokens(parts: Parts) -> int:
+    return sum(file.tokens for file in parts.values())
+
+
+class _Receipts:
+    """What earlier runs finished: a small file per shard and part, beside the tokens."""
+
+    def __init__(
+        self, folders: Mapping[str, Path], identity: TokenizerIdentity, split: Split
+    ) -> None:
+        self._folders, self._identity, self._split = folders, identity, split
+
+    def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
+        """Shards of which every part is there. Raises ValueError when one does not fit this run."""
+        done = {}
+        for task in tasks:
+            parts = {part: self._read(folder, task) for part, folder in self._folders.items()}
+            whole = {part: file for part, file in parts.items() if file is not None}
+            if len(whole) == len(parts):
+                done[task.name] = whole
+        return done
+
+    def write(self, task: ShardTask, parts: Parts) -> None:
+        """Record a finished shard."""
+        for part, entry in parts.items():
+            values = {"shard": task.file, "tokenizer": asdict(self._identity)}
+            if self._split != EVERYTHING:
+                values["split"] = asdict(self._split)
+            path = _receipt(self._folders[part], task)
+            write_json(path, {**values, "entry": asdict(entry)})
+
+    def _read(self, folder: Path, task: ShardTask) -> TokenFile | None:
+        path = _receipt(folder, task)
         if not path.is_file():
-            continue
+            return None
         values = json.loads(path.read_text(encoding="utf-8"))
-        if TokenizerIdentity(**values["tokenizer"]) != identity or values["shard"] != task.file:
+        tokenizer = TokenizerIdentity(**values["tokenizer"])
+        if tokenizer != self._identity or values["shard"] != task.file:
             raise ValueError(
-                f"{out} holds tokens of {values['shard']} by tokenizer "
-                f"{values['tokenizer']['name']!r}; write {task.file} by {identity.name!r} to "
-                f"another folder"
+                f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
+                f"write {task.file} by {self._identity.name!r} to another folder"
+            )
+        split = Split(**values.get("split", {}))
+        if split != self._split:
+            raise ValueError(
+                f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
+                f"hold_out={self._split.hold_out}, share={self._split.share}; give the same or "
+                f"write to another folder"
             )
         entry = TokenFile(**values["entry"])
-        check_file(out, entry, identity, verify=False)
-        done[task.name] = entry
-    return done
+        check_file(folder, entry, tokenizer, verify=False)
+        return entry
 
 
-def _write_receipt(
-    out: Path, task: ShardTask, entry: TokenFile, identity: TokenizerIdentity
-) -> None:
-    write_json(
-        out / RECEIPTS / f"{task.name}.json",
-        {"shard": task.file, "tokenizer": asdict(identity), "entry": asdict(entry)},
-    )
+def _receipt(folder: Path, task: ShardTask) -> Path:
+    return folder / RECEIPTS / f"{task.name}.json"

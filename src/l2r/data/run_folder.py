@@ -2,13 +2,15 @@
 
 recipe.yaml          every field of the recipe, written out
 environment.json     versions, hardware, command, sizes of the model
-metrics.jsonl        one JSON object a line, ``kind`` train, validation or tasks
+metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
+                     last one), validation or tasks
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
 model-ema/           the same of their moving average, where the recipe keeps one
-diagnostics.json     what the routers do on validation data (compare, diagnose)
+diagnostics.json     what the routers do on validation data (compare, evidence)
 patches.npz          which patches of some images go to which expert (vision)
-evaluation.json      downstream results (eval)
+evaluation.json      downstream results, or accuracy on images (eval)
+evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
 tensorboard/         the same numbers as metrics.jsonl
 """
 
@@ -37,6 +39,7 @@ class RunFolder:
         self.patches = self.path / "patches.npz"
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
+        self._parsed: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
 
     @property
     def name(self) -> str:
@@ -64,19 +67,29 @@ class RunFolder:
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged."""
+        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged.
+
+        The file is parsed again only after it has changed. Records are not to be changed.
+        """
+        if not self.metrics.is_file():
+            return []
+        facts = self.metrics.stat()
+        version = (facts.st_mtime_ns, facts.st_size)
+        if self._parsed[0] != version:
+            self._parsed = (version, self._parse_metrics())
+        return [r for r in self._parsed[1] if kind is None or r.get("kind") == kind]
+
+    def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        if self.metrics.is_file():
-            text = self.metrics.read_text(encoding="utf-8", errors="replace")
-            for line in text.splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    break
-                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                    break
-                records.append(record)
-        return [r for r in records if kind is None or r.get("kind") == kind]
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                break
+            records.append(record)
+        return records
 
     def cut_metrics(self, step: int) -> None:
         """Drop records after ``step``: a resumed run writes them again."""

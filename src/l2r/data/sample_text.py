@@ -25,11 +25,15 @@ def sample_batches(
 
     ``folder`` holds ``*.txt`` files, in one sub-folder per domain; None takes the embedded text
     with the split that training on it uses. Domains come in turns, in equal parts.
-    Raises ValueError when there is too little text for one row, or sizes below 1.
+    Raises ValueError when there is too little text for one row, or sizes too small.
     """
-    for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-        if value < 2 - (name == "batch_size"):
-            raise ValueError(f"{name} is too small; got {name}={value}")
+    # One token predicts nothing, so a row has two.
+    for name, value, least in (
+        ("sequence_length", sequence_length, 2),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be >= {least}; got {value}")
     sources = embedded_sources() if folder is None else folder_sources(folder)
     splits = [_texts(files) for files in sources.values()]
     parts = []

@@ -75,12 +75,26 @@ def _gzip_lines(stream: BinaryFile) -> Iterator[dict[str, Any]]:
         yield from _json_lines(lines)
 
 
+class _Borrowed:
+    """A stream that pyarrow cannot close: it belongs to whoever opened it."""
+
+    def __init__(self, stream: BinaryFile) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
 def _zstd_lines(stream: BinaryFile) -> Iterator[dict[str, Any]]:
     import io
 
     import pyarrow
 
-    with pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd") as lines:
+    borrowed = pyarrow.PythonFile(_Borrowed(stream), "r")
+    with pyarrow.CompressedInputStream(borrowed, "zstd") as lines:
         yield from _json_lines(io.BufferedReader(lines, 1 << 20))
 
 

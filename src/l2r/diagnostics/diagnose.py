@@ -118,7 +118,8 @@ def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], d
         told = metrics.domain_information_from_sums(record.sums["domain"])
         numbers["domain_information"] = told["mutual_information"]
         numbers["domain_information_share"] = told["normalised"]
-        numbers["domain_information_by_chance"] = told["independent"]
+        for end in ("", "_low", "_high"):
+            numbers[f"domain_information_by_chance{end}"] = told[f"by_chance{end}"]
     used = metrics.usage_from_sums(record.sums["usage"])
     arrays = {
         **used._asdict(),

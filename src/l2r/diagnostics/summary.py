@@ -25,7 +25,7 @@ def summarise_routing(
     """
     layers: list[dict[str, Any]] = []
     for record in records:
-        x = record.sample["x"].float()
+        x = record.sample["x"].float().to(next(record.router.parameters()).device)
         robust = perturbation_stability(record.router, x, sigma=sigma, seed=seed)
         layers.append(
             {

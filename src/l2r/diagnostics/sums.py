@@ -63,16 +63,25 @@ def cosine_sums(vectors: Float[Tensor, "T R"]) -> Sums:
     }
 
 
+BLOCKS = 31  # per domain; prime, so that rows whose domains alternate reach every block
+
+
 def domain_sums(
     indices: Int[Tensor, "T K"],
     domains: Int[Tensor, " T"],
+    rows: Int[Tensor, " T"],
     num_experts: int,
     num_domains: int,
 ) -> Sums:
-    """Counts [G, N] of assignments from each domain to each expert."""
-    cell = domains[:, None] * num_experts + indices
-    counts = torch.bincount(cell.flatten(), minlength=num_domains * num_experts)
-    return {"joint": counts.double().view(num_domains, num_experts)}
+    """Counts of assignments from each domain to each expert: joint [G, N], blocks [G, B, N].
+
+    ``rows`` numbers the sequence or image of each token. Its row modulo B is the token's block,
+    so that the counts of a few dozen groups of whole rows are known in bounded memory.
+    """
+    cell = (domains * BLOCKS + rows % BLOCKS)[:, None] * num_experts + indices
+    counts = torch.bincount(cell.flatten(), minlength=num_domains * BLOCKS * num_experts)
+    blocks = counts.double().view(num_domains, BLOCKS, num_experts)
+    return {"joint": blocks.sum(dim=1), "blocks": blocks}
 
 
 def anchor_sums(scores: Float[Tensor, "T N H"], indices: Int[Tensor, "T K"]) -> Sums:

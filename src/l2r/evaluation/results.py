@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from l2r.evaluation.scoring import TaskResult
 from l2r.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
 
+# Columns that are the mean of several tasks.
+MEANS = {"MMLU": MMLU_TASKS, "Overall": PAPER_TASKS}
 COLUMNS = (
     *(task.column for task in MMLU_TASKS),
     "MMLU",
@@ -35,7 +37,7 @@ def paper_row(results: Mapping[str, TaskResult]) -> PaperRow:
         if task.name in results:
             accuracy[task.column] = 100 * results[task.name].accuracy
             error[task.column] = 100 * results[task.name].standard_error
-    for column, tasks in (("MMLU", MMLU_TASKS), ("Overall", PAPER_TASKS)):
+    for column, tasks in MEANS.items():
         found = [results[task.name] for task in tasks if task.name in results]
         if len(found) == len(tasks):
             accuracy[column] = 100 * sum(r.accuracy for r in found) / len(found)

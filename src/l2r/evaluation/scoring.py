@@ -1,9 +1,11 @@
 """Scores requests: the log-likelihood of each candidate answer, by the library's own metric."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -79,6 +81,20 @@ def answer_logits(
 
 
 @dataclass(frozen=True)
+class ScoredDocument:
+    """One question with the score of each candidate answer, in order; label is the right one."""
+
+    document: int
+    label: int
+    scores: tuple[float, ...]
+
+    @property
+    def hit(self) -> bool:
+        """Whether the highest score is the right answer's; ties go to the first, as usual."""
+        return self.scores.index(max(self.scores)) == self.label
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """Accuracy of one task, as shares of 1.
 
@@ -87,6 +103,7 @@ class TaskResult:
         not normalise.
     standard_error: of ``accuracy`` over documents; NaN for a single document.
     truncated: requests whose context lost its beginning.
+    scored: every document, for comparisons by pairs; kept in a file of its own.
     """
 
     task: str
@@ -95,19 +112,23 @@ class TaskResult:
     accuracy_without_space: float
     documents: int
     truncated: int
+    scored: tuple[ScoredDocument, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionary for JSON."""
-        values = asdict(self)
+        """Plain dictionary for JSON, without the single documents."""
+        values = asdict(dataclasses.replace(self, scored=()))
+        del values["scored"]
         if math.isnan(self.standard_error):
             values["standard_error"] = None
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TaskResult":
-        """What ``to_dict`` wrote."""
-        error = values["standard_error"]
-        return cls(**{**values, "standard_error": math.nan if error is None else error})
+    def from_dict(
+        cls, values: dict[str, Any], scored: tuple[ScoredDocument, ...] = ()
+    ) -> "TaskResult":
+        """What ``to_dict`` wrote, with the documents."""
+        error = math.nan if values["standard_error"] is None else values["standard_error"]
+        return cls(**{**values, "standard_error": error, "scored": scored})
 
 
 def summarise(task: str, requests: Sequence[Request], *, truncated: int = 0) -> TaskResult:
@@ -124,13 +145,16 @@ def summarise(task: str, requests: Sequence[Request], *, truncated: int = 0) -> 
     documents: dict[int, list[Request]] = {}
     for _, request in sorted(unique.items()):
         documents.setdefault(request.document, []).append(request)
-    hits = [_hit([r.score for r in d], d[0].label) for d in documents.values()]
-    short = [_hit([r.score_without_space for r in d], d[0].label) for d in documents.values()]
-    count = len(hits)
-    accuracy = sum(hits) / count
+    scored, short = (
+        tuple(
+            ScoredDocument(document, answers[0].label, tuple(score(r) for r in answers))
+            for document, answers in documents.items()
+        )
+        for score in (attrgetter("score"), attrgetter("score_without_space"))
+    )
+    count = len(scored)
+    accuracy = sum(d.hit for d in scored) / count
     error = math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else math.nan
-    return TaskResult(task, accuracy, error, sum(short) / count, count, truncated)
-
-
-def _hit(scores: list[float], label: int) -> bool:
-    return scores.index(max(scores)) == label
+    return TaskResult(
+        task, accuracy, error, sum(d.hit for d in short) / count, count, truncated, scored
+    )

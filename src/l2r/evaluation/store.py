@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from l2r.data.atomic import write_json, write_text
-from l2r.evaluation.scoring import Request, TaskResult
+from l2r.evaluation.scoring import Request, ScoredDocument, TaskResult
 
 
 class TaskStore:
-    """Files of one evaluation: ``TASK.json`` when a task is done, ``TASK.partial.jsonl`` before.
+    """Files of one evaluation: ``TASK.partial.jsonl`` while a task runs, then two that stay.
+
+    ``TASK.json`` has the result, ``TASK.documents.jsonl`` the settings in its first line and then
+    a line per document: ``document``, ``label``, ``scores`` of its answers, ``hit``.
 
     settings: everything that a result depends on; files written under other settings are
         replaced, never mixed in.
@@ -22,14 +25,15 @@ class TaskStore:
         self.settings = dict(settings)
 
     def finished(self, task: str) -> TaskResult | None:
-        """The result of an earlier run with the same settings."""
+        """The result of an earlier run with the same settings, with its documents."""
         path = self.folder / f"{task}.json"
-        if not path.is_file():
+        scored = self._read_documents(task)
+        if scored is None or not path.is_file():
             return None
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["settings"] != self.settings:
             return None
-        return TaskResult.from_dict(values["result"])
+        return TaskResult.from_dict(values["result"], scored)
 
     def resume(self, task: str) -> list[Request]:
         """Requests that an earlier run scored; a line cut by a crash is dropped."""
@@ -53,11 +57,31 @@ class TaskStore:
             stream.write(json.dumps([astuple(request) for request in requests]) + "\n")
 
     def finish(self, task: str, result: TaskResult) -> None:
-        """Write the result and drop the partial file."""
+        """Write the documents and the result, and drop the partial file."""
+        lines = [
+            {"document": d.document, "label": d.label, "scores": d.scores, "hit": d.hit}
+            for d in result.scored
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in (self.settings, *lines))
+        write_text(self._documents(task), text)
         write_json(
             self.folder / f"{task}.json", {"settings": self.settings, "result": result.to_dict()}
         )
         self._partial(task).unlink(missing_ok=True)
+
+    def _read_documents(self, task: str) -> tuple[ScoredDocument, ...] | None:
+        path = self._documents(task)
+        if not path.is_file():
+            return None
+        head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        if head != self.settings:
+            return None
+        return tuple(
+            ScoredDocument(line["document"], line["label"], tuple(line["scores"])) for line in lines
+        )
+
+    def _documents(self, task: str) -> Path:
+        return self.folder / f"{task}.documents.jsonl"
 
     def _partial(self, task: str) -> Path:
         return self.folder / f"{task}.partial.jsonl"

@@ -2,7 +2,8 @@
 
 All functions take one layer ([T, N] logits, [T, K] indices) or a list of layers; a list gives
 the mean over layers, except for ``variant="hf"`` (see there). ``mask`` [T] is true for tokens
-that count: padding left out of the mask changes nothing.
+that count: padding left out of the mask changes nothing. Sums are written as sums, never as
+matrix products, which autocast would run in bf16.
 
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
@@ -39,7 +40,7 @@ def mean_probs(
     """Mean routing probability of each expert, s-bar_i of Eq. 33; the means sum to 1."""
     probs = routing_probs(logits)
     weight = _token_weight(logits.shape[0], mask, logits.device).to(probs.dtype)
-    return (weight @ probs) / weight.sum().clamp_min(1)
+    return (weight.unsqueeze(1) * probs).sum(0) / weight.sum().clamp_min(1)
 
 
 def load_balancing_loss(
@@ -88,7 +89,7 @@ def load_balancing_loss(
     )
     if variant == "hf":
         shares, used = [torch.stack(shares).mean(0)], [torch.stack(used).mean(0)]
-    per_layer = [num_experts * (s @ f.to(s.dtype)) for s, f in zip(shares, used, strict=True)]
+    per_layer = [num_experts * (s * f.to(s.dtype)).sum() for s, f in zip(shares, used, strict=True)]
     loss = torch.stack(per_layer).mean()
     return loss / top_k if variant == "olmoe" else loss
 
@@ -122,7 +123,7 @@ def _z_loss(logits: Tensor, mask: Tensor | None) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     squared = torch.logsumexp(wide, dim=-1).square()
     weight = _token_weight(logits.shape[0], mask, logits.device).to(squared.dtype)
-    return (weight @ squared) / weight.sum().clamp_min(1)
+    return (weight * squared).sum() / weight.sum().clamp_min(1)
 
 
 def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:

@@ -136,7 +136,7 @@ def _named_for(tensor: Tensor) -> str | None:
         return None if _Forced.name == "plain" else _Forced.name
     if tensor.is_cpu:
         return "cpu"
-    return "triton" if tensor.is_cuda and _has_triton() else None
+    return "triton" if tensor.is_cuda and has_triton() else None
 
 
 def _backend_for(given: Tensors, watched: bool, top_k: int | None = None) -> str | None:
@@ -163,7 +163,7 @@ def _backend_for(given: Tensors, watched: bool, top_k: int | None = None) -> str
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.functional.losses import BalanceVariant, ZVariant
-from l2r.routers import Captured, Router, capture
+from l2r.routers import Captured, Router, capture, constrain
 
 
 def add_router_losses(
@@ -116,6 +116,10 @@ class RouterLosses(TrainerCallback):
                 "the router losses would be off"
             )
         self._called = False
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring constrained router parameters back, as our own loop does after a step."""
+        constrain(self.model)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any

@@ -9,17 +9,18 @@ Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.models.agreement import compare, divergence, observe
 from l2r.models.swap import Site, new_router, place_router, record_swap, select_sites
-from l2r.routers import MixtureRouter, Router, RouterConfig, capture
+from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -102,13 +103,13 @@ def upcycle(
     students = [_start(model, site, new_router(site, config)) for site in sites]
     result = UpcycleReport([])
     result.perplexity["original"] = perplexity(model, held_out)
-    before = _compare(model, sites, students, held_out)
+    before = compare(model, sites, students, held_out)
     _place(model, sites, students)
     result.perplexity["swapped"] = perplexity(model, held_out)
     if options.updates:
         _place(model, sites, [site.router for site in sites])
         _fit(model, sites, students, batches, options, report)
-        after = _compare(model, sites, students, held_out)
+        after = compare(model, sites, students, held_out)
         _place(model, sites, students)
         result.perplexity["fitted"] = perplexity(model, held_out)
     else:
@@ -137,12 +138,27 @@ def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
 def train_jointly(
     model: Any, batches: Sequence[Tensor], options: FitOptions, report: Report
 ) -> None:
-    """Train all weights for ``options.joint_steps`` batches, with the paper's auxiliary losses."""
+    """Train all weights for ``options.joint_steps`` batches, with the paper's auxiliary losses.
+
+    Weights of 16 bits are trained as fp32 copies, since most updates are smaller than a step of
+    theirs, and return to their dtype at the end.
+    """
+    with _wide_weights(model) as autocast:
+        _train_jointly(model, batches, options, report, autocast)
+
+
+def _train_jointly(
+    model: Any,
+    batches: Sequence[Tensor],
+    options: FitOptions,
+    report: Report,
+    autocast: AbstractContextManager[Any],
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
     schedule = _cosine(optimizer, options.joint_steps, warmup=options.joint_steps // 10)
     model.train()
     for step in range(options.joint_steps):
-        with capture(model) as record:
+        with autocast, capture(model) as record:
             loss = _next_token_loss(model, batches[step % len(batches)])
         logits, indices = record.logits(), record.indices()
         loss = loss + options.balance * load_balancing_loss(logits, indices)
@@ -151,26 +167,30 @@ def train_jointly(
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        constrain(model)
         schedule.step()
         report("joint training", step + 1, options.joint_steps)
     model.eval()
 
 
-def divergence(
-    teacher: Float[Tensor, "T N"], student: Float[Tensor, "T N"], *, score: str = "softmax"
-) -> Float[Tensor, ""]:
-    """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
+@contextmanager
+def _wide_weights(model: nn.Module) -> Iterator[AbstractContextManager[Any]]:
+    """fp32 weights meanwhile; gives the autocast that runs the products of a bf16 model in bf16.
 
-    ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
-    own probability.
+    An fp16 model computes in fp32, because its gradients would underflow without scaling.
     """
-    if score == "softmax":
-        p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
-        return (p.exp() * (p - q)).sum(-1).mean()
-    split = nn.functional.logsigmoid
-    yes, no = split(teacher), split(-teacher)
-    coin = yes.exp() * (yes - split(student)) + no.exp() * (no - split(-student))
-    return coin.sum(-1).mean()
+    dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
+    device = next(iter(dtypes)).device.type
+    bf16 = torch.bfloat16 in dtypes.values()
+    autocast = torch.autocast(device, torch.bfloat16) if bf16 else nullcontext()
+    for parameter in dtypes:
+        parameter.data = parameter.data.float()
+    try:
+        yield autocast
+    finally:
+        for parameter, dtype in dtypes.items():
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
 
 
 def _start(model: nn.Module, site: Site, router: Router) -> Router:
@@ -197,7 +217,7 @@ def _fit(
     for student in students:
         student.train()
     for done, ids in enumerate(batches, start=1):
-        seen = _observe(model, sites, ids)
+        seen = observe(model, sites, ids)
         for _ in range(options.updates):
             loss = torch.stack(
                 [
@@ -208,59 +228,12 @@ def _fit(
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             optimizer.step()
+            for student in students:
+                student.constrain()
             schedule.step()
         report("fit", done, len(batches))
     for student in students:
         student.eval()
-
-
-@torch.no_grad()
-def _compare(
-    model: Any, sites: Sequence[Site], students: Sequence[Router], batches: Sequence[Tensor]
-) -> list[tuple[float, float]]:
-    """(agreement, divergence) per layer, what the students would do where the teachers are."""
-    sums = torch.zeros(len(sites), 2, dtype=torch.float64)
-    for ids in batches:
-        for row, (site, student, (x, logits, indices)) in enumerate(
-            zip(sites, students, _observe(model, sites, ids), strict=True)
-        ):
-            chosen = student(x, *_block_bias(model, site)).indices
-            both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
-            apart = divergence(logits, student.logits(x), score=site.selection.score)
-            sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
-    return [(float(a), float(d)) for a, d in sums / len(batches)]
-
-
-def _observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    with _hooks([site.router for site in sites], seen), torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    return seen
-
-
-@contextmanager
-def _hooks(routers: Sequence[nn.Module], seen: list[Any]) -> Iterator[None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        x = args[0].detach().flatten(0, -2)
-        seen.append((x, output[0].detach().float(), output[2].detach()))
-
-    handles = [router.register_forward_hook(hook) for router in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
-    """The selection bias that a block passes to its router, where the family does that."""
-    block = model.get_submodule(site.path.rpartition(".")[0])
-    for name in ("e_score_correction_bias", "expert_bias"):
-        bias = getattr(block, name, None)
-        if isinstance(bias, Tensor):
-            return (bias,)
-    return ()
 
 
 def _place(model: nn.Module, sites: Sequence[Site], routers: Sequence[Any]) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.kernels.tracing import traced
+from l2r.moe.grouped import grouped_linear
 
 
 class ByExpert(NamedTuple):
@@ -154,18 +155,3 @@ def _inverse(order: Tensor) -> Tensor:
     """Row of every assignment: the inverse permutation."""
     places = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
-
-
-def grouped_linear(
-    x: Float[Tensor, "S I"],
-    weight: Float[Tensor, "N O I"],
-    ends: Int[Tensor, " N"],
-) -> Float[Tensor, "S O"]:
-    """Apply expert n's matrix to rows ends[n-1]:ends[n] of x.
-
-    One grouped matrix product in fp32, bf16 and fp16; a loop for float64, which it refuses.
-    """
-    if x.dtype == torch.float64:
-        segments = zip([0, *ends[:-1].tolist()], ends.tolist(), weight, strict=True)
-        return torch.cat([x[start:end] @ matrix.T for start, end, matrix in segments])
-    return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)

@@ -75,11 +75,11 @@ class Experts(nn.Module):
         else:
             hidden = plan.linear(rows, self.up_proj)
             if self.up_bias is not None:
-                hidden = hidden + self.up_bias[plan.expert]
+                hidden = hidden + self.up_bias.to(hidden.dtype)[plan.expert]
             hidden = nn.functional.gelu(hidden)
         outputs = plan.linear(hidden, self.down_proj)
         if self.down_bias is not None:
-            outputs = outputs + self.down_bias[plan.expert]
+            outputs = outputs + self.down_bias.to(outputs.dtype)[plan.expert]
         return plan.combine(outputs, weights)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from l2r.recipes.changes import merge, set_field
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
@@ -47,12 +48,16 @@ def recipe_header(name: str) -> str:
 def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Recipe from a packaged name or a path, with ``key.sub=value`` changes applied in order.
 
+    Another ``router.kind`` keeps the options that it reads as well; of steps, tokens and epochs the
+    one given last holds.
+
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
     the nearest known name) or a value out of its limits.
     """
     values = _read(_find(name))
-    for change in changes:
-        _apply(values, change)
+    # The router first: the options given for it hold for the new one, wherever they stand.
+    for change in sorted(changes, key=lambda change: not change.startswith("router.kind=")):
+        values = _changed(values, change)
     return parse_recipe(values, source=name)
 
 
@@ -99,38 +104,18 @@ def _read(path: Path, depth: int = 0) -> dict[str, Any]:
         return values
     if depth >= _MAX_BASES:
         raise ValueError(f"recipe {path} has more than {_MAX_BASES} bases; is one its own base?")
-    return _merge(_read(_find(str(base)), depth + 1), values)
+    return merge(_read(_find(str(base)), depth + 1), values)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Values of ``above`` over ``below``; a router of another kind replaces the whole section."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if (
-            not isinstance(old, dict)
-            or not isinstance(value, dict)
-            or (key == "router" and value.get("kind", old.get("kind")) != old.get("kind"))
-        ):
-            merged[key] = value
-        else:
-            merged[key] = _merge(old, value)
-    return merged
-
-
-def _apply(values: dict[str, Any], change: str) -> None:
-    key, separator, text = change.partition("=")
-    if not separator or not key:
+def _changed(values: dict[str, Any], change: str) -> dict[str, Any]:
+    field, separator, text = change.partition("=")
+    if not separator or not field:
         raise ValueError(f"changes must look like key.sub=value; got {change!r}")
-    *parents, last = key.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ValueError(f"{key} is not a field: {parent} holds a value, not fields")
     try:
-        values[last] = yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{key} has a value that is not valid YAML: {text!r}") from error
+        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
+    return set_field(values, field, value)
 
 
 def _first_problem(error: ValidationError, recipe: type[AnyRecipe]) -> str:

@@ -9,7 +9,8 @@ from plotly.subplots import make_subplots
 
 from l2r.data.run_folder import RunFolder
 from l2r.report.curves import mean_curve
-from l2r.report.parameters import show_count
+from l2r.report.last_tenth import last_tenth
+from l2r.report.paper_tables import show_count
 from l2r.report.style import layout, line_style
 from l2r.report.tables import Table
 
@@ -83,7 +84,8 @@ def final_numbers(run: RunFolder) -> dict[str, float]:
     """What a finished run is judged by, by column; accuracies in per cent.
 
     Accuracies come from evaluation.json (l2r eval) or else from the last evaluation in
-    training. Train CE and balance loss are means over the last tenth of training.
+    training. Train CE (of every step) and balance loss (of the logged ones) are means over the
+    last tenth of training.
     """
     found: dict[str, float] = {}
     asked = (run.read_metrics("tasks") or [{}])[-1]
@@ -99,11 +101,10 @@ def final_numbers(run: RunFolder) -> dict[str, float]:
     ):
         if field in validation:
             found[column] = factor * validation[field]
-    train = run.read_metrics("train")
-    tail = train[-max(1, len(train) // 10) :]
     for field, column in (("ce", "train CE"), ("balance", "balance loss")):
-        if tail:
-            found[column] = sum(record[field] for record in tail) / len(tail)
+        mean = last_tenth(run, field)
+        if mean is not None:
+            found[column] = mean
     return found
 
 
@@ -177,7 +178,7 @@ def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
     for number, ablation in enumerate(found):
         place = {"row": number // columns + 1, "col": number % columns + 1}
         for position, row in enumerate(ablation.rows):
-            x, y = mean_curve(row.runs, "train", "ce", unit)
+            x, y = mean_curve(row.runs, "train_mean", "ce", unit)
             value = row.settings[ablation.field]
             figure.add_scatter(
                 x=x,

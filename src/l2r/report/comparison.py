@@ -6,6 +6,7 @@ from typing import Any
 
 from l2r.data.run_folder import RunFolder
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
+from l2r.report.last_tenth import last_tenth
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLOURS
@@ -42,17 +43,13 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     columns += [name for name, _, _ in _ROUTING] + ["router params"]
     rows = []
     for run in runs:
-        train = run.read_metrics("train")
-        balances = [record["balance"] for record in train if "balance" in record]
-        tail = balances[-max(1, len(balances) // 10) :]
-        balance = sum(tail) / len(tail) if tail else None
         mean = run.read_json(run.diagnostics).get("mean", {})
         rows.append(
             (
                 run.name,
                 *(last[run.name].get(accuracy) for accuracy in accuracies),
                 *(last[run.name].get(domain) for domain in domains),
-                balance,
+                last_tenth(run, "balance"),
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )

@@ -12,8 +12,9 @@ from l2r.report.style import layout, line_style
 
 # (record kind, field, panel title, axis title)
 LANGUAGE_PANELS = (
-    ("train", "ce", "Training cross-entropy", "nats per token"),
+    ("train_mean", "ce", "Training cross-entropy of every step", "nats per token"),
     ("validation", "ce/mean", "Validation cross-entropy, mean of domains", "nats per token"),
+    ("validation", "ce/c4", "C4 validation cross-entropy", "nats per token"),
     ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
     ("train", "z", "Router z-loss, mean of layers", "L_z"),
     ("tasks", "mmlu", "MMLU accuracy", "share of documents"),
@@ -23,7 +24,7 @@ LANGUAGE_PANELS = (
     ("tasks", "sciq", "SciQ accuracy", "share of documents"),
 )
 VISION_PANELS = (
-    ("train", "ce", "Training cross-entropy of soft targets", "nats per image"),
+    ("train_mean", "ce", "Training cross-entropy of soft targets", "nats per image"),
     ("validation", "top1", "Validation top-1 accuracy", "share of images"),
     ("validation", "ce", "Validation cross-entropy", "nats per image"),
     ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
@@ -90,11 +91,17 @@ def mean_curve(
 ) -> tuple[list[float], list[float]]:
     """Positions that every run has reached, and the mean of the runs there."""
     found = [
-        {r[unit]: _value(field, r[field]) for r in run.read_metrics(kind) if field in r}
+        {r[unit]: _value(field, r[field]) for r in _records(run, kind) if field in r}
         for run in runs
     ]
     shared = sorted(set.intersection(*map(set, found))) if found else []
     return shared, [fmean(values[x] for values in found) for x in shared]
+
+
+def _records(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    """Records of a kind; runs of older versions have the losses of logged steps alone."""
+    records = run.read_metrics(kind)
+    return run.read_metrics("train") if kind == "train_mean" and not records else records
 
 
 def _value(field: str, value: Any) -> float:

@@ -44,6 +44,7 @@ _LOAD: Mapping[str, tuple[str, str | None]] = {
     "dead experts": ("dead_experts", "min"),
     "domain bits": ("domain_information", None),
     "bits by chance": ("domain_information_by_chance", None),
+    "chance, 97.5%": ("domain_information_by_chance_high", None),
     "effective heads": ("effective_heads", None),
     "unused anchors": ("unused_anchors", None),
     "anchor redundancy": ("redundancy", None),
@@ -69,8 +70,8 @@ _GROUPS = (
         "Geometry, load and anchors",
         _LOAD,
         "Load entropy is 1 when all experts are used equally. Domain bits: mutual information "
-        "between a token's domain and its experts; by chance: what experts that ignore domains "
-        "would show in a sample of this size.",
+        "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
+        "the same choices show when the domains are dealt anew to whole sequences or images.",
     ),
 )
 

@@ -3,15 +3,11 @@
 import colorsys
 from typing import Any
 
+from l2r.routers.names import PAPER_ROUTERS
+
 # Colour-blind safe hues (Okabe and Ito), one per router, the same in every figure.
-ROUTER_COLOURS = {
-    "linear": "#52606d",
-    "linear_sips": "#56b4e9",
-    "xmoe": "#e69f00",
-    "l2r_dot": "#cc79a7",
-    "l2r_cosine": "#009e73",
-    "l2r_sips": "#d55e00",
-}
+_COLOURS = ("#52606d", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
+ROUTER_COLOURS = dict(zip(PAPER_ROUTERS, _COLOURS, strict=True))
 _SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#be185d", "#a16207")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 

@@ -1,18 +1,22 @@
-"""The page of a sweep: tables, ablation curves and training dynamics."""
+"""The page of a sweep: tables, ablation curves, expert usage and training dynamics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from l2r.report.ablation import (
+    Ablation,
     Row,
     ablation_curves,
     ablation_table,
     ablations,
     all_rows_table,
+    phrase,
 )
 from l2r.report.comparison import PANELS, facts_table, unit_of
 from l2r.report.curves import HEALTH_PANELS, curves
 from l2r.report.page import Section, write_page
+from l2r.report.routing import USAGE_TITLES, usage_by_layer
 from l2r.report.tables import Table
 
 
@@ -35,6 +39,7 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
     if found:
         text = "Training cross-entropy, mean over seeds."
         sections.append(Section("Ablations", text, [ablation_curves(found, unit)]))
+    sections += [section for ablation in found for section in _usage(ablation)]
     sections.append(
         Section(
             "Training dynamics",
@@ -48,3 +53,21 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
     sections.append(Section("Runs", parts=[facts_table(facts)]))
     summary = f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed."
     return write_page(path, title="l2r: sweep", summary=summary, sections=sections)
+
+
+def _usage(ablation: Ablation) -> list[Section]:
+    """Expert usage of every value, layer by layer; none where fewer than two were diagnosed."""
+    summaries: dict[str, dict[str, Any]] = {}
+    for row in ablation.rows:
+        run = row.runs[0]
+        if run.diagnostics.is_file():
+            name = phrase(ablation.field, row.settings[ablation.field])
+            summaries[name] = run.read_json(run.diagnostics)
+    if len(summaries) < 2:
+        return []
+    text = (
+        "First seed, on its validation data. Rows are layers, columns experts; 1 (white) is an "
+        "even share."
+    )
+    figures = [usage_by_layer(summaries, kind) for kind in USAGE_TITLES]
+    return [Section(f"Expert usage: {ablation.title.lower()}", text, figures)]

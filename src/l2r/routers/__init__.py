@@ -4,6 +4,7 @@ from l2r.routers.attention import AttentionConfig, AttentionRouter
 from l2r.routers.base import Router, RouterOutput
 from l2r.routers.capture import Captured, capture
 from l2r.routers.config import RouterConfig
+from l2r.routers.constrain import constrain
 from l2r.routers.l2r import L2RConfig, L2RRouter
 from l2r.routers.linear import LinearConfig, LinearRouter
 from l2r.routers.linear_sips import LinearSipsConfig, LinearSipsRouter
@@ -36,6 +37,7 @@ __all__ = [
     "XMoERouter",
     "build_router",
     "capture",
+    "constrain",
     "make_config",
     "register_router",
     "router_names",

@@ -1,7 +1,7 @@
 """What the routers with anchors share: the score's fields, the query norm and the anchors."""
 
 import dataclasses
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,14 @@ class SipsConfig(RouterConfig):
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
     """
 
-    scoring: Scoring | str = "sips"
-    query_norm: QueryNorm | str = "rmsnorm"
+    read_with: ClassVar = {
+        **{name: {"scoring": ("sips",)} for name in ("gamma", "beta", "p")},
+        "eps": {"scoring": ("cosine", "sips")},
+        "norm_eps": {"query_norm": ("rmsnorm", "batchnorm")},
+    }
+
+    scoring: Scoring = "sips"
+    query_norm: QueryNorm = "rmsnorm"
     gamma: float = DEFAULTS.gamma
     beta: float = DEFAULTS.beta
     p: float = DEFAULTS.p
@@ -34,9 +40,6 @@ class SipsConfig(RouterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.scoring in ("dot", "cosine", "sips"), self, "scoring", "dot, cosine or sips")
-        norms = ("rmsnorm", "batchnorm", "none")
-        check(self.query_norm in norms, self, "query_norm", "rmsnorm, batchnorm or none")
         check(self.gamma > 0, self, "gamma", "> 0")
         check(0 <= self.beta <= 1, self, "beta", "between 0 and 1")
         check(self.p >= 1, self, "p", ">= 1, so that psi is not negative")
@@ -52,12 +55,11 @@ class AnchorRouter(Router):
     def __init__(self, config: SipsConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         c, scale = config, 1 / config.temperature
-        scoring = cast(Scoring, c.scoring)
-        self.score = Score(scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
+        self.score = Score(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
         self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"
-        self.magnitude_norm = MagnitudeBatchNorm() if scales else None
+        self.magnitude_norm = MagnitudeBatchNorm(eps=config.norm_eps) if scales else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -3,13 +3,13 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
-from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.functional.autocast import autocasts, without_autocast
 from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, Score
 from l2r.routers.config import RouterConfig
@@ -74,6 +74,9 @@ class Router(nn.Module):
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
 
+    def constrain(self) -> None:
+        """Bring parameters back onto their surface after a step; most routers have none."""
+
     def raw_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
         """Expert logits before the temperature, in the compute dtype; every router defines it."""
         raise TypeError(f"{type(self).__name__} does not define raw_logits")
@@ -84,9 +87,7 @@ class Router(nn.Module):
 
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
-        with (
-            torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else nullcontext()
-        ):
+        with without_autocast(x.device):
             return self._logits(self._prepare(x), self.kernel_weights(x))
 
     def own_selection(self) -> Selection:
@@ -107,7 +108,7 @@ class Router(nn.Module):
 
         ``bias`` [N] is what some model families pass for their selection.
         """
-        if _autocasts(x.device):
+        if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self._route(x, bias)
         return self._route(x, bias)
@@ -157,8 +158,3 @@ class Router(nn.Module):
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _autocasts(device: torch.device) -> bool:
-    """Whether autocast is on; the meta device, on which models are counted, has none."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)

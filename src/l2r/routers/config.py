@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -17,7 +17,12 @@ class RouterConfig:
     temperature: tau of Eq. 2; the logits a router returns are already divided by it.
     learn_temperature: make log tau a parameter.
     dtype: smallest dtype the router computes in, whatever autocast says.
+
+    A field that only some values of another field read is named in ``read_with``, field -> {other:
+    its values}; beside other values it must keep its default, so that no setting is without effect.
     """
+
+    read_with: ClassVar[Mapping[str, Mapping[str, tuple[object, ...]]]] = {}
 
     normalize_weights: bool = False
     temperature: float = 1.0
@@ -28,6 +33,7 @@ class RouterConfig:
         check_types(self)
         check(math.isfinite(self.temperature) and self.temperature > 0, self, "temperature", "> 0")
         check(self.dtype in DTYPES, self, "dtype", f"one of {', '.join(DTYPES)}")
+        check_read(self)
 
     @property
     def kind(self) -> str:
@@ -59,9 +65,11 @@ def check_types(config: RouterConfig) -> None:
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
-        kinds = {
-            t if isinstance(t, type) else str for t in get_args(hint) or (hint,)
-        }  # Literal: str
+        if get_origin(hint) is Literal:
+            *others, last = get_args(hint)
+            check(value in get_args(hint), config, field.name, f"{', '.join(others)} or {last}")
+            continue
+        kinds = set(get_args(hint) or (hint,))
         if float in kinds:
             kinds.add(int)
         if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
@@ -69,6 +77,20 @@ def check_types(config: RouterConfig) -> None:
             raise ValueError(f"{field.name} must be of type {names}; got {field.name}={value!r}")
         if isinstance(value, float):
             check(math.isfinite(value), config, field.name, "finite")
+
+
+def check_read(config: RouterConfig) -> None:
+    """Raise ValueError for a field off its default that nothing reads beside the other values."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for field, conditions in config.read_with.items():
+        for other, values in conditions.items():
+            given, beside = getattr(config, field), getattr(config, other)
+            if given != defaults[field] and beside not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(
+                    f"{field} is read only with {other}={wanted}; "
+                    f"got {field}={given!r} with {other}={beside!r}; leave {field} out"
+                )
 
 
 def check(condition: bool, config: object, field: str, allowed: str) -> None:

@@ -1,9 +1,10 @@
-"""Parameters of a router, counted on the module itself without allocating it."""
+"""Parameters and cost of a router, counted on the module itself without allocating it."""
 
 from typing import Any
 
 import torch
 
+from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig
 from l2r.routers.registry import build_router
 
@@ -12,8 +13,32 @@ def router_parameters(
     kind: str | RouterConfig, *, hidden_size: int, num_experts: int, **options: Any
 ) -> int:
     """Number of parameters of one router; the RMSNorm gain counts, as in the paper's table."""
-    with torch.device("meta"):
-        router = build_router(
-            kind, hidden_size=hidden_size, num_experts=num_experts, top_k=1, **options
+    sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
+    return sum(parameter.numel() for parameter in _on_meta(kind, **sizes, **options).parameters())
+
+
+def router_cost(
+    kind: str | RouterConfig, *, hidden_size: int, num_experts: int, **options: Any
+) -> int:
+    """Multiply-adds of one router's matrix products for one token (paper, Eq. 29 and 32).
+
+    d N for linear routers, d r + N H r for L2R and X-MoE: every entry of a weight matrix meets
+    the token once. Norms, tanh and pooling are left out, as in the paper. Raises ValueError for
+    routers that do more with their matrices (attention, mixture).
+    """
+    sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
+    router = _on_meta(kind, **sizes, **options)
+    if router.config.kind not in _ONE_PASS:
+        raise ValueError(
+            f"router must be among {', '.join(_ONE_PASS)} for its cost; got {router.config.kind}"
         )
-    return sum(parameter.numel() for parameter in router.parameters())
+    return sum(p.numel() for p in router.parameters() if p.dim() > 1)
+
+
+# Routers in which a token meets every entry of every matrix just once.
+_ONE_PASS = ("linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips")
+
+
+def _on_meta(kind: str | RouterConfig, **options: Any) -> Router:
+    with torch.device("meta"):
+        return build_router(kind, top_k=1, **options)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from l2r.functional import rms_norm
 from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
 
@@ -15,8 +16,12 @@ from l2r.routers.registry import register_router
 class LinearSipsConfig(SipsConfig):
     """SIPS with the identity as projection and one anchor per expert."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.scoring == "sips", self, "scoring", "sips in a linear_sips router")
 
-@register_router("linear_sips")
+
+@register_router("linear_sips", scoring="sips")
 class LinearSipsRouter(AnchorRouter):
     """Parameters: ``norm.weight`` [D] and ``anchors`` [N, 1, D]."""
 

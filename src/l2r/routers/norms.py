@@ -59,14 +59,12 @@ class MagnitudeBatchNorm(nn.Module):
         )
 
     def _batch_statistics(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        sums = torch.stack([torch.ones_like(rho).sum(), rho.sum(), rho.square().sum()])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            from torch.distributed.nn.functional import all_reduce
-
-            sums = all_reduce(sums)  # type: ignore[no-untyped-call]
+        sums = _over_ranks(torch.stack([torch.ones_like(rho).sum(), rho.sum()]))
         count = sums[0].detach()
         mean = sums[1] / count
-        var = (sums[2] / count - mean.square()).clamp_min(0)
+        # The mean of the squares less the square of the mean would be rounding alone where the
+        # norms are nearly equal.
+        var = _over_ranks((rho - mean).square().sum()) / count
         if _recomputing():
             return mean, var
         with torch.no_grad():
@@ -74,6 +72,16 @@ class MagnitudeBatchNorm(nn.Module):
             self.running_mean.lerp_(mean.to(self.running_mean.dtype).view(1), self.momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype).view(1), self.momentum)
         return mean, var
+
+
+def _over_ranks(sums: Tensor) -> Tensor:
+    """The sum over all ranks, with its gradient; the tensor itself in a single process."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return sums
+    from torch.distributed.nn.functional import all_reduce
+
+    total: Tensor = all_reduce(sums)  # type: ignore[no-untyped-call]
+    return total
 
 
 def _recomputing() -> bool:

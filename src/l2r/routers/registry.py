@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from l2r.routers.config import RouterConfig, nearest
+from l2r.routers.names import PAPER_ROUTERS
 
 if TYPE_CHECKING:
     from l2r.routers.base import Router
 
 R = TypeVar("R", bound="type[Router]")
-
-PAPER_ROUTERS = ("linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips")
 
 _registry: dict[str, tuple["type[Router]", dict[str, Any]]] = {}
 
@@ -42,16 +41,14 @@ def router_names() -> list[str]:
 
 def make_config(kind: str, **options: Any) -> RouterConfig:
     """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
-    if not isinstance(kind, str) or kind not in _registry:
-        hint, known = nearest(str(kind), _registry), ", ".join(router_names())
-        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
-    cls, preset = _registry[kind]
+    cls, preset = _registered(kind)
     fields = [f.name for f in dataclasses.fields(cls.Config)]
     for name in options:
         if name not in fields:
+            known = options_of(kind)
             raise ValueError(
-                f"router {kind!r} has no option {name!r}{nearest(name, fields)}; "
-                f"it takes: {', '.join(fields)}"
+                f"router {kind!r} has no option {name!r}{nearest(name, known)}; "
+                f"it takes: {', '.join(known)}"
             )
     for name, value in preset.items():
         if options.get(name, value) != value:
@@ -59,10 +56,31 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
     return cls.Config(**{**preset, **options})
 
 
+def options_of(kind: str) -> list[str]:
+    """Options that the router ``kind`` reads: not those that its name fixes or leaves without use.
+
+    Raises ValueError for an unknown name.
+    """
+    cls, preset = _registered(kind)
+    unread = {
+        field
+        for field, conditions in cls.Config.read_with.items()
+        if any(preset.get(other, values[0]) not in values for other, values in conditions.items())
+    }
+    fields = [f.name for f in dataclasses.fields(cls.Config)]
+    return [name for name in fields if name not in preset and name not in unread]
+
+
+def _registered(kind: str) -> tuple["type[Router]", dict[str, Any]]:
+    if not isinstance(kind, str) or kind not in _registry:
+        hint, known = nearest(str(kind), _registry), ", ".join(router_names())
+        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
+    return _registry[kind]
+
+
 def router_class(kind: str) -> "type[Router]":
     """Class registered as ``kind``; raises ValueError for an unknown name."""
-    make_config(kind)
-    return _registry[kind][0]
+    return _registered(kind)[0]
 
 
 def kind_of(config: RouterConfig) -> str:

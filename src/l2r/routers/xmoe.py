@@ -6,7 +6,7 @@ paper's table, both sides normalised, orthogonal anchors and a fixed temperature
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from l2r.functional import unit
 from l2r.kernels import dispatch
 from l2r.kernels.contract import Score
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import KernelWeights, Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
@@ -27,31 +28,33 @@ class XMoEConfig(RouterConfig):
 
     bias: of the projection. normalize_query: cosine on both sides, else on the anchors alone.
     anchor_init: orthogonal or normal, scaled by anchor_scale. anchor_norm: norm that the
-    stored anchors are pulled back to in every forward, None to leave them (the logits see unit
-    anchors either way). min_temperature: floor of a learned temperature.
-    gate: softmax over experts, or an independent sigmoid for each.
+    stored anchors are pulled back to after every step, None to leave them (the logits see unit
+    anchors either way; a smaller norm learns faster). min_temperature: floor of a learned
+    temperature. gate: softmax over experts, or an independent sigmoid for each.
     """
+
+    read_with: ClassVar = {
+        "min_temperature": {"learn_temperature": (True,)},
+        "normalize_weights": {"gate": ("softmax",)},
+    }
 
     rank: int | None = None
     bias: bool = False
     normalize_query: bool = True
-    anchor_init: Literal["orthogonal", "normal"] | str = "orthogonal"
+    anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
     anchor_scale: float = 1.0
     anchor_norm: float | None = None
     eps: float = 1e-6
     min_temperature: float = 0.01
-    gate: Literal["softmax", "sigmoid"] | str = "softmax"
+    gate: Literal["softmax", "sigmoid"] = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.rank is None or self.rank >= 1, self, "rank", "None or >= 1")
-        inits = ("orthogonal", "normal")
-        check(self.anchor_init in inits, self, "anchor_init", "orthogonal or normal")
         check(self.anchor_scale > 0, self, "anchor_scale", "> 0")
         check(self.anchor_norm is None or self.anchor_norm > 0, self, "anchor_norm", "None or > 0")
         check(self.eps > 0, self, "eps", "> 0")
         check(self.min_temperature > 0, self, "min_temperature", "> 0")
-        check(self.gate in ("softmax", "sigmoid"), self, "gate", "softmax or sigmoid")
 
     @classmethod
     def preset(cls, source: str) -> "XMoEConfig":
@@ -71,7 +74,7 @@ class XMoERouter(Router):
         super().__init__(config, **sizes)
         self.score = Score("cosine", eps=config.eps, scale=1 / config.temperature)
         rank = config.rank or max(1, self.num_experts // 2)
-        self.projection = nn.Linear(self.hidden_size, rank, bias=config.bias)
+        self.projection = BareLinear(self.hidden_size, rank, bias=config.bias)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))
         self.reset_parameters()
 
@@ -84,6 +87,18 @@ class XMoERouter(Router):
             nn.init.normal_(anchors, std=scale)
         elif not anchors.is_meta:
             nn.init.orthogonal_(anchors, gain=scale)
+        self.constrain()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Anchors to their fixed norm, if they have one.
+
+        NOTE: TorchScale rescales its parameter in every forward, where FSDP2 holds a copy that
+        it throws away. We do after every step (l2r.routers.constrain), which gives the same
+        sequence of weights.
+        """
+        if self.config.anchor_norm is not None:
+            self.anchors.copy_(unit(self.anchors) * self.config.anchor_norm)
 
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)
@@ -93,15 +108,14 @@ class XMoERouter(Router):
     def kernel_weights(self, x: Tensor) -> KernelWeights | None:
         """None where the variant is not the plain cosine router."""
         c, dtype = self.config, self.compute_dtype(x)
-        simple = c.normalize_query and c.anchor_norm is None and self.log_temperature is None
-        if not simple or self.projection.bias is not None:
+        if not c.normalize_query or self.log_temperature is not None:
+            return None
+        if self.projection.bias is not None:
             return None
         return self.projection.weight.to(dtype), None, self.anchors.to(dtype)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)
-        if self.config.anchor_norm is not None and self.training:
-            self.anchors.data = unit(self.anchors.data) * self.config.anchor_norm
         anchors, score = self.anchors.to(query.dtype), self.score._replace(scale=1.0)
         if not self.config.normalize_query:
             anchors = unit(anchors, eps=self.config.eps)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from l2r.functional import expert_usage
-from l2r.routers import Captured, SigmoidRouter, update_selection_bias
+from l2r.routers import SigmoidRouter, update_selection_bias
+from l2r.training.objective import Loads
 from l2r.training.ranks import Ranks
 
 
@@ -24,11 +24,10 @@ class BiasBalance:
             )
         self.loads: dict[str, Tensor] = {}
 
-    def add(self, captured: Captured) -> None:
+    def add(self, loads: Loads) -> None:
         """Count what each expert got in one forward pass."""
-        for name, router in self.routers.items():
-            for output in captured.outputs.get(name, []):
-                load = expert_usage(output.indices, router.num_experts)
+        for name in self.routers:
+            for load in loads.get(name, []):
                 self.loads[name] = self.loads[name] + load if name in self.loads else load
 
     @torch.no_grad()

@@ -1,18 +1,13 @@
 """What a run was made with, so that its numbers can be read later."""
 
-import importlib.metadata
-import os
-import platform
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 
+from l2r.machine import describe_machine
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import Router
-
-_PACKAGES = ("l2r-moe", "torch", "transformers", "tokenizers", "numpy", "triton")
 
 
 def describe_environment(
@@ -31,23 +26,3 @@ def describe_environment(
         "moe_layers": len(routers),
         "data": data,
     }
-
-
-def describe_machine() -> dict[str, Any]:
-    """Versions of the packages that matter, processor, threads and accelerators."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpus": gpus,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

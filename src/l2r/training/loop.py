@@ -5,8 +5,7 @@ gradient, clipped -> AdamW. The data order is a function of the step, so a run r
 same bits from weights, optimiser slots, random state and one integer.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,19 @@ import torch
 from torch import Tensor
 
 from l2r.data.run_folder import RunFolder
-from l2r.recipes.load import AnyRecipe, dump_recipe
-from l2r.routers import capture
+from l2r.models.checkpointing import checkpoint_activations
+from l2r.recipes.load import AnyRecipe
+from l2r.routers import capture, constrain
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
+from l2r.training.claim import claim, lock
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.mean_loss import MeanLoss
 from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
-from l2r.training.objective import auxiliary_losses, layer_usage, routing_summary
+from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (
     accumulate,
@@ -58,12 +60,15 @@ def train(
     label: str = "train",
     show_progress: bool = True,
     report: Callable[[str], None] = lambda line: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> RunResult:
     """Train a recipe into a run folder, going on from its newest checkpoint if it has one.
 
-    Under torchrun every rank calls this. Raises ValueError when the folder holds a run of
-    another recipe or is in use, NonFiniteError (a ValueError) at a NaN or infinity, OSError
-    when the folder cannot be written.
+    Under torchrun every rank calls this. ``on_step`` gets the number of every step, from 0,
+    before the step is taken; what it raises ends the run.
+
+    Raises ValueError when the folder holds a run of another recipe or is in use, NonFiniteError
+    (a ValueError) at a NaN or infinity, OSError when the folder cannot be written.
     """
     run = RunFolder(folder)
     with join_ranks() as ranks:
@@ -72,9 +77,9 @@ def train(
         if ranks.first:
             run.create()
         ranks.wait()
-        with _lock(run, ranks), progress_bar(show=show_progress and ranks.first) as progress:
+        with lock(run, ranks), progress_bar(show=show_progress and ranks.first) as progress:
             task = build_task(recipe, report)
-            trainer = _Trainer(recipe, run, task, ranks)
+            trainer = _Trainer(recipe, run, task, ranks, on_step)
             monitor = Monitor(run, progress, label, trainer.steps) if ranks.first else None
             return trainer.fit(monitor)
 
@@ -82,8 +87,16 @@ def train(
 class _Trainer:
     """State of one run on one rank."""
 
-    def __init__(self, recipe: AnyRecipe, run: RunFolder, task: Task, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        recipe: AnyRecipe,
+        run: RunFolder,
+        task: Task,
+        ranks: Ranks,
+        on_step: Callable[[int], None],
+    ) -> None:
         self.recipe, self.run, self.task, self.ranks = recipe, run, task, ranks
+        self.on_step = on_step
         training = recipe.training
         if training.global_batch % (training.micro_batch * ranks.world):
             raise ValueError(
@@ -93,13 +106,12 @@ class _Trainer:
         self.units_per_step = training.global_batch * task.item_size
         self.steps = _steps(recipe, task)
         self.end = self.steps * self.units_per_step
-        _claim(run, recipe, ranks)
+        claim(run, recipe, ranks)
         torch.manual_seed(recipe.seed)
         torch.use_deterministic_algorithms(training.deterministic)
         model = task.build_model()
         if training.activation_checkpointing:
-            options = {"use_reentrant": False}  # the reentrant kind drops the routers' gradients
-            model.activation_checkpointing_enable(options)  # type: ignore[operator]
+            checkpoint_activations(model)
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)
@@ -109,6 +121,7 @@ class _Trainer:
         speed = recipe.losses.bias_speed
         self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
+        self.mean_loss = MeanLoss(ranks)
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
     def fit(self, monitor: Monitor | None) -> RunResult:
@@ -117,6 +130,7 @@ class _Trainer:
         speed = Speed()
         with stop_on_signals() as stop:
             while step < self.steps:
+                self.on_step(step)
                 logged = (step + 1) % self.recipe.training.log_every == 0 or step + 1 == self.steps
                 record = self._step(step, summarise=logged)
                 step += 1
@@ -130,7 +144,10 @@ class _Trainer:
                     self._validate(step, monitor)
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
-                if stopping or self._due(step, every):
+                saving = stopping or self._due(step, every)
+                if logged or saving:
+                    self._record_mean(step, monitor)
+                if saving:
                     state = (self.model, self.optimizer, self.ranks)
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
@@ -141,6 +158,13 @@ class _Trainer:
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def _record_mean(self, step: int, monitor: Monitor | None) -> None:
+        """The loss of all steps since the last such record, so that few records hold them all."""
+        mean = self.mean_loss.read()
+        if mean and monitor is not None:
+            position = {"step": step, self.task.unit: step * self.units_per_step}
+            monitor.record({"kind": "train_mean", **position, **mean})
 
     def _step(self, step: int, *, summarise: bool) -> dict[str, Any]:
         """One optimiser step; the record has the step's losses and, if asked, routing numbers."""
@@ -161,8 +185,10 @@ class _Trainer:
                 )
             for name, value in losses.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
+        self.mean_loss.add(totals["ce"])
         norm = self._clip(step)
         self.optimizer.step()
+        constrain(self.model)
         if self.bias_balance is not None:
             self.bias_balance.step(self.ranks)
         if self.average is not None:
@@ -181,19 +207,21 @@ class _Trainer:
         with precision(self.recipe.training.precision, self.ranks.device):
             with capture(self.model) as captured:
                 task_loss = self.task.loss(self.model, batch)
-            if usage is None and section.balance_scope == "step":
-                usage = self._over_ranks(layer_usage(captured, section))
+            loads = expert_loads(captured)
+            if usage is None:
+                usage = layer_usage(captured, section, loads)
+                usage = self._over_ranks(usage) if section.balance_scope == "step" else usage
             extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
             loss = task_loss + extra
             if self.bias_balance is not None:
-                self.bias_balance.add(captured)
-        if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(
-                explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)
-                + self._last_checkpoint()
-            )
+                self.bias_balance.add(loads)
+            if not bool(torch.isfinite(loss)):
+                raise NonFiniteError(
+                    explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)
+                    + self._last_checkpoint()
+                )
         (loss / parts).backward()  # type: ignore[no-untyped-call]
-        summary = routing_summary(captured) if summarise else {}
+        summary = routing_summary(loads) if summarise else {}
         return {"ce": task_loss.detach(), **parts_of_extra}, summary
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
@@ -206,7 +234,7 @@ class _Trainer:
                 autocast = precision(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:
                     self.task.loss(self.model, batch)
-                parts = layer_usage(captured, self.recipe.losses)
+                parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))
                 sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return self._over_ranks([total / len(batches) for total in sums])
 
@@ -282,24 +310,3 @@ def _steps(recipe: AnyRecipe, task: Task) -> int:
         return max(1, round(training.tokens / units))
     assert training.epochs is not None
     return max(1, round(training.epochs * (task.items // training.global_batch)))
-
-
-def _claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
-    """Write the recipe into the folder, or check that the folder's own is the same."""
-    text = dump_recipe(recipe)
-    if run.recipe.is_file() and run.recipe.read_text(encoding="utf-8") != text:
-        raise ValueError(
-            f"output folder {run.path} holds a run of another recipe; choose another folder"
-        )
-    ranks.wait()
-    if ranks.first and not run.recipe.is_file():
-        run.recipe.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
-    if not ranks.first:
-        yield
-        return
-    with run.lock():
-        yield

@@ -20,7 +20,7 @@ def auxiliary_losses(
 ) -> tuple[Tensor, dict[str, Float[Tensor, ""]]]:
     """Weighted sum lambda_bal L_bal + lambda_z L_z, and both losses unweighted.
 
-    ``usage`` gives the f_i of every layer for statistics over a whole step.
+    ``usage`` gives the f_i of every layer, over a whole step or as they are counted already.
     Raises ValueError when a weight is positive but no router was recorded.
     """
     logits, indices = captured.logits(), captured.indices()
@@ -31,18 +31,32 @@ def auxiliary_losses(
     return section.balance * balance + section.z * z, {"balance": balance.detach(), "z": z.detach()}
 
 
-def layer_usage(captured: Captured, section: LossSection) -> list[Float[Tensor, " N"]]:
+Loads = dict[str, list[Tensor]]
+
+
+def expert_loads(captured: Captured) -> Loads:
+    """Share of tokens [N] that chose each expert, by router and call; counted once for all."""
+    return {
+        name: [expert_usage(output.indices, output.logits.shape[1]) for output in calls]
+        for name, calls in captured.outputs.items()
+    }
+
+
+def layer_usage(
+    captured: Captured, section: LossSection, loads: Loads
+) -> list[Float[Tensor, " N"]]:
     """f_i of every layer, counted as the balance variant counts."""
-    first = section.balance_variant == "tutel"
+    if section.balance_variant != "tutel":
+        return [load for calls in loads.values() for load in calls]
     pairs = zip(captured.logits(), captured.indices(), strict=True)
-    return [expert_usage(i[:, :1] if first else i, z.shape[1]) for z, i in pairs]
+    return [expert_usage(i[:, :1], z.shape[1]) for z, i in pairs]  # the first choice alone
 
 
-def routing_summary(captured: Captured) -> dict[str, list[float] | list[int]]:
+def routing_summary(loads: Loads) -> dict[str, list[float] | list[int]]:
     """Per layer: load entropy in [0, 1], max / mean load and the number of unused experts."""
     entropy, peak, dead = [], [], []
-    for logits, indices in zip(captured.logits(), captured.indices(), strict=True):
-        share = expert_usage(indices, logits.shape[1]) / indices.shape[1]
+    for load in (load for calls in loads.values() for load in calls):
+        share = load / load.sum()
         entropy.append(float(torch.special.entr(share).sum() / math.log(max(2, len(share)))))
         peak.append(float(share.max() * len(share)))
         dead.append(int((share == 0).sum()))

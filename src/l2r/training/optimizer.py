@@ -9,15 +9,20 @@ from l2r.recipes.schema import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW in two groups, decayed and not; OLMoE decays every parameter."""
+    """AdamW in two groups, decayed and not; OLMoE decays every parameter.
+
+    A learned temperature never decays: decay of its logarithm would pull it to 1.
+    """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        is_temperature = name.split(".")[-1] == "log_temperature"
         is_anchor = name.endswith(".anchors")
         is_norm = parameter.dim() < 2
-        skip = (is_anchor and not section.decay_anchors) or (is_norm and not section.decay_norms)
+        skip = is_anchor and not section.decay_anchors
+        skip = skip or is_temperature or (is_norm and not section.decay_norms)
         (kept if skip else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": section.weight_decay},

@@ -4,8 +4,6 @@ A cell is one choice of the grid's values; each cell is trained with every seed,
 of its own. Nothing else is kept: the folders say what is finished.
 """
 
-import dataclasses
-import json
 import re
 import shlex
 import subprocess
@@ -20,9 +18,10 @@ import yaml
 
 from l2r.data.atomic import write_text
 from l2r.data.run_folder import RunFolder
+from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe, parse_recipe
-from l2r.routers import RouterConfig
 from l2r.routers.config import nearest
+from l2r.routers.registry import options_of
 from l2r.training.loop import train
 from l2r.training.signals import stop_on_signals
 
@@ -71,6 +70,9 @@ def read_grid(axes: Sequence[str]) -> Grid:
         if not values or None in values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"grid {field} needs different values, at least one; got {text!r}")
         grid[field] = values
+    lengths = [field for field in grid if field in LENGTHS]
+    if len(lengths) > 1:
+        raise ValueError(f"grid names {' and '.join(lengths)}, which replace each other; give one")
     if not grid:
         raise ValueError("grid is missing; give at least one, e.g. --grid router.rank=2,8,32")
     return grid
@@ -99,7 +101,7 @@ def plan_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
         if settings in seen:
             continue
         seen.append(settings)
-        cell_recipe = _recipe_of(values, settings, options, recipe)
+        cell_recipe = _recipe_of(values, settings, recipe)
         for seed in range(base.seed, base.seed + seeds):
             seeded = cell_recipe.model_copy(update={"seed": seed})
             name = ",".join(f"{_short(f, grid)}={_word(v)}" for f, v in settings.items())
@@ -189,23 +191,11 @@ def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome
     return Outcome(cell, run.path, trained=True)
 
 
-def _recipe_of(
-    values: dict[str, Any], settings: Mapping[str, Any], options: set[str], source: str
-) -> AnyRecipe:
-    """The base recipe with the cell's settings; another router keeps the options both have."""
-    changed = json.loads(json.dumps(values))
-    kind = settings.get(_KIND, changed["router"]["kind"])
-    changed["router"] = {k: v for k, v in changed["router"].items() if k in options}
-    changed["router"]["kind"] = kind
-    for field, value in settings.items():
-        *parents, last = field.split(".")
-        section = changed
-        for parent in parents:
-            section = section.get(parent)
-            if not isinstance(section, dict):
-                raise ValueError(f"grid names an unknown field {field}")
-        section[last] = value
-    return parse_recipe(changed, source=source)
+def _recipe_of(values: dict[str, Any], settings: Mapping[str, Any], source: str) -> AnyRecipe:
+    """The base recipe with the cell's settings, its router first."""
+    for field in sorted(settings, key=lambda field: field != _KIND):
+        values = set_field(values, field, settings[field])
+    return parse_recipe(values, source=source)
 
 
 def _check_router_options(grid: Grid, kind: str) -> None:
@@ -219,9 +209,8 @@ def _check_router_options(grid: Grid, kind: str) -> None:
 
 
 def _router_options(kind: str) -> set[str]:
-    """Fields that a router of this kind takes, ``kind`` among them."""
-    config = RouterConfig.from_dict({"kind": kind})
-    return {"kind", *(field.name for field in dataclasses.fields(config))}
+    """Fields that a router of this kind reads, ``kind`` among them."""
+    return {"kind", *options_of(kind)}
 
 
 def _short(field: str, grid: Grid) -> str:

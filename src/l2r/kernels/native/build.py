@@ -4,6 +4,7 @@ The library is built on first use where a C++ compiler is found (one to two seco
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
 the flags, the compiler and the processor. Without a compiler, or with ``L2R_CPU_KERNEL=off``,
 torch operations run instead; the results agree to a few units of fp32 rounding.
+``L2R_CPU_MARCH`` builds for another processor than this one (x86-64-v3: AVX2 without AVX-512).
 """
 
 import ctypes
@@ -17,9 +18,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from l2r.cache import cache_folder
+
 _FLAGS: tuple[str, ...] = (
     "-O3",
-    "-march=native",
+    f"-march={os.environ.get('L2R_CPU_MARCH', 'native')}",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",
@@ -64,7 +67,7 @@ def _build(compiler: str) -> Path:
     sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = Path(os.environ.get("L2R_CACHE", Path.home() / ".cache" / "l2r"))
+    folder = cache_folder()
     path = folder / f"cpu-kernel-{digest}.so"
     if path.exists():
         return path

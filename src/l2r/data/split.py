@@ -1,0 +1,49 @@
+"""Which documents train and which are held out: a function of the text alone.
+
+Nothing depends on shards, workers or kills, and copies of a document all land on the same side,
+so that no held-out text is trained on.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
+
+
+@dataclass(frozen=True)
+class Split:
+    """hold_out: share of the documents that is held out for validation.
+
+    share: share of the other documents that is kept for training. A larger share contains a
+    smaller one, and the held-out documents are the same under every share.
+    """
+
+    hold_out: float = 0.0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hold_out < 1:
+            raise ValueError(f"hold_out must be >= 0 and < 1; got {self.hold_out}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be > 0 and <= 1; got {self.share}")
+
+    def folders(self, out: Path) -> dict[str, Path]:
+        """Folder of each part; training tokens lie in ``out`` itself where nothing is held out."""
+        if self.hold_out == 0:
+            return {TRAIN: out}
+        return {TRAIN: out / TRAIN, VALIDATION: out / VALIDATION}
+
+    def part(self, text: str) -> str | None:
+        """``train``, ``validation``, or None for a document that is left out."""
+        if self == EVERYTHING:
+            return TRAIN
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        position = (int.from_bytes(digest) >> 11) * 2.0**-53  # uniform in [0, 1), exact
+        if position < self.hold_out:
+            return VALIDATION
+        end = self.hold_out + self.share * (1 - self.hold_out)
+        return TRAIN if self.share == 1 or position < end else None
+
+
+EVERYTHING = Split()

@@ -1,0 +1,85 @@
+"""Compares two checkpoints on the same documents: which is better, and is it more than chance.
+
+Two accuracies share their documents, so the error of their difference is not that of two
+independent numbers: documents that both models get right, or both wrong, say nothing about it.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import NamedTuple
+
+from l2r.evaluation.results import MEANS
+from l2r.evaluation.scoring import TaskResult
+from l2r.evaluation.tasks import PAPER_TASKS
+
+
+class PairedDifference(NamedTuple):
+    """Accuracy of the second less that of the first, with its interval, as shares of 1."""
+
+    difference: float
+    low: float
+    high: float
+
+
+class _Estimate(NamedTuple):
+    difference: float
+    centre: float
+    variance: float
+
+
+def paired_difference(
+    first: TaskResult, second: TaskResult, *, confidence: float = 0.95
+) -> PairedDifference:
+    """Difference of one task's accuracies over documents, by pairs.
+
+    The interval is Agresti and Min's (Statistics in Medicine 24, 2005): half a document is added
+    to each of the four outcomes, so that few documents, or models that never differ, do not give
+    an interval of width 0. Raises ValueError unless both were scored on the same documents.
+    """
+    return _interval([_estimate(first, second)], confidence)
+
+
+def paired_row(
+    first: Mapping[str, TaskResult], second: Mapping[str, TaskResult], *, confidence: float = 0.95
+) -> dict[str, PairedDifference]:
+    """Differences by column of the paper's table; means take their tasks as independent."""
+    estimates = {
+        task.name: _estimate(first[task.name], second[task.name])
+        for task in PAPER_TASKS
+        if task.name in first and task.name in second
+    }
+    row = {
+        task.column: _interval([estimates[task.name]], confidence)
+        for task in PAPER_TASKS
+        if task.name in estimates
+    }
+    for column, tasks in MEANS.items():
+        if all(task.name in estimates for task in tasks):
+            row[column] = _interval([estimates[task.name] for task in tasks], confidence)
+    return row
+
+
+def _estimate(first: TaskResult, second: TaskResult) -> _Estimate:
+    before, after = ({d.document: d.hit for d in result.scored} for result in (first, second))
+    if before.keys() != after.keys() or not before:
+        raise ValueError(
+            f"two results of {first.task} must be of the same documents; got {len(before)} and "
+            f"{len(after)} documents, {len(before.keys() & after.keys())} of them in both"
+        )
+    count = len(before)
+    won = sum(after[d] and not before[d] for d in before)
+    lost = sum(before[d] and not after[d] for d in before)
+    padded = count + 2
+    differing = won + lost + 1
+    variance = (differing - (won - lost) ** 2 / padded) / padded**2
+    return _Estimate((won - lost) / count, (won - lost) / padded, variance)
+
+
+def _interval(estimates: list[_Estimate], confidence: float) -> PairedDifference:
+    count = len(estimates)
+    centre = sum(e.centre for e in estimates) / count
+    error = math.sqrt(sum(e.variance for e in estimates)) / count
+    reach = NormalDist().inv_cdf((1 + confidence) / 2) * error
+    difference = sum(e.difference for e in estimates) / count
+    return PairedDifference(difference, max(-1.0, centre - reach), min(1.0, centre + reach))

@@ -1,0 +1,81 @@
+"""How far new routers agree with the old ones in whose place they would be.
+
+Shape letters: T tokens, N experts, K chosen.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from l2r.models.swap import Site
+from l2r.routers import Router
+
+
+def divergence(
+    teacher: Float[Tensor, "T N"], student: Float[Tensor, "T N"], *, score: str = "softmax"
+) -> Float[Tensor, ""]:
+    """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
+
+    ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
+    own probability.
+    """
+    if score == "softmax":
+        p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
+        return (p.exp() * (p - q)).sum(-1).mean()
+    split = nn.functional.logsigmoid
+    yes, no = split(teacher), split(-teacher)
+    coin = yes.exp() * (yes - split(student)) + no.exp() * (no - split(-student))
+    return coin.sum(-1).mean()
+
+
+@torch.no_grad()
+def compare(
+    model: Any, sites: Sequence[Site], students: Sequence[Router], batches: Sequence[Tensor]
+) -> list[tuple[float, float]]:
+    """(agreement, divergence) per layer, what the students would do where the teachers are."""
+    sums = torch.zeros(len(sites), 2, dtype=torch.float64)
+    for ids in batches:
+        for row, (site, student, (x, logits, indices)) in enumerate(
+            zip(sites, students, observe(model, sites, ids), strict=True)
+        ):
+            chosen = student(x, *_block_bias(model, site)).indices
+            both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
+            apart = divergence(logits, student.logits(x), score=site.selection.score)
+            sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
+    return [(float(a), float(d)) for a, d in sums / len(batches)]
+
+
+def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    with _hooks([site.router for site in sites], seen), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return seen
+
+
+@contextmanager
+def _hooks(routers: Sequence[nn.Module], seen: list[Any]) -> Iterator[None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = args[0].detach().flatten(0, -2)
+        seen.append((x, output[0].detach().float(), output[2].detach()))
+
+    handles = [router.register_forward_hook(hook) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
+    """The selection bias that a block passes to its router, where the family does that."""
+    block = model.get_submodule(site.path.rpartition(".")[0])
+    for name in ("e_score_correction_bias", "expert_bias"):
+        bias = getattr(block, name, None)
+        if isinstance(bias, Tensor):
+            return (bias,)
+    return ()

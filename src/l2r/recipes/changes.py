@@ -1,0 +1,54 @@
+"""Values put over a recipe's: by a recipe on its base, on the command line, by a sweep."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from l2r.routers.registry import options_of, router_class
+
+LENGTHS = ("training.steps", "training.tokens", "training.epochs")
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Values of ``above`` over those of ``below``, section by section; neither is changed.
+
+    Another router keeps the options that it reads as well; a length of training replaces one that
+    is given in another unit. ``place`` is the section that both are, e.g. ``training``.
+    """
+    merged = dict(below)
+    if place == "router" and "kind" in below and "kind" in above:
+        merged = _for_kind(merged, above["kind"])
+    given = {f"{place}.{name}" for name, value in above.items() if value is not None}
+    if given & set(LENGTHS):
+        merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTHS}
+    for key, value in above.items():
+        old = merged.get(key)
+        sections = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = merge(old or {}, value, f"{place}.{key}".lstrip(".")) if sections else value
+    return merged
+
+
+def set_field(values: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """``values`` with one field set, e.g. ``training.steps``, as ``merge`` does it.
+
+    Raises ValueError where a part of the name is not a section.
+    """
+    section: Any = values
+    *parents, last = field.split(".")
+    for parent in parents:
+        section = section.get(parent, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"{field} is not a field: {parent} holds a value, not fields")
+    nested = {last: value}
+    for parent in reversed(parents):
+        nested = {parent: nested}
+    return merge(values, nested)
+
+
+def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A router section without the options of its kind that another kind does not read."""
+    if router["kind"] == kind:
+        return router
+    own = {field.name for field in dataclasses.fields(router_class(router["kind"]).Config)}
+    dropped = own - set(options_of(kind))
+    return {name: value for name, value in router.items() if name not in dropped}

@@ -1,0 +1,105 @@
+"""The paper's tables of sizes, costs and image accuracies, in its layout."""
+
+from collections.abc import Mapping, Sequence
+
+from l2r.report.tables import Table
+from l2r.routers.names import PAPER_ROUTERS
+
+# parameters, active parameters, router parameters, flops, router flops of one image
+Counts = tuple[int, int, int, int, int]
+# Mean and the half width of its interval, both in per cent.
+Spread = tuple[float, float]
+
+
+def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
+    """Ranks down, heads across; parameters and their share of the linear router's."""
+    caption = f"All layers; in parentheses the share of the linear router's {linear:,}."
+    return _grid("Router parameters", cells, linear, caption)
+
+
+def cost_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
+    """The same grid with the multiply-adds of one token."""
+    caption = (
+        "Multiply-adds of matrix products for one token, all layers; in parentheses the share "
+        f"of the linear router's {linear:,}. Norms, tanh and pooling come on top."
+    )
+    return _grid("Router cost", cells, linear, caption)
+
+
+def _grid(title: str, cells: Mapping[tuple[int, int], int], linear: int, caption: str) -> Table:
+    ranks = sorted({rank for rank, _ in cells})
+    heads = sorted({head for _, head in cells})
+    rows = tuple(
+        (rank, *(show_count(cells[rank, head], linear) for head in heads)) for rank in ranks
+    )
+    columns = ("rank r \\ heads H", *(str(head) for head in heads))
+    return Table(title, columns, rows, caption=caption)
+
+
+def size_table(sizes: Mapping[str, tuple[str, int, int, int, int]]) -> Table:
+    """A row per recipe: router, all parameters, active ones, routers' and linear routers'."""
+    rows = tuple(
+        (name, router, total, active, show_count(own, linear))
+        for name, (router, total, active, own, linear) in sizes.items()
+    )
+    return Table(
+        "Models of the recipes",
+        ("recipe", "router", "parameters", "active", "in routers"),
+        rows,
+        caption=(
+            "Active: what one token meets, k of N experts, embeddings included. In parentheses "
+            "the routers' share of what linear routers would have."
+        ),
+    )
+
+
+def show_count(count: int, linear: int) -> str:
+    """``131.072K (6.25%)`` below a million, ``1.114M (53.11%)`` above.
+
+    Digits are rounded half to even on the exact decimal, as the paper's cells are.
+    """
+    share = f"({100 * count / linear:.2f}%)"
+    if count >= 1_000_000:
+        return f"{count / 1e6:.3f}M {share}"
+    return f"{count / 1e3:.3f}K {share}"
+
+
+def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
+    """Counts of each router's model as a table; operations in units of 10^9 and 10^6."""
+    rows = tuple(
+        (name, total, active, router, flops / 1e9, router_flops / 1e6)
+        for name, (total, active, router, flops, router_flops) in counts.items()
+    )
+    return Table(
+        "ViT with experts: parameters, and operations per image",
+        ("router", "parameters", "active", "in routers", "GFLOPs", "router MFLOPs"),
+        rows,
+        caption=(
+            "Active: what one token meets, k of N experts. Operations: matrix products of one "
+            "forward pass, a multiply-add counted as two."
+        ),
+        digits=3,
+    )
+
+
+def accuracy_table(results: Mapping[str, tuple[Spread, Spread, int]]) -> Table:
+    """``results`` maps a router to its top-1, its top-5 and the number of seeds."""
+    rows = [
+        (PAPER_ROUTERS.get(router, router), *top1, *top5, seeds)
+        for router, (top1, top5, seeds) in results.items()
+    ]
+    seeds = sorted({row[-1] for row in rows})
+    return Table(
+        "Top-1 and top-5 accuracy",
+        ("Method", "Top-1 (%)", "± top-1", "Top-5 (%)", "± top-5", "seeds"),
+        tuple(rows),
+        caption=_caption(seeds),
+        digits=2,
+        best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")),
+    )
+
+
+def _caption(seeds: Sequence[int]) -> str:
+    if seeds == [1]:
+        return "One seed each: differences of this size say nothing without more seeds."
+    return "Mean over seeds ± half of the 95% interval (Student's t)."

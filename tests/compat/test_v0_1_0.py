@@ -1,0 +1,62 @@
+"""Runs and models that version 0.1.0 wrote still load, report and resume.
+
+``v0_1_0`` holds a run of a one-layer model on the text of the fixture ``text_folder`` (its
+checkpoint of step 4 of 6, its export, its diagnostics), a swapped stock OLMoE, and the logits that
+0.1.0 gave for both.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import l2r
+
+OLD = Path(__file__).parent / "v0_1_0"
+
+
+def run_l2r(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "l2r", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["run", "swapped"])
+def test_models_of_0_1_0_give_the_same_logits(name: str) -> None:
+    saved = load_file(OLD / "logits.safetensors")
+    model = l2r.load_pretrained(OLD / name / "model" if name == "run" else OLD / name).eval()
+    with torch.no_grad():
+        logits = model(input_ids=saved["ids"]).logits
+    # Sums of at most 300 products of numbers below 10, in fp32, in another order.
+    torch.testing.assert_close(logits, saved[name], rtol=0, atol=300 * 10 * 2.0**-24)
+
+
+@pytest.fixture
+def old_run(tmp_path: Path, text_folder: Path) -> Path:
+    shutil.copytree(OLD / "run", tmp_path / "run")
+    (tmp_path / "text").symlink_to(text_folder)  # the recipe names data by this relative path
+    return tmp_path / "run"
+
+
+def test_a_run_of_0_1_0_is_reported(old_run: Path) -> None:
+    done = run_l2r("report", "run", folder=old_run.parent)
+    assert done.returncode == 0, done.stderr
+    assert "0.306" in done.stdout  # its mean margin, from its diagnostics
+
+
+def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
+    from l2r.data.run_folder import RunFolder
+
+    shutil.rmtree(old_run / "model")
+    before = RunFolder(old_run).read_metrics("train")
+    done = run_l2r("train", "run/recipe.yaml", "--out", "run", folder=old_run.parent)
+    assert done.returncode == 0, done.stderr
+    after = RunFolder(old_run).read_metrics("train")
+    assert [r["step"] for r in after] == [r["step"] for r in before]
+    # Two steps from the same state: rounding, against 0.07 of progress between the two.
+    for old, new in zip(before, after, strict=True):
+        assert new["ce"] == pytest.approx(old["ce"], rel=1e-5)
+    assert (old_run / "model" / "config.json").is_file()

@@ -1,0 +1,108 @@
+"""Routers whose state must agree between ranks: two gloo processes give what one gives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from l2r import XMoEConfig, build_router
+from l2r.routers import constrain
+from l2r.routers.norms import MagnitudeBatchNorm
+from l2r.training.parallel import gathered_weights, spread
+from l2r.training.ranks import Ranks
+
+STEPS = 12
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def trained(kind, ranks):
+    """Whole weights after a few steps of X-MoE routers on this rank's half of the batch."""
+    torch.manual_seed(0)
+    config = XMoEConfig.preset("torchscale")
+    sizes = {"hidden_size": 16, "num_experts": 6, "top_k": 2}
+    routers = nn.ModuleList(build_router(config, **sizes) for _ in range(2))
+    model = spread(_Sum(routers), kind, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    batches = torch.randn(STEPS, 8, 16, generator=torch.Generator().manual_seed(1))
+    targets = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(2))
+    for x, y in zip(batches, targets, strict=True):
+        part = slice(ranks.rank, None, ranks.world)
+        loss = (model(x[part]) - y[part]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        constrain(model)
+    return {name.removeprefix("module."): w for name, w in gathered_weights(model).items()}
+
+
+class _Sum(nn.Module):
+    def __init__(self, routers):
+        super().__init__()
+        self.routers = routers
+
+    def forward(self, x):
+        return sum(router(x).logits for router in self.routers)
+
+
+def standardized(rho, upstream):
+    norm = MagnitudeBatchNorm(momentum=1.0)  # the running statistics are those of the batch
+    rho = rho.clone().requires_grad_()
+    out = norm(rho)
+    (out * upstream).sum().backward()
+    return out.detach(), rho.grad, norm.running_mean, norm.running_var
+
+
+RHO = 19.6 + 0.003 * torch.randn(2048, generator=torch.Generator().manual_seed(3))
+UP = torch.randn(2048, generator=torch.Generator().manual_seed(4))
+
+
+def _rank(rank, port_file, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    found = {kind: trained(kind, ranks) for kind in ("ddp", "fsdp2")}
+    results[rank] = (found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_rank, args=(str(store), results), nprocs=2)
+        return results[0], results[1]
+
+
+def test_constrained_anchors_keep_their_norm_under_ddp_and_fsdp2(ran):
+    alone = trained("ddp", ALONE)
+    for kind, found in ran[0][0].items():
+        assert found.keys() == alone.keys()
+        for name, value in found.items():
+            if name.endswith("anchors"):
+                norms = value.norm(dim=-1)
+                torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
+            torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4, msg=kind)
+
+
+def test_variance_of_the_magnitude_over_ranks_is_not_lost_to_rounding(ran):
+    """Mean 19.6, deviation 0.003: the difference of two means of squares is all rounding."""
+    out, _, mean, var = standardized(RHO, UP)
+    exact = RHO.double()
+    wide = exact.var(unbiased=True).item()
+    # |q| is rounded to 2**-20 here, and its distance from the mean is about 0.003
+    room = 4 * 2**-20 / 0.003
+    assert mean.item() == pytest.approx(exact.mean().item(), abs=2**-20)
+    assert var.item() == pytest.approx(wide, rel=room)
+    expected = (exact - exact.mean()) * (exact.var(unbiased=False) + 1e-5).rsqrt()
+    assert (out - expected).abs().max() < 5 * room
+    both = torch.cat([ran[0][1][0], ran[1][1][0]])
+    assert (both - expected).abs().max() < 5 * room
+    for rank in range(2):
+        assert ran[rank][1][3].item() == pytest.approx(wide, rel=room)
+    gradient = torch.cat([ran[0][1][1], ran[1][1][1]])
+    wide_gradient = standardized(exact, UP.double())[1]
+    assert (gradient - wide_gradient).abs().max() < 5 * room * wide_gradient.abs().max()

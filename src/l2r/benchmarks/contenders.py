@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels.dispatch import implementation
-from l2r.routers import build_router
+from l2r.routers import build_router, make_config
 
 Call = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -25,6 +25,7 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "l2r_sips H1": ("l2r_sips", {"heads": 1}),
     "l2r_sips H16": ("l2r_sips", {"heads": 16}),
 }
+STOCK = "linear, transformers"  # the router that a swap replaces
 
 
 @dataclass
@@ -53,21 +54,6 @@ class Contender:
         self.__dict__.pop("call", None)
 
 
-class HalfLinear(nn.Module):
-    """Linear router as OLMoE of transformers runs it: product in the dtype of x, fp32 softmax."""
-
-    def __init__(self, weight: Tensor, top_k: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.top_k = top_k
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = nn.functional.linear(x, self.weight)
-        probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, indices = torch.topk(probs, self.top_k, dim=-1)
-        return logits, weights.to(x.dtype), indices
-
-
 def contenders(
     *,
     hidden: int,
@@ -77,8 +63,15 @@ def contenders(
     dtype: torch.dtype,
     compiled: bool,
     routers: Mapping[str, tuple[str, dict[str, Any]]] = ROUTERS,
+    swapped: bool = False,
 ) -> list[Contender]:
-    """Every router in its plain, fused and maybe compiled form, with the same seeds."""
+    """Every router in its plain, fused and maybe compiled form, with the same seeds.
+
+    ``swapped`` adds the router of transformers' OLMoE and ours in its place; in half precision
+    the former, whose product is in the dtype of x, is always there.
+    """
+    from l2r.models.stock import stock_router, swapped_router
+
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
     found = []
     for label, (kind, options) in routers.items():
@@ -88,9 +81,14 @@ def contenders(
         if compiled and label in ("linear", "l2r_sips H16"):  # seconds to compile, each
             forms.append("compiled")
         found += [Contender(f"{label}, {form}", router, form) for form in forms]
-        if label == "linear" and dtype != torch.float32:
-            half = HalfLinear(router.weight.detach().to(dtype), top_k)
-            found.append(Contender("linear, transformers", half, "fused", tolerance=5e-2))
+    half = dtype != torch.float32
+    if half or swapped:
+        torch.manual_seed(0)
+        stock = stock_router(**sizes).to(device, dtype)
+        found.append(Contender(STOCK, stock, "fused", tolerance=5e-2 if half else 1e-3))
+    if swapped:
+        router = swapped_router(make_config("l2r_sips", heads=16), **sizes).to(device)
+        found.append(Contender("l2r_sips H16, swapped", router, "fused"))
     return found
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from l2r.benchmarks.contenders import (
+    STOCK,
     Contender,
     contenders,
     forward_step,
@@ -22,7 +23,8 @@ def run(settings: Settings) -> Bench:
         "router",
         settings,
         note="ratio: median over the fastest linear form of the same group. mode graph: CUDA graph "
-        "replay, the device alone. fp32 parameters and arithmetic, except linear, transformers.",
+        "replay, the device alone. fp32 parameters and arithmetic, except linear, transformers, "
+        "in the dtype of x. over stock: over linear, transformers, which a swap replaces.",
     )
     hidden, experts, top_k = (64, 16, 4) if settings.quick else (2048, 64, 8)
     dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
@@ -34,6 +36,7 @@ def run(settings: Settings) -> Bench:
         device=settings.device,
         dtype=dtype,
         compiled=settings.compiled,
+        swapped=True,
     )
     for tokens in batches:
         inputs = _inputs(tokens, hidden, settings.device, dtype)
@@ -61,6 +64,7 @@ def run(settings: Settings) -> Bench:
                 low_us=None,
                 high_us=None,
                 ratio=None,
+                over_stock=None,
             )
     return bench
 
@@ -105,6 +109,7 @@ def _group(
             low_us=1e6 * time.low,
             high_us=1e6 * time.high,
             ratio=time.median / base,
+            over_stock=time.median / times[STOCK].median if STOCK in times else None,
         )
 
 

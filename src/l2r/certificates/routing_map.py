@@ -14,7 +14,7 @@ from l2r.certificates.query_magnitude import Constant, Identity, Radial, Saturat
 from l2r.functional import psi, unit
 from l2r.kernels.contract import Scoring
 from l2r.routers import LinearRouter, LinearSipsRouter, XMoERouter
-from l2r.routers.anchored import AnchorRouter
+from l2r.routers.anchor_router import AnchorRouter
 from l2r.routers.l2r import L2RRouter
 
 

@@ -40,8 +40,7 @@ def routing_query(
     score: Score = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    given = Tensors(x, projection, gain)
-    watched = traced(*given)
+    given, watched = Tensors(x, projection, gain), traced(x, projection, gain)
     backend = _backend_for(given, watched)
     if backend is None:
         return plain.routing_query(x, projection, gain, score)
@@ -56,7 +55,7 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     given = Tensors(anchors=anchors, query=query, rho_hat=rho_hat)
-    watched = traced(*given)
+    watched = traced(query, anchors, rho_hat)
     backend = _backend_for(given, watched)
     if backend is None:
         return plain.anchor_logits(query, anchors, score, rho_hat)
@@ -84,8 +83,7 @@ def route_logits(
     score: Score,
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    given = Tensors(x, projection, gain, anchors)
-    watched = traced(*given)
+    given, watched = Tensors(x, projection, gain, anchors), traced(x, projection, gain, anchors)
     backend = _backend_for(given, watched)
     if backend is None:
         return plain.route_logits(x, projection, gain, anchors, score)
@@ -103,8 +101,7 @@ def route(
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    given = Tensors(x, projection, gain, anchors)
-    watched = traced(*given)
+    given, watched = Tensors(x, projection, gain, anchors), traced(x, projection, gain, anchors)
     backend = _backend_for(given, watched, top_k)
     if backend is None:
         return plain.route(x, projection, gain, anchors, score, top_k=top_k, normalize=normalize)

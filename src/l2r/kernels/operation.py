@@ -187,24 +187,18 @@ def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> Any:
     return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
-@torch.library.custom_op("l2r::route", mutates_args=())
-def _route(
-    x: Tensor | None,
-    weight: Tensor | None,
-    gain: Tensor | None,
-    anchors: Tensor | None,
-    query: Tensor | None,
-    logits: Tensor | None,
-    rho_hat: Tensor | None,
-    scoring: str,
-    constants: Sequence[float],
-    top_k: int,
-    normalize: bool,
-    name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (x, weight, gain, anchors, query, logits, rho_hat)
-    made = _forward(*tensors, scoring, constants, top_k, normalize, name)
-    return _filled(made, first_input(_given(tensors)))
+_GIVEN = "Tensor? x, Tensor? weight, Tensor? gain, Tensor? anchors, Tensor? query"
+_CONSTANTS = "str scoring, float[] constants"
+
+
+@torch.library.custom_op(
+    "l2r::route",
+    mutates_args=(),
+    schema=f"({_GIVEN}, Tensor? logits, Tensor? rho_hat, {_CONSTANTS}, int top_k, bool normalize, "
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _route(*inputs: Any) -> Any:
+    return _filled(_forward(*inputs), first_input(_given(inputs[:7])))
 
 
 @_route.register_fake
@@ -214,32 +208,16 @@ def _(*inputs: Any) -> Any:
     return _filled(_results(given, empty_results(given, top_k=top_k), top_k), first_input(given))
 
 
-@torch.library.custom_op("l2r::route_backward", mutates_args=())
-def _route_backward(
-    x: Tensor | None,
-    weight: Tensor | None,
-    gain: Tensor | None,
-    anchors: Tensor | None,
-    query: Tensor | None,
-    rstd: Tensor | None,
-    logits: Tensor | None,
-    weights: Tensor | None,
-    indices: Tensor | None,
-    lse: Tensor | None,
-    rho_hat: Tensor | None,
-    up_query: Tensor | None,
-    up_logits: Tensor | None,
-    up_weights: Tensor | None,
-    scoring: str,
-    constants: Sequence[float],
-    normalize: bool,
-    need_x: bool,
-    name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (x, weight, gain, anchors, query, rstd, logits, weights, indices, lse, rho_hat)
-    up = (up_query, up_logits, up_weights)
-    grads = _backward(*tensors, *up, scoring, constants, normalize, need_x, name)
-    return _filled(grads, first_input(Tensors(*tensors)))
+@torch.library.custom_op(
+    "l2r::route_backward",
+    mutates_args=(),
+    schema=f"({_GIVEN}, Tensor? rstd, Tensor? logits, Tensor? weights, Tensor? indices, "
+    "Tensor? lse, Tensor? rho_hat, Tensor? up_query, Tensor? up_logits, Tensor? up_weights, "
+    f"{_CONSTANTS}, bool normalize, bool need_x, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _route_backward(*inputs: Any) -> Any:
+    return _filled(_backward(*inputs), first_input(Tensors(*inputs[:11])))
 
 
 @_route_backward.register_fake

@@ -5,6 +5,9 @@ from typing import Any
 from torch import nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
 
+from l2r.models.swap import swap_routers
+from l2r.routers import RouterConfig
+
 
 def stock_olmoe(**sizes: Any) -> OlmoeForCausalLM:
     """transformers' own OLMoE; ``sizes`` are fields of OlmoeConfig."""
@@ -15,7 +18,30 @@ def stock_experts(
     *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
 ) -> nn.Module:
     """The stacked experts of one layer of transformers' OLMoE."""
-    model = stock_olmoe(
+    model = _one_layer(hidden_size, intermediate_size, num_experts, top_k)
+    experts: nn.Module = model.model.layers[0].mlp.experts
+    return experts
+
+
+def stock_router(*, hidden_size: int, num_experts: int, top_k: int) -> nn.Module:
+    """The router of one layer of transformers' OLMoE."""
+    router: nn.Module = _one_layer(hidden_size, 8, num_experts, top_k).model.layers[0].mlp.gate
+    return router
+
+
+def swapped_router(
+    config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
+) -> nn.Module:
+    """The router that ``swap_routers`` puts into a layer of transformers' OLMoE."""
+    model = swap_routers(_one_layer(hidden_size, 8, num_experts, top_k), config)
+    router: nn.Module = model.model.layers[0].mlp.gate
+    return router
+
+
+def _one_layer(
+    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
+) -> OlmoeForCausalLM:
+    return stock_olmoe(
         vocab_size=8,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -27,8 +53,6 @@ def stock_experts(
         bos_token_id=0,
         eos_token_id=0,
     )
-    experts: nn.Module = model.model.layers[0].mlp.experts
-    return experts
 
 
 def stock_trainer(model: nn.Module, folder: str, *, cpu: bool) -> Trainer:

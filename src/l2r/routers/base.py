@@ -59,6 +59,7 @@ class Router(nn.Module):
                 "gradient; set normalize_weights=False or top_k >= 2"
             )
         self.config = config
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -146,11 +147,12 @@ class Router(nn.Module):
                 f"x must have hidden_size={self.hidden_size} as its last dimension; "
                 f"got shape {tuple(x.shape)}"
             )
-        return x.reshape(-1, self.hidden_size)
+        return x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""
-        return torch.promote_types(getattr(torch, self.config.dtype), x.dtype)
+        dtype = self._dtype
+        return dtype if x.dtype is dtype else torch.promote_types(dtype, x.dtype)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

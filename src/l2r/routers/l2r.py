@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
-from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
 from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import KernelWeights, as_dtype
 from l2r.routers.config import check
@@ -15,7 +15,7 @@ from l2r.routers.registry import register_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class L2RConfig(SipsConfig):
+class L2RConfig(AnchorConfig):
     """rank: size of the query. heads: anchors per expert.
 
     init_std: of W_q; None gives hidden_size ** -0.5, so that queries start with unit variance

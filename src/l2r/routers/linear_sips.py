@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from l2r.functional import rms_norm
-from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearSipsConfig(SipsConfig):
+class LinearSipsConfig(AnchorConfig):
     """SIPS with the identity as projection and one anchor per expert."""
 
     def __post_init__(self) -> None:

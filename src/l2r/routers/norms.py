@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from l2r.functional import standardise_magnitude
 
 
-class RmsNormGain(nn.Module):
+class InputNormGain(nn.Module):
     """Learned gain [D] of the RMSNorm before W_q; the norm itself runs inside the kernel."""
 
     def __init__(self, size: int) -> None:

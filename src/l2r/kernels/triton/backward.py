@@ -26,17 +26,15 @@ from l2r.kernels.triton.blocks import (
 @no_type_check
 def select_backward_kernel(
     logits_ptr,
-    lse_ptr,
-    indices_ptr,
     weights_ptr,
+    indices_ptr,
+    lse_ptr,
     grad_logits_ptr,
     grad_weights_ptr,
     out_ptr,
     T,
     N,
     K,
-    HAS_LOGITS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -52,9 +50,9 @@ def select_backward_kernel(
     probs = tl.where(inside, tl.exp(logits - lse[:, None]), 0.0)
     grad = tl.zeros([BT, BN], tl.float32)
     prob_coefficient = tl.zeros([BT], tl.float32)  # what pulls all logits down
-    if HAS_LOGITS:
+    if grad_logits_ptr is not None:
         grad += tl.load(grad_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_WEIGHTS:
+    if grad_weights_ptr is not None:
         chosen = tl.zeros([BT, BN], tl.float32)
         total = tl.zeros([BT], tl.float32)
         row = rows.to(tl.int64) * K
@@ -120,7 +118,6 @@ def query_backward_kernel(
     p,
     eps,
     scale,
-    HAS_RHO: tl.constexpr,
     SCORING: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -133,9 +130,7 @@ def query_backward_kernel(
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     ok = rows < T
     query = load_rows(query_ptr, rows, ok, R, RP)
-    inverse, factor, slope = query_terms(
-        query, rho_ptr, rows, ok, gamma, beta, eps, SCORING, HAS_RHO
-    )
+    inverse, factor, slope = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
     scaled = query * (inverse * factor)[:, None]
     grad = tl.zeros([BT, RP], tl.float32)
     for c0 in range(0, N * H, BC):
@@ -163,7 +158,7 @@ def query_backward_kernel(
     if SCORING != 0:
         grad_phi = tl.sum(grad * query, 1) * inverse
         grad_rho = grad_phi * slope
-        if HAS_RHO:
+        if rho_ptr is not None:
             tl.store(grad_rho_ptr + rows, grad_rho.to(grad_rho_ptr.dtype.element_ty), mask=ok)
             grad_rho = grad_rho * 0
         norm = tl.sqrt(tl.sum(query * query, 1))
@@ -188,7 +183,6 @@ def anchors_backward_kernel(
     p,
     eps,
     scale,
-    HAS_RHO: tl.constexpr,
     SCORING: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -210,9 +204,7 @@ def anchors_backward_kernel(
         rows = t0 + tl.arange(0, BT)
         ok = rows < end
         query = load_rows(query_ptr, rows, ok, R, RP)
-        inverse, factor, _ = query_terms(
-            query, rho_ptr, rows, ok, gamma, beta, eps, SCORING, HAS_RHO
-        )
+        inverse, factor, _ = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
         scaled = query * (inverse * factor)[:, None]
         weight = score_grads(
             scaled,

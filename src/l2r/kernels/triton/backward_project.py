@@ -24,8 +24,6 @@ def project_backward_kernel(
     T,
     D,
     tokens_per_split,
-    HAS_GAIN: tl.constexpr,
-    HAS_X: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
     DOT: tl.constexpr,
@@ -39,7 +37,7 @@ def project_backward_kernel(
     lane = tl.arange(0, RP)
     w_ok = (lane < R)[:, None] & d_ok[None, :]
     w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0).to(tl.float32)
-    if HAS_GAIN:
+    if gain_ptr is not None:
         w = w * tl.load(gain_ptr + d, mask=d_ok, other=0.0).to(tl.float32)[None, :]
     grad_w = tl.zeros([BD, RP], tl.float32)
     columns = tl.trans(w)
@@ -51,14 +49,14 @@ def project_backward_kernel(
         x_at = rows.to(tl.int64)[:, None] * D + d[None, :]
         x_ok = ok[:, None] & d_ok[None, :]
         x = tl.load(x_ptr + x_at, mask=x_ok, other=0.0).to(tl.float32)
-        if HAS_GAIN:
+        if gain_ptr is not None:
             rstd = tl.load(rstd_ptr + rows, mask=ok, other=0.0)
             query = load_rows(query_ptr, rows, ok, R, RP)
             pull = tl.sum(grad * query, 1) * rstd * rstd / D
             grad = grad * rstd[:, None]
-        if HAS_X:
+        if grad_x_ptr is not None:
             grad_x = product(grad, columns, R, RP, DOT)
-            if HAS_GAIN:
+            if gain_ptr is not None:
                 grad_x -= x * pull[:, None]
             tl.store(grad_x_ptr + x_at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_ok)
         grad_w += weighted_sum(tl.trans(x), grad, R, RP, DOT)
@@ -76,7 +74,6 @@ def project_reduce_kernel(
     grad_gain_ptr,
     D,
     splits,
-    HAS_GAIN: tl.constexpr,
     R: tl.constexpr,
     BD: tl.constexpr,
     BS: tl.constexpr,
@@ -85,7 +82,7 @@ def project_reduce_kernel(
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     ok = d < D
     grad_gain = tl.zeros([BD], tl.float32)
-    if HAS_GAIN:
+    if gain_ptr is not None:
         gain = tl.load(gain_ptr + d, mask=ok, other=0.0).to(tl.float32)
     for r in range(R):
         grad = tl.zeros([BD], tl.float32)
@@ -94,10 +91,10 @@ def project_reduce_kernel(
             there = (split * R + r).to(tl.int64)[:, None] * D + d[None, :]
             inside = (split < splits)[:, None] & ok[None, :]
             grad += tl.sum(tl.load(partial_ptr + there, mask=inside, other=0.0), 0)
-        if HAS_GAIN:
+        if gain_ptr is not None:
             w = tl.load(weight_ptr + r * D + d, mask=ok, other=0.0).to(tl.float32)
             grad_gain += grad * w
             grad = grad * gain
         tl.store(grad_weight_ptr + r * D + d, grad.to(grad_weight_ptr.dtype.element_ty), mask=ok)
-    if HAS_GAIN:
+    if gain_ptr is not None:
         tl.store(grad_gain_ptr + d, grad_gain.to(grad_gain_ptr.dtype.element_ty), mask=ok)

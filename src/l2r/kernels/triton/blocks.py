@@ -1,9 +1,9 @@
 """Device functions that the Triton kernels share: loads, transforms of query and anchors, products.
 
 Every function works on one block held in registers, in fp32. SCORING is a number of
-``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. R is padded to RP lanes that hold
-zeros; ``DOT`` says whether products over R use the matrix units (RP >= 16) or a loop over the R
-columns, which is faster for the paper's rank 2.
+``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. A pointer that is None was not given. R is padded
+to RP lanes that hold zeros; ``DOT`` says whether products over R use the matrix units (RP >= 16)
+or a loop over the R columns, which is faster for the paper's rank 2.
 
 Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP padded rank.
 """
@@ -84,9 +84,7 @@ def store_rows(ptr, values, rows, ok, R: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def query_terms(
-    query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexpr, HAS_RHO: tl.constexpr
-):
+def query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexpr):
     """1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
     one = tl.full(rows.shape, 1.0, tl.float32)
     inverse = one
@@ -97,7 +95,7 @@ def query_terms(
         inverse = 1 / tl.maximum(rho, eps)
         if SCORING == 2:
             rho_hat = rho
-            if HAS_RHO:
+            if rho_ptr is not None:
                 rho_hat = tl.load(rho_ptr + rows, mask=ok, other=0.0).to(tl.float32)
             t = tanh(rho_hat)
             factor = gamma * (1 + beta * t)

@@ -26,7 +26,6 @@ def project_block(
     ok,
     D,
     norm_eps,
-    HAS_GAIN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
     DOT: tl.constexpr,
@@ -42,25 +41,25 @@ def project_block(
         d = d0 + tl.arange(0, BD)
         x = tl.load(x_ptr + start + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
         x = x.to(tl.float32)
-        if HAS_GAIN:
+        if gain_ptr is not None:
             square += tl.sum(x * x, 1)
             gain = tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32)
         if DOT:
             w_ok = (lane < R)[:, None] & (d < D)[None, :]
             w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0)
             w = w.to(tl.float32)
-            if HAS_GAIN:
+            if gain_ptr is not None:
                 w = w * gain[None, :]
             query += product(x, w, R, BD, True)
         else:
             for r in tl.static_range(R):
                 w = tl.load(weight_ptr + r * D + d, mask=d < D, other=0.0).to(tl.float32)
-                if HAS_GAIN:
+                if gain_ptr is not None:
                     w = w * gain
                 part = tl.sum(x * w[None, :], 1)
                 query += tl.where(lane[None, :] == r, part[:, None], 0.0)
     rstd = tl.full([BT], 1.0, tl.float32)
-    if HAS_GAIN:
+    if gain_ptr is not None:
         rstd = tl.rsqrt(square / D + norm_eps)
         query = query * rstd[:, None]
     return query, rstd
@@ -142,14 +141,14 @@ def forward_kernel(
     x_ptr,
     weight_ptr,
     gain_ptr,
+    anchors_ptr,
     query_ptr,
     rstd_ptr,
-    rho_ptr,
-    anchors_ptr,
     logits_ptr,
     weights_ptr,
     indices_ptr,
     lse_ptr,
+    rho_ptr,
     T,
     D,
     N,
@@ -160,11 +159,6 @@ def forward_kernel(
     eps,
     scale,
     norm_eps,
-    PROJECT: tl.constexpr,
-    SCORE: tl.constexpr,
-    SELECT: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-    HAS_RHO: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SCORING: tl.constexpr,
     H: tl.constexpr,
@@ -175,26 +169,24 @@ def forward_kernel(
     BD: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1, one block if SELECT)."""
+    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1)."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     ok = rows < T
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
     experts_ok = experts < N
     logits_at = rows.to(tl.int64)[:, None] * N + experts[None, :]
     logits_ok = ok[:, None] & experts_ok[None, :]
-    if PROJECT:
+    if x_ptr is not None:
         query, rstd = project_block(
-            x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps, HAS_GAIN, R, RP, DOT, BT, BD
+            x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps, R, RP, DOT, BT, BD
         )
         store_rows(query_ptr, query, rows, ok, R, RP)
-        if HAS_GAIN:
+        if gain_ptr is not None:
             tl.store(rstd_ptr + rows, rstd, mask=ok)
-    elif SCORE:
+    elif anchors_ptr is not None:
         query = load_rows(query_ptr, rows, ok, R, RP)
-    if SCORE:
-        inverse, factor, _ = query_terms(
-            query, rho_ptr, rows, ok, gamma, beta, eps, SCORING, HAS_RHO
-        )
+    if anchors_ptr is not None:
+        inverse, factor, _ = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
         scaled = query * (inverse * factor)[:, None]
         logits = scale * score_block(
             scaled, anchors_ptr, experts, experts_ok, eps, p, SCORING, H, R, RP, DOT
@@ -202,9 +194,9 @@ def forward_kernel(
         logits = logits.to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + logits_at, logits, mask=logits_ok)
         logits = logits.to(tl.float32)
-    elif SELECT:
+    elif weights_ptr is not None:
         logits = tl.load(logits_ptr + logits_at, mask=logits_ok, other=0.0).to(tl.float32)
-    if SELECT:
+    if weights_ptr is not None:
         lse = select_block(
             logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE
         )

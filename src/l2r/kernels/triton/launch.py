@@ -55,31 +55,15 @@ def forward(
     blocks = _forward_blocks(
         rank=rank, hidden=hidden, experts=experts, project=project, score=scores, select=select
     )
-    x, weight, gain, anchors, query, rstd, logits, weights, indices, lse, rho_hat = done
     columns = triton.cdiv(experts, blocks.experts) if scores and not (project or select) else 1
     with _on_device(first_input(given)):
         forward_kernel[(triton.cdiv(tokens, blocks.tokens), columns)](
-            x,
-            weight,
-            gain,
-            query,
-            rstd,
-            rho_hat,
-            anchors,
-            logits,
-            weights,
-            indices,
-            lse,
+            *done,
             tokens,
             hidden,
             experts,
             top_k,
             *score[1:],
-            PROJECT=project,
-            SCORE=scores,
-            SELECT=select,
-            HAS_GAIN=gain is not None,
-            HAS_RHO=rho_hat is not None,
             NORMALIZE=normalize,
             SCORING=SCORINGS[score.scoring],
             H=max(1, heads),
@@ -150,18 +134,13 @@ def _select_backward(tensors: Tensors, up: Upstream, grads: Grads, *, normalize:
     columns = _power(experts, 16)
     rows = max(1, min(2048 // columns, 16))
     kernels.select_backward_kernel[(triton.cdiv(tokens, rows),)](
-        tensors.logits,
-        tensors.lse,
-        tensors.indices,
-        tensors.weights,
+        *tensors[6:10],
         up.logits,
         up.weights,
         grads.logits,
         tokens,
         experts,
         top_k,
-        HAS_LOGITS=up.logits is not None,
-        HAS_WEIGHTS=up.weights is not None,
         NORMALIZE=normalize,
         BT=rows,
         BN=columns,
@@ -175,7 +154,7 @@ def _score_backward(tensors: Tensors, up: Upstream, grads: Grads, score: Score) 
     tokens, _, rank, experts, heads, _ = sizes_of(tensors)
     padded, dot = _padded(rank)
     anchor_sizes = {"SCORING": SCORINGS[score.scoring], "H": heads, "R": rank, "RP": padded}
-    shared = {**anchor_sizes, "HAS_RHO": rho_hat is not None, "DOT": dot, "num_warps": 4}
+    shared = {**anchor_sizes, "DOT": dot, "num_warps": 4}
     inputs = (query, rho_hat, anchors, tensors.logits, up.logits)
     columns, rows = min(_power(experts * heads, 16), 64 if dot else 256), 16 if dot else 8
     kernels.query_backward_kernel[(triton.cdiv(tokens, rows),)](
@@ -241,8 +220,6 @@ def _project_backward(tensors: Tensors, up: Upstream, grads: Grads) -> None:
         tokens,
         hidden,
         per_split,
-        HAS_GAIN=gain is not None,
-        HAS_X=grads.x is not None,
         R=rank,
         RP=padded,
         DOT=dot,
@@ -258,7 +235,6 @@ def _project_backward(tensors: Tensors, up: Upstream, grads: Grads) -> None:
         grads.gain,
         hidden,
         splits,
-        HAS_GAIN=gain is not None,
         R=rank,
         BD=32,
         BS=min(_power(splits, 1), 64),

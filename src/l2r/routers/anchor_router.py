@@ -11,13 +11,13 @@ from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, Score, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
-from l2r.routers.norms import MagnitudeBatchNorm, RmsNormGain
+from l2r.routers.norms import InputNormGain, MagnitudeBatchNorm
 
 QueryNorm = Literal["rmsnorm", "batchnorm", "none"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SipsConfig(RouterConfig):
+class AnchorConfig(RouterConfig):
     """Fields of the score (paper, Eq. 8 to 11) and of the query norm.
 
     scoring: dot, cosine or sips. gamma, beta, p: constants of phi and psi.
@@ -52,11 +52,11 @@ class AnchorRouter(Router):
 
     anchors: nn.Parameter
 
-    def __init__(self, config: SipsConfig, **sizes: Any) -> None:
+    def __init__(self, config: AnchorConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         c, scale = config, 1 / config.temperature
         self.score = Score(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
-        self.norm = RmsNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
+        self.norm = InputNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"
         self.magnitude_norm = MagnitudeBatchNorm(eps=config.norm_eps) if scales else None

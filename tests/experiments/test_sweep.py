@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.cli import main
+from l2r.experiments import cells as sweeping
 from l2r.experiments.cells import is_finished, plan_cells, read_grid, run_cells
 from l2r.recipes.load import load_recipe
 from l2r.report.ablation import (
@@ -25,7 +26,7 @@ from l2r.report.curves import LANGUAGE_PANELS, curves
 from l2r.report.sweep import write_sweep_page
 from l2r.runs.folder import RunFolder
 from l2r.runs.last_tenth import last_tenth
-from l2r.training import loop, sweep
+from l2r.training import loop
 
 RECIPE = "demo/l2r-sips"
 
@@ -48,7 +49,7 @@ def watch_steps(monkeypatch, watch):
         name = RunFolder(folder).name
         return loop.train(recipe, folder, on_step=lambda step: watch(name, step), **options)
 
-    monkeypatch.setattr(sweep, "train", train)
+    monkeypatch.setattr(sweeping, "train", train)
 
 
 def test_a_grid_is_every_choice_with_every_seed():

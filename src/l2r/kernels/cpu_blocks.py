@@ -1,11 +1,9 @@
 """CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
 
-One stage at a time. Tokens go in blocks that stay in the caches and are computed again in the
-backward. A block of x is read once from memory for the RMS statistic and the projection, and once
-more in the backward; scores exist for one block at a time, as [B, H, N], the anchors in the
-middle, so that the sum over them adds contiguous rows. Products with a few columns are
-matrix-vector products, which run at the speed of the memory; a general matrix product is slower
-there.
+One stage at a time, in blocks of tokens that stay in the caches and are computed again in the
+backward. A block of x is read once from memory in each direction; scores exist for one block at a
+time, as [B, H, N], so that the sum over anchors adds contiguous rows. Products with a few columns
+are matrix-vector products, which run at the speed of the memory.
 
 Every score is one inner product, logits[t, n] = log sum_h exp(a_t . b_nh), where ``a`` depends on
 the query alone and ``b`` on the anchor alone: see README.md. Vectors are columns here, queries
@@ -18,7 +16,6 @@ C vectors (tokens, or anchors of all experts).
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from l2r.functional import phi, psi
@@ -249,14 +246,12 @@ def _slices(tokens: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
-def _norms(vectors: Float[Tensor, "R C"]) -> Float[Tensor, " C"]:
+def _norms(vectors: Tensor) -> Tensor:
     """Length of every column; torch's vector_norm over a short first dimension is 10x slower."""
     return torch.square(vectors).sum(dim=0).sqrt_()
 
 
-def _query_side(
-    query: Float[Tensor, "R C"], rho_hat: Float[Tensor, " C"] | None, score: Score
-) -> Float[Tensor, "R C"]:
+def _query_side(query: Tensor, rho_hat: Tensor | None, score: Score) -> Tensor:
     """a: the query (dot), its direction (cosine), or phi(rho_hat) times its direction (sips)."""
     if score.scoring == "dot":
         return query
@@ -267,7 +262,7 @@ def _query_side(
     return query * factor.div_(norm.clamp_min_(score.eps))
 
 
-def _anchor_side(anchors: Float[Tensor, "R C"], score: Score) -> Float[Tensor, "R C"]:
+def _anchor_side(anchors: Tensor, score: Score) -> Tensor:
     """b: the anchor (dot), its direction (cosine), or psi(|k|) times its direction (sips)."""
     if score.scoring == "dot":
         return anchors
@@ -278,38 +273,30 @@ def _anchor_side(anchors: Float[Tensor, "R C"], score: Score) -> Float[Tensor, "
 
 
 def _query_side_backward(
-    grad: Float[Tensor, "R C"],
-    query: Float[Tensor, "R C"],
-    rho_hat: Float[Tensor, " C"] | None,
-    score: Score,
-) -> tuple[Float[Tensor, "R C"], Float[Tensor, " C"] | None]:
+    grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: Score
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of the query and of rho_hat (None without one) from that of a."""
     if score.scoring == "dot":
-        return grad, None if rho_hat is None else torch.zeros_like(rho_hat)
-    norm = _norms(query)
-    if score.scoring == "cosine":
-        no_rho = None if rho_hat is None else torch.zeros_like(rho_hat)
-        return _direction_backward(grad, query, norm, None, score.eps), no_rho
-    t = torch.tanh(norm if rho_hat is None else rho_hat)
-    grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
-    grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
-    grad = grad * (score.gamma * (1 + score.beta * t))
+        return grad, None
+    norm, grad_rho = _norms(query), None
+    if score.scoring == "sips":
+        t = torch.tanh(norm if rho_hat is None else rho_hat)
+        grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
+        grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
+        grad = grad * (score.gamma * (1 + score.beta * t))
     if rho_hat is None:
         return _direction_backward(grad, query, norm, grad_rho, score.eps), None
     return _direction_backward(grad, query, norm, None, score.eps), grad_rho
 
 
-def _anchor_side_backward(
-    grad: Float[Tensor, "R C"], anchors: Float[Tensor, "R C"], score: Score
-) -> Float[Tensor, "R C"]:
+def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: Score) -> Tensor:
     """Gradient of the anchors from that of b."""
     if score.scoring == "dot":
         return grad
-    norm = _norms(anchors)
-    if score.scoring == "cosine":
-        return _direction_backward(grad, anchors, norm, None, score.eps)
-    grad_norm = (grad * anchors).sum(dim=0) / norm.clamp_min(score.eps) / score.p
-    grad = grad * psi(norm, p=score.p)
+    norm, grad_norm = _norms(anchors), None
+    if score.scoring == "sips":
+        grad_norm = (grad * anchors).sum(dim=0) / norm.clamp_min(score.eps) / score.p
+        grad = grad * psi(norm, p=score.p)
     return _direction_backward(grad, anchors, norm, grad_norm, score.eps)
 
 

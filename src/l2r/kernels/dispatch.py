@@ -54,6 +54,7 @@ def anchor_logits(
     rho_hat: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
+    rho_hat = rho_hat if score.scoring == "sips" else None  # the others never read |q|
     given = Tensors(anchors=anchors, query=query, rho_hat=rho_hat)
     watched = traced(query, anchors, rho_hat)
     backend = _backend_for(given, watched)

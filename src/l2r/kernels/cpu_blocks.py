@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from l2r.functional import phi, psi
-from l2r.kernels.contract import (
-    Grads,
-    Score,
-    Tensors,
-    Upstream,
-    first_input,
-)
+from l2r.kernels.contract import Grads, Score, Tensors, Upstream, first_input
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 _SCORE_NUMBERS = 2**17  # scores in a block, per thread

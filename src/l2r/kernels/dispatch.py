@@ -15,13 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.kernels import plain
-from l2r.kernels.contract import (
-    DEFAULTS,
-    Score,
-    Tensors,
-    first_input,
-    sizes_of,
-)
+from l2r.kernels.contract import DEFAULTS, Score, Tensors, first_input, sizes_of
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import Routed
 from l2r.kernels.tracing import traced, transformed

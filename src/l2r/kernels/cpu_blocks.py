@@ -1,34 +1,22 @@
 """CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
 
-One stage at a time. Tokens go in blocks that stay in the caches and are computed again in the
-backward. A block of x is read once from memory for the RMS statistic and the projection, and once
-more in the backward; scores exist for one block at a time, as [B, H, N], the anchors in the
-middle, so that the sum over them adds contiguous rows. Products with a few columns are
-matrix-vector products, which run at the speed of the memory; a general matrix product is slower
-there.
+One stage at a time, in blocks of tokens that stay in the caches and are computed again in the
+backward. Scores exist for one block at a time, as [B, H, N], so that the sum over anchors adds
+contiguous rows. Products with a few columns are matrix-vector products, at the speed of memory.
 
-Every score is one inner product, logits[t, n] = log sum_h exp(a_t . b_nh), where ``a`` depends on
-the query alone and ``b`` on the anchor alone: see README.md. Vectors are columns here, queries
-[R, T] and anchors [R, H N], so that sums over a small rank are sums of long rows.
+Every score is one inner product, logits[t, n] = log sum_h exp(a_t . b_nh), see README.md. Vectors
+are columns, queries [R, T] and anchors [R, H N]: sums over a small rank are sums of long rows.
 
-Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors,
-C vectors (tokens, or anchors of all experts).
+Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
 """
 
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from l2r.functional import phi, psi
-from l2r.kernels.contract import (
-    Grads,
-    Score,
-    Tensors,
-    Upstream,
-    first_input,
-)
+from l2r.kernels.contract import Grads, Score, Tensors, Upstream, first_input
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 _SCORE_NUMBERS = 2**17  # scores in a block, per thread
@@ -92,19 +80,17 @@ def _select_backward(tensors: Tensors, up: Upstream, *, normalize: bool) -> Tens
     """Gradient of the logits [T, N], fp32."""
     *_, logits, weights, indices, lse, _ = tensors
     assert logits is not None and weights is not None and indices is not None and lse is not None
-    grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_()
-    prob_coefficient = torch.zeros_like(lse)
-    chosen = None
-    if up.weights is not None:
-        chosen = weights * up.weights
-        total = chosen.sum(dim=1)
-        if normalize:
-            chosen -= weights * total.unsqueeze(1)
-        else:
-            prob_coefficient -= total
-    grad *= prob_coefficient.unsqueeze(1)
-    if chosen is not None:
-        grad.scatter_add_(1, indices, chosen)
+    if up.weights is None:
+        assert up.logits is not None
+        return up.logits.float()
+    chosen = weights * up.weights
+    total = chosen.sum(dim=1, keepdim=True)
+    if normalize:
+        grad = torch.zeros_like(logits, dtype=torch.float32)
+        chosen -= weights * total
+    else:
+        grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_().mul_(-total)
+    grad.scatter_add_(1, indices, chosen)
     return grad if up.logits is None else grad.add_(up.logits)
 
 
@@ -130,12 +116,11 @@ def _project_backward(tensors: Tensors, up: Upstream, *, need_x: bool) -> Grads:
                 torch.mul(rows, pull[block], out=out).addmm_(columns.t(), folded)
             if x.dtype != torch.float32:
                 grad_x[block] = out
-    grads = Grads(x=grad_x if need_x else None)
-    if gain is None:
-        return grads._replace(weight=grad_folded.to(weight.dtype))
-    grad_gain = (grad_folded * weight).sum(dim=0)
-    grad_weight = (grad_folded * gain).to(weight.dtype)
-    return grads._replace(weight=grad_weight, gain=grad_gain.to(gain.dtype))
+    grad_gain = None
+    if gain is not None:
+        grad_gain = (grad_folded * weight).sum(dim=0).to(gain.dtype)
+        grad_folded *= gain
+    return Grads(grad_x if need_x else None, grad_folded.to(weight.dtype), grad_gain)
 
 
 class _Core:
@@ -151,21 +136,21 @@ class _Core:
         self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
         self.a = _query_side(self.query, self.rho_hat, score)
         self.b = _anchor_side(self.anchors, score)
-        self.safe = self.heads > 1 and self._bound() <= _SAFE_EXPONENT
-
-    def _bound(self) -> float:
-        """Largest possible |a . b| (Cauchy and Schwarz)."""
-        if self.a.shape[1] < FEW_TOKENS:
-            return float("inf")  # finding the bound would cost more than it saves
-        return float(_norms(self.a).max() * _norms(self.b).max())
+        self.safe = False
+        if (
+            self.heads > 1 and self.a.shape[1] >= FEW_TOKENS
+        ):  # for fewer it costs more than it saves
+            largest = _norms(self.a).max() * _norms(self.b).max()  # of |a . b|
+            self.safe = float(largest) <= _SAFE_EXPONENT
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
         tokens, columns = self.a.shape[1], self.b.shape[1]
         size = max(1, _SCORE_NUMBERS * torch.get_num_threads() // columns)
         buffer = self.a.new_empty(min(size, tokens), columns)
-        for block in _slices(tokens, size):
-            scores = buffer[: block.stop - block.start]
+        for start in range(0, tokens, size):
+            block = slice(start, min(start + size, tokens))
+            scores = buffer[: block.stop - start]
             torch.mm(self.a[:, block].t(), self.b, out=scores)
             yield block, scores.view(-1, self.heads, self.experts)
 
@@ -193,10 +178,9 @@ class _Core:
         if self.safe:
             weight *= torch.exp(-pooled)
         for block, scores in self.blocks():
-            if self.safe:
-                scores.exp_().mul_(weight[block].unsqueeze(1))
-            else:
-                scores.sub_(pooled[block].unsqueeze(1)).exp_().mul_(weight[block].unsqueeze(1))
+            if not self.safe:
+                scores.sub_(pooled[block].unsqueeze(1))
+            scores.exp_().mul_(weight[block].unsqueeze(1))
             flat = scores.reshape(-1, self.b.shape[1])
             _times_rows(self.b, flat, out=grad_a[:, block].t())
             grad_b.addmm_(self.a[:, block], flat)
@@ -241,22 +225,17 @@ def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
 
 
 def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:
-    return _slices(tokens, max(1, per_thread * torch.get_num_threads()))
-
-
-def _slices(tokens: int, size: int) -> Iterator[slice]:
+    size = max(1, per_thread * torch.get_num_threads())
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
 
-def _norms(vectors: Float[Tensor, "R C"]) -> Float[Tensor, " C"]:
+def _norms(vectors: Tensor) -> Tensor:
     """Length of every column; torch's vector_norm over a short first dimension is 10x slower."""
     return torch.square(vectors).sum(dim=0).sqrt_()
 
 
-def _query_side(
-    query: Float[Tensor, "R C"], rho_hat: Float[Tensor, " C"] | None, score: Score
-) -> Float[Tensor, "R C"]:
+def _query_side(query: Tensor, rho_hat: Tensor | None, score: Score) -> Tensor:
     """a: the query (dot), its direction (cosine), or phi(rho_hat) times its direction (sips)."""
     if score.scoring == "dot":
         return query
@@ -267,7 +246,7 @@ def _query_side(
     return query * factor.div_(norm.clamp_min_(score.eps))
 
 
-def _anchor_side(anchors: Float[Tensor, "R C"], score: Score) -> Float[Tensor, "R C"]:
+def _anchor_side(anchors: Tensor, score: Score) -> Tensor:
     """b: the anchor (dot), its direction (cosine), or psi(|k|) times its direction (sips)."""
     if score.scoring == "dot":
         return anchors
@@ -278,38 +257,30 @@ def _anchor_side(anchors: Float[Tensor, "R C"], score: Score) -> Float[Tensor, "
 
 
 def _query_side_backward(
-    grad: Float[Tensor, "R C"],
-    query: Float[Tensor, "R C"],
-    rho_hat: Float[Tensor, " C"] | None,
-    score: Score,
-) -> tuple[Float[Tensor, "R C"], Float[Tensor, " C"] | None]:
+    grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: Score
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of the query and of rho_hat (None without one) from that of a."""
     if score.scoring == "dot":
-        return grad, None if rho_hat is None else torch.zeros_like(rho_hat)
-    norm = _norms(query)
-    if score.scoring == "cosine":
-        no_rho = None if rho_hat is None else torch.zeros_like(rho_hat)
-        return _direction_backward(grad, query, norm, None, score.eps), no_rho
-    t = torch.tanh(norm if rho_hat is None else rho_hat)
-    grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
-    grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
-    grad = grad * (score.gamma * (1 + score.beta * t))
+        return grad, None
+    norm, grad_rho = _norms(query), None
+    if score.scoring == "sips":
+        t = torch.tanh(norm if rho_hat is None else rho_hat)
+        grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
+        grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
+        grad = grad * (score.gamma * (1 + score.beta * t))
     if rho_hat is None:
         return _direction_backward(grad, query, norm, grad_rho, score.eps), None
     return _direction_backward(grad, query, norm, None, score.eps), grad_rho
 
 
-def _anchor_side_backward(
-    grad: Float[Tensor, "R C"], anchors: Float[Tensor, "R C"], score: Score
-) -> Float[Tensor, "R C"]:
+def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: Score) -> Tensor:
     """Gradient of the anchors from that of b."""
     if score.scoring == "dot":
         return grad
-    norm = _norms(anchors)
-    if score.scoring == "cosine":
-        return _direction_backward(grad, anchors, norm, None, score.eps)
-    grad_norm = (grad * anchors).sum(dim=0) / norm.clamp_min(score.eps) / score.p
-    grad = grad * psi(norm, p=score.p)
+    norm, grad_norm = _norms(anchors), None
+    if score.scoring == "sips":
+        grad_norm = (grad * anchors).sum(dim=0) / norm.clamp_min(score.eps) / score.p
+        grad = grad * psi(norm, p=score.p)
     return _direction_backward(grad, anchors, norm, grad_norm, score.eps)
 
 

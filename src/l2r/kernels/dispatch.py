@@ -15,13 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.kernels import plain
-from l2r.kernels.contract import (
-    DEFAULTS,
-    Score,
-    Tensors,
-    first_input,
-    sizes_of,
-)
+from l2r.kernels.contract import DEFAULTS, Score, Tensors, first_input, sizes_of
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import Routed
 from l2r.kernels.tracing import traced, transformed
@@ -54,6 +48,7 @@ def anchor_logits(
     rho_hat: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
+    rho_hat = rho_hat if score.scoring == "sips" else None  # the others never read |q|
     given = Tensors(anchors=anchors, query=query, rho_hat=rho_hat)
     watched = traced(query, anchors, rho_hat)
     backend = _backend_for(given, watched)

@@ -17,7 +17,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test matrix lint workflows fuzz docs dist clean
+.PHONY: help demo demo-vision test matrix lint workflows fuzz peers docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ workflows: $(VENV)/.test ## Check .github against its schemas
 
 fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
+
+peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
+	$(BIN)/python scripts/peers --markdown docs/peers.md
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict

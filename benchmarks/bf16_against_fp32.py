@@ -2,9 +2,11 @@
 
     python benchmarks/bf16_against_fp32.py demo/l2r-sips
     python benchmarks/bf16_against_fp32.py demo-vision/l2r-sips --steps 30 seed=1
-    torchrun --nproc-per-node=2 benchmarks/bf16_against_fp32.py demo/l2r-sips --parallel ddp fsdp2
+    torchrun --nproc-per-node=2 benchmarks/bf16_against_fp32.py demo/l2r-sips \\
+        --parallel fsdp2 --precisions bf16 --out runs/bf16
 
-``--out`` keeps the run folders and writes ``dtypes.json`` beside them.
+``--out`` keeps the run folders and writes ``dtypes.json`` beside them; several processes need it,
+and train in one precision per start.
 """
 
 import argparse
@@ -121,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--parallel", nargs="+", default=["ddp"], choices=("ddp", "fsdp2"))
+    parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp2"))
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--out", type=Path)
     options, changes = parser.parse_known_args()
@@ -129,14 +131,13 @@ def main() -> None:
     first = int(os.environ.get("RANK", "0")) == 0
     with tempfile.TemporaryDirectory() as temporary:
         root = options.out or Path(temporary)
-        for parallel in options.parallel:
-            dtypes = {
-                p: run(options.recipe, p, parallel, options.steps, changes, root / parallel / p)
-                for p in options.precisions
-            }
-            if first:
-                (root / parallel / "dtypes.json").write_text(json.dumps(dtypes))
-                report(options.recipe, parallel, dtypes, root / parallel)
+        dtypes = {
+            p: run(options.recipe, p, options.parallel, options.steps, changes, root / p)
+            for p in options.precisions
+        }
+        if first:
+            (root / "dtypes.json").write_text(json.dumps(dtypes))
+            report(options.recipe, options.parallel, dtypes, root)
 
 
 def report(recipe: str, parallel: str, dtypes: dict[str, dict[str, list[str]]], root: Path) -> None:

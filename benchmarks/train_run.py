@@ -41,7 +41,7 @@ def main() -> None:
         "data.tokens=[]", "data.validation_tokens=[]", "data.tokenizer=null",
         "data.corpus=embedded", "data.vocab_size=4096", "model.vocab_size=null",
         "data.sequence_length=512", "training.global_batch=32", "training.micro_batch=16",
-        "training.tokens=null", f"training.steps={given.steps}", "training.log_every=1",
+        f"training.steps={given.steps}", "training.log_every=1",
         "optimizer.warmup=100000", f"evaluation.every={given.steps}", "evaluation.max_batches=4",
         f"checkpoint.every={half}", "checkpoint.keep=3", *given.changes,
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from l2r.cli import doctor, extras, main
 from l2r.cli.app import missing_package
-from l2r.routers import L2RRouter
+from l2r.kernels import dispatch
 
 EXTRAS = importlib.metadata.metadata(extras.PACKAGE).get_all("Provides-Extra")
 
@@ -88,14 +88,14 @@ def test_no_extra_that_does_not_exist_is_recommended():
 
 
 def test_a_wrong_kernel_fails_the_doctor(capsys, monkeypatch):
-    right = L2RRouter.routed
+    right = dispatch.route
 
-    def wrong(self, x):
+    def wrong(x, *given, **options):
         """Off by a thousandth, except for the exact results that it is compared with."""
-        logits, weights, indices = right(self, x)
+        logits, weights, indices = right(x, *given, **options)
         return logits * (1.001 if x.dtype == torch.float32 else 1), weights, indices
 
-    monkeypatch.setattr(L2RRouter, "routed", wrong)
+    monkeypatch.setattr(dispatch, "route", wrong)
     code, out = run(capsys, "doctor", "--json")
     (row,) = (row for row in json.loads(out) if row["check"] == "CPU kernel")
     assert (

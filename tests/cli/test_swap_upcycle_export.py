@@ -1,10 +1,12 @@
 """The commands swap, upcycle and export on a tiny checkpoint, good and bad input."""
 
 import json
+import shutil
 
 import jaxtyping
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -156,3 +158,24 @@ def test_export_refuses_other_models(capsys, checkpoint, tmp_path):
         capsys, "export", checkpoint, "--out", tmp_path / "alone"
     )
     assert not (tmp_path / "alone").exists()
+
+
+def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(capsys, checkpoint, text_folder, tmp_path):
+    narrow = tmp_path / "bf16"
+    shutil.copytree(checkpoint, narrow)
+    load_pretrained(checkpoint).bfloat16().save_pretrained(narrow)
+    code, _, err = run(capsys, "swap", narrow, "--rank", 2, "--heads", 4, "--out", tmp_path / "one")
+    assert code == 0, err
+    code, text, err = run(
+        capsys, "upcycle", narrow, "--rank", 2, "--heads", 4, "--text", text_folder,
+        "--tokens", 600, "--held-out", 300, "--sequence-length", 32, "--train-steps", 1,
+        "--out", tmp_path / "two", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "trained" in json.loads(text)["perplexity"]
+    for out in ("one", "two"):
+        for name, value in load_file(tmp_path / out / "model.safetensors").items():
+            assert value.dtype == (torch.float32 if ".gate." in name else torch.bfloat16), name
+        model = load_pretrained(tmp_path / out, dtype="auto")
+        with torch.no_grad():
+            assert model(sample_tokens()).logits.isfinite().all()

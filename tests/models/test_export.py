@@ -93,6 +93,8 @@ def test_the_file_of_every_router_gives_the_same_outputs(kind, monkeypatch):
     module = ModuleType("exported")
     monkeypatch.setitem(sys.modules, "exported", module)
     exec(compile(source, "modeling_l2r_olmoe.py", "exec"), module.__dict__)
+    # transformers builds a configuration without arguments to see what differs from it.
+    assert module.L2rOlmoeConfig().router == make_config(kind).to_dict()
     config = module.L2rOlmoeConfig(**model.config.to_dict())
     other = module.L2rOlmoeForCausalLM(config).eval()
     other.load_state_dict(model.state_dict())

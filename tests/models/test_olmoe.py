@@ -6,11 +6,19 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+)
 from transformers.integrations import moe as hf_moe
 
 from l2r import capture
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, load_causal_lm
+from l2r.models.checkpointing import checkpoint_activations
+from l2r.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
 from l2r.routers.registry import PAPER_ROUTERS
 
@@ -107,6 +115,20 @@ def test_routers_differ_and_nothing_else_does():
     assert not torch.equal(*(sips[n] for n in names if "anchors" in n))
 
 
+@pytest.mark.parametrize("kind", ["xmoe", "l2r_sips"])
+def test_the_headless_model_starts_from_the_same_weights(kind):
+    whole = build(kind).model.state_dict()
+    torch.manual_seed(0)
+    alone = L2rOlmoeModel(L2rOlmoeConfig(router={"kind": kind}, **SIZES)).state_dict()
+    assert alone.keys() == whole.keys()
+    different = [name for name, value in alone.items() if not torch.equal(value, whole[name])]
+    assert different == []
+
+
+def test_generation_is_a_direct_base_as_in_transformers_own_models():
+    assert L2rOlmoeForCausalLM.__bases__[-1] is GenerationMixin
+
+
 def test_initial_weights_are_olmoes_truncated_normal():
     model = build("linear")
     for name, parameter in model.named_parameters():
@@ -140,7 +162,7 @@ def test_gradient_checkpointing_keeps_the_routers_auxiliary_gradient():
     for checkpointing in (False, True):
         model = build().train()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         with capture(model) as captured:
             loss = model(IDS, use_cache=False).logits.square().mean()
         loss = loss + load_balancing_loss(captured.logits(), captured.indices())

@@ -1,6 +1,8 @@
 """swap_routers: the family's rules stay, only the scoring changes."""
 
 import copy
+import runpy
+import sys
 
 import jaxtyping
 import pytest
@@ -11,7 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, capture
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, swap_routers
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, families, swap_routers
+from l2r.models.checkpointing import checkpoint_activations
 from l2r.models.families import FAMILIES, TINY
 from l2r.models.family_check import compiles, generates, keeps_rule, sample_tokens, tiny_model
 from l2r.models.swap import router_sites
@@ -210,6 +213,14 @@ def test_families_that_do_not_fit_are_refused_with_the_reason(kind):
         swap_routers(Other(), CONFIG)
 
 
+def test_families_whose_routers_an_older_transformers_writes_otherwise_are_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.20.2")
+    older = runpy.run_path(families.__file__)
+    assert older["FAMILIES"].keys() == FAMILIES.keys() - older["REFUSED"].keys()
+    assert "needs transformers >= 5.21; this is 5.20.2" in older["REFUSED"]["granitemoe"]
+    assert "jamba" in older["FAMILIES"]
+
+
 def test_a_dense_model_is_refused():
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -242,11 +253,21 @@ def test_the_router_computes_in_float32_inside_a_bfloat16_model(name):
 def test_gradient_checkpointing_gives_the_same_gradients(name):
     model = swapped(name).train()
     plain = _router_gradients(copy.deepcopy(model))
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     checkpointed = _router_gradients(model)
     assert plain.keys() == checkpointed.keys()
     for name_, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name_], gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_checkpointing_is_found_under_the_name_of_older_transformers():
+    class Older:
+        def gradient_checkpointing_enable(self, options):
+            self.options = options
+
+    model = Older()
+    checkpoint_activations(model)
+    assert model.options == {"use_reentrant": False}
 
 
 @pytest.mark.parametrize("name", MAIN)

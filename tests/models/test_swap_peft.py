@@ -56,3 +56,11 @@ def test_a_saved_adapter_comes_back_on_the_saved_swap(tmp_path):
     again = PeftModel.from_pretrained(load_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(again(input_ids=sample_tokens()).logits, expected)
+
+
+def test_adapters_on_every_linear_layer_leave_the_router_alone():
+    model = swap_routers(tiny_model(FAMILIES["olmoe"]), L2RConfig(rank=2, heads=4))
+    adapters = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    names = [name for name, _ in adapters.named_parameters() if "lora_" in name]
+    assert any("q_proj" in name for name in names)
+    assert not any(".gate." in name for name in names)

@@ -1,14 +1,21 @@
 """ViT with experts: structure of the paper, save and load, upcycling, counts."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
 
 from l2r import capture
 from l2r.models import L2rViTConfig, L2rViTForImageClassification, load_image_classifier
+from l2r.models.vit import L2rViTModel
 from l2r.models.vit_cost import vit_cost
 from l2r.moe import MoELayer
 from l2r.routers.names import PAPER_ROUTERS
@@ -42,6 +49,17 @@ def test_defaults_are_the_papers_vit_s():
     router = config.router
     assert (router["kind"], router["rank"], router["heads"]) == ("l2r_sips", 2, 4)
     assert router["query_norm"] == "batchnorm"
+
+
+def test_the_headless_model_shows_and_takes_the_options_of_transformers_own():
+    assert inspect.signature(L2rViTModel).parameters.keys() == (
+        inspect.signature(ViTModel).parameters.keys()
+    )
+    config = small().config
+    assert L2rViTModel(config).pooler is not None
+    model = L2rViTModel(config, add_pooling_layer=False, use_mask_token=True)
+    assert model.pooler is None
+    assert model.embeddings.mask_token is not None
 
 
 def test_experts_sit_in_the_chosen_blocks_only():

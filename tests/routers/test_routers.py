@@ -10,6 +10,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
 from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
 from l2r.routers import LinearRouter, Router, make_config, router_names
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.names import PAPER_ROUTERS
 from tests import reference
 
@@ -310,3 +311,20 @@ def test_l2r_config_selects_its_name_by_scoring():
         "l2r_cosine",
         "l2r_sips",
     ]
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_routers_hold_no_linear_layer_that_an_engine_would_replace(kind):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    assert [name for name, m in router.named_modules() if isinstance(m, torch.nn.Linear)] == []
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bare_weights_are_those_of_a_linear_layer_under_the_same_seed(bias):
+    torch.manual_seed(3)
+    bare = BareLinear(12, 5, bias=bias)
+    torch.manual_seed(3)
+    linear = torch.nn.Linear(12, 5, bias=bias)
+    ours, theirs = bare.state_dict(), linear.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

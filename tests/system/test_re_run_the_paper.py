@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pyarrow
-import pytest
 
-from l2r.cli import main
 from l2r.data.manifest import read_manifest
 from l2r.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
 from l2r.data.split import Split
@@ -103,6 +103,19 @@ def test_full_size_settings_are_the_papers():
     assert {key for key in changed if key.startswith("data.")} == {"data.sequence_length"}
 
 
+IN_TURN = """
+import json, sys
+from l2r.cli import main
+if __name__ == "__main__":
+    for arguments in json.loads(sys.argv[1]):
+        try:
+            main(arguments)
+        except SystemExit as stopped:
+            if stopped.code != 0:
+                raise
+"""
+
+
 def commands_of(script):
     """What the shell would run: its words after expansion, loops unrolled.
 
@@ -122,7 +135,7 @@ def commands_of(script):
     return [line.split("\0")[:-1] for line in done.stdout.split("\n\0") if line]
 
 
-def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch):
     plan = plan_subset(parse_tokens(settings_of(REHEARSAL)["SUBSET"]))
     write_mix(tmp_path / "mix", plan)
     monkeypatch.chdir(tmp_path)
@@ -132,16 +145,26 @@ def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch,
     assert [words[:2] for words in commands if words[0] == "l2r"] == [
         ["l2r", "data"], ["l2r", "data"], ["l2r", "eval"], ["l2r", "diagnose"], ["l2r", "report"]
     ]  # fmt: skip
-    for program, *arguments in commands:
-        if program == "torchrun":
-            command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-4000:]
-        else:  # in this process: importing everything anew would be most of the time
-            with pytest.raises(SystemExit) as stopped:
-                main(arguments)
-            assert stopped.value.code == 0, (arguments, capsys.readouterr())
-    shown = capsys.readouterr().out
+    shown = ""
+    for program, group in groupby(commands, key=itemgetter(0)):
+        arguments = [words[1:] for words in group]
+        if program == "torchrun":  # the loop of the page: its runs know nothing of each other
+            launches = [["-m", "torch.distributed.run", *words] for words in arguments]
+        else:  # one process for all: importing everything is most of a command's time
+            launches = [["-c", IN_TURN, json.dumps(arguments)]]
+        running = [
+            subprocess.Popen(
+                [sys.executable, *launch],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for launch in launches
+        ]
+        for process in running:
+            out, err = process.communicate()
+            assert process.returncode == 0, out[-2000:] + err[-4000:]
+            shown += out
 
     parts = {part: read_manifest(tmp_path / DATA / part) for part in ("train", "validation")}
     domains = {domain.name for domain in OLMOE_MIX.domains}

@@ -277,7 +277,7 @@ def test_a_dense_vit_is_upcycled_by_the_recipe(tmp_path):
         (["model.patch_size=3"], "image_size must be a multiple of patch_size; got 8 and 3"),
         (["data.crop_scale=[1.0,0.5]"], "crop_scale must ascend"),
         (["data.augmentation.mixpu=1"], "unknown field data.augmentation.mixpu .*'mixup'"),
-        (["training.steps=null", "training.tokens=5"], "training.tokens is for language"),
+        (["training.tokens=5"], "training.tokens is for language"),
         (["task=visoin"], "task must be language or vision; got 'visoin'"),
     ],
 )

@@ -14,7 +14,7 @@ def routing_probs(logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
 
 
 def select_experts(
-    scores: Float[Tensor, "T N"],
+    probs: Float[Tensor, "T N"],
     top_k: int,
     *,
     normalize: bool = False,
@@ -25,13 +25,13 @@ def select_experts(
 
     The paper, as OLMoE, uses the probabilities as they are; ``normalize`` makes the k
     weights of a token sum to 1, with ``norm_eps`` added to the sum. ``ranking``: what experts
-    are chosen by, where it is not the scores.
+    are chosen by, where it is not the probabilities.
     """
     if ranking is None:
-        weights, indices = torch.topk(scores, top_k, dim=-1)
+        weights, indices = torch.topk(probs, top_k, dim=-1)
     else:
         indices = torch.topk(ranking, top_k, dim=-1).indices
-        weights = scores.gather(-1, indices)
+        weights = probs.gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + norm_eps)
     return weights, indices

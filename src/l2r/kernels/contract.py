@@ -190,6 +190,8 @@ def backward_in_stages(
 
 def empty(*shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory for a result (sizes may be symbols); the tests fill it with NaN."""
+    if dtype is None or dtype is like.dtype:
+        return like.new_empty(*shape)  # half a microsecond less
     return like.new_empty(shape, dtype=dtype)
 
 

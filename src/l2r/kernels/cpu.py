@@ -14,8 +14,8 @@ from l2r.kernels.contract import (
     Tensors,
     Upstream,
     backward_in_stages,
+    first_input,
     forward_in_stages,
-    sizes_of,
 )
 
 _MAX_RANK = 8  # above, the products of torch are faster
@@ -61,7 +61,11 @@ def _compiled(tensors: Tensors) -> bool:
     for tensor in (x, weight, anchors, query, logits):
         if tensor is not None and (tensor.dtype is not torch.float32 or not tensor.is_cpu):
             return False  # torch then names the device that is wrong
-    tokens, _, rank, *_ = sizes_of(tensors)
+    tokens, rank = first_input(tensors).shape[0], 0
+    if anchors is not None:
+        rank = anchors.shape[2]
+    elif weight is not None:
+        rank = weight.shape[0]
     if rho_hat is not None or tokens == 0 or (rank > _MAX_RANK and tokens > blocks.FEW_TOKENS):
         return False
     return native.library() is not None

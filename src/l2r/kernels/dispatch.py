@@ -41,10 +41,11 @@ def routing_query(
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
     given = Tensors(x, projection, gain)
-    backend = _backend_for(given)
+    watched = traced(*given)
+    backend = _backend_for(given, watched)
     if backend is None:
         return plain.routing_query(x, projection, gain, score)
-    return run(backend, given, score).query
+    return run(backend, watched, given, score).query
 
 
 def anchor_logits(
@@ -55,22 +56,23 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     given = Tensors(anchors=anchors, query=query, rho_hat=rho_hat)
-    backend = _backend_for(given)
+    watched = traced(*given)
+    backend = _backend_for(given, watched)
     if backend is None:
         return plain.anchor_logits(query, anchors, score, rho_hat)
-    return run(backend, given, score).logits
+    return run(backend, watched, given, score).logits
 
 
 def softmax_top_k(
     logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
-    given = Tensors(logits=logits)
-    backend = _backend_for(given, top_k)
-    few = logits.numel() < _MIN_LOGITS_FOR_NATIVE_SELECT
-    if backend is None or (backend == "cpu" and (few or traced(logits))):
+    given, watched = Tensors(logits=logits), traced(logits)
+    small = watched or logits.numel() < _MIN_LOGITS_FOR_NATIVE_SELECT
+    backend = None if small and _named_for(logits) == "cpu" else _backend_for(given, watched, top_k)
+    if backend is None:
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
-    made = run(backend, given, top_k=top_k, normalize=normalize)
+    made = run(backend, watched, given, top_k=top_k, normalize=normalize)
     return made.weights, made.indices
 
 
@@ -83,10 +85,11 @@ def route_logits(
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
     given = Tensors(x, projection, gain, anchors)
-    backend = _backend_for(given)
+    watched = traced(*given)
+    backend = _backend_for(given, watched)
     if backend is None:
         return plain.route_logits(x, projection, gain, anchors, score)
-    return run(backend, given, score).logits
+    return run(backend, watched, given, score).logits
 
 
 def route(
@@ -101,10 +104,11 @@ def route(
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
     given = Tensors(x, projection, gain, anchors)
-    backend = _backend_for(given, top_k)
+    watched = traced(*given)
+    backend = _backend_for(given, watched, top_k)
     if backend is None:
         return plain.route(x, projection, gain, anchors, score, top_k=top_k, normalize=normalize)
-    made = run(backend, given, score, top_k=top_k, normalize=normalize)
+    made = run(backend, watched, given, score, top_k=top_k, normalize=normalize)
     return Routed(made.logits, made.weights, made.indices)
 
 
@@ -129,29 +133,36 @@ def implementation(name: str) -> Iterator[None]:
         _Forced.name = previous
 
 
-def _backend_for(given: Tensors, top_k: int | None = None) -> str | None:
+def _named_for(tensor: Tensor) -> str | None:
+    """Fused backend for the device of a tensor, or the forced one; None for plain code."""
+    if _Forced.name is not None:
+        return None if _Forced.name == "plain" else _Forced.name
+    if tensor.is_cpu:
+        return "cpu"
+    return "triton" if tensor.is_cuda and has_triton() else None
+
+
+def _backend_for(given: Tensors, watched: bool, top_k: int | None = None) -> str | None:
     """Fused backend by the device of the first tensor, None where plain code runs.
 
     Raises ValueError for sizes that a kernel would read past; plain code finds them itself.
     """
+    x, weight, _, anchors, query, _, logits, *_ = given
     first = first_input(given)
-    name = _Forced.name or ("cpu" if first.device.type == "cpu" else "triton")
-    if name == "plain" or (_Forced.name is None and name == "triton" and not _can_launch(first)):
+    name = _named_for(first)
+    if name is None:
         return None
-    inputs = (first, given.weight, given.anchors)
-    if not _DTYPES.issuperset([tensor.dtype for tensor in inputs if tensor is not None]):
+    for tensor in (x, weight, anchors, query, logits):
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            return None
+    if torch.compiler.is_exporting() if watched else transformed():
         return None
-    if torch.compiler.is_exporting() if traced(*given) else transformed():
-        return None
-    _, _, rank, experts, heads, _ = sizes_of(given)
-    if name == "triton" and (experts > _MAX_EXPERTS or heads > _MAX_HEADS or rank > _MAX_RANK):
-        return None
-    _check(given, experts, top_k)
+    if name == "triton":
+        _, _, rank, experts, heads, _ = sizes_of(given)
+        if experts > _MAX_EXPERTS or heads > _MAX_HEADS or rank > _MAX_RANK:
+            return None
+    _check(given, top_k)
     return name
-
-
-def _can_launch(tensor: Tensor) -> bool:
-    return tensor.is_cuda and has_triton()
 
 
 @cache
@@ -159,7 +170,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _check(given: Tensors, experts: int, top_k: int | None) -> None:
+def _check(given: Tensors, top_k: int | None) -> None:
     x, weight, gain, anchors, *_ = given
     if x is not None and weight is not None:
         hidden = x.shape[1]
@@ -170,10 +181,12 @@ def _check(given: Tensors, experts: int, top_k: int | None) -> None:
             found = f"got {list(gain.shape)} of {gain.dtype}"
             raise ValueError(f"gain must be [{hidden}] of {weight.dtype}; {found}")
     if anchors is not None:
-        rank = weight.shape[0] if weight is not None else first_input(given).shape[1]
+        rank = first_input(given).shape[1] if weight is None else weight.shape[0]
         if anchors.shape[2] != rank:
             raise ValueError(
                 f"anchors must be [N, H, {rank}] for this query; got {list(anchors.shape)}"
             )
-    if top_k is not None and not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be between 1 and {experts}; got top_k={top_k}")
+    if top_k is not None:
+        experts = anchors.shape[0] if anchors is not None else first_input(given).shape[1]
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k must be between 1 and {experts}; got top_k={top_k}")

@@ -30,7 +30,6 @@ from l2r.kernels.contract import (
     empty_results,
     first_input,
 )
-from l2r.kernels.tracing import traced
 
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
@@ -55,20 +54,21 @@ class Results(NamedTuple):
 
 def run(
     name: str,
+    watched: bool,
     given: Tensors,
     score: Score = DEFAULTS,
     *,
     top_k: int = 0,
     normalize: bool = False,
-) -> Results:
-    """Results of the given stages on a backend, differentiable where an input wants gradients."""
-    watched = traced(*given)
+) -> Any:
+    """Results, by name, of the given stages; differentiable where an input wants gradients.
+
+    ``watched`` says whether a compiler, a mode or a subclass must see the registered operation.
+    """
     if not watched and not (torch.is_grad_enabled() and any(map(_wants_gradient, given))):
         # Past the operation: decoding a token feels every microsecond of the call.
-        done = backend(name).forward(
-            _dense(given), score, top_k=top_k, normalize=normalize, save=False
-        )
-        return _results(given, done, top_k)
+        given = _dense(given)
+        return backend(name).forward(given, score, top_k=top_k, normalize=normalize, save=False)
     x, weight, gain, anchors, query, _, logits, *_, rho_hat = given
     call = _route if watched else _eager
     tensors = (x, weight, gain, anchors, query, logits, rho_hat)

@@ -26,8 +26,9 @@ def l2r_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D]."""
+    normed = getattr(self, "has_post_expert_norm", False)  # transformers >= 5.20
     plain = self.has_gate and not (
-        self.has_bias or self.is_transposed or self.has_post_expert_norm or self._is_expert_parallel
+        self.has_bias or self.is_transposed or normed or self._is_expert_parallel
     )
     if not plain:
         own: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)

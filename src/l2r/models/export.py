@@ -98,7 +98,11 @@ def modeling_source(kind: str) -> str:
         imports.update(dict.fromkeys(_foreign_imports(tree)))
         for defined in _top_level_names(tree):
             assert owners.setdefault(defined, name) == name, (defined, name, owners[defined])
-        parts.append(_body(module, tree))
+        body = _body(module, tree)
+        if module is olmoe:
+            line = 'DEFAULT_ROUTER = "{}"'
+            body = body.replace(line.format(olmoe.DEFAULT_ROUTER), line.format(kind))
+        parts.append(body)
         if name == _PLAIN:
             parts.append(_dispatch_class(tree))
     from l2r import __version__

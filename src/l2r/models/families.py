@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from l2r.routers.selection import Selection
@@ -181,13 +183,8 @@ _NEMOTRON = {
     "mamba_head_dim": 16,
     "ssm_state_size": 8,
 }
-_ERNIE = {
-    **_HEAD,
-    "moe_num_experts": 8,
-    "moe_k": 2,
-    "moe_num_shared_experts": 1,
-    "moe_layer_start_index": 1,
-}
+_ERNIE_EXPERTS = {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}
+_ERNIE = {**_HEAD, **_ERNIE_EXPERTS, "moe_layer_start_index": 1}
 _HYBRID = {
     **_L,
     "shared_intermediate_size": 16,
@@ -204,13 +201,8 @@ _EXAONE = {
     "num_shared_experts": 1,
     "mlp_layer_types": ["dense", "sparse"],
 }
-_LFM2 = {
-    **_E,
-    "num_dense_layers": 1,
-    "layer_types": ["conv", "full_attention"],
-    "norm_topk_prob": True,
-    "use_expert_bias": True,
-}
+_CONV = {"layer_types": ["conv", "full_attention"], "use_expert_bias": True}
+_LFM2 = {**_E, **_CONV, "num_dense_layers": 1, "norm_topk_prob": True}
 _AFMOE = {**_E, **_HEAD, **_FULL, "num_dense_layers": 1, "num_shared_experts": 1}
 _HY_V3 = {**_E, **_HEAD, "first_k_dense_replace": 1, "num_shared_experts": 1}
 _DSA = {**_MLA, **_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
@@ -281,11 +273,20 @@ _TABLE = (
     Family("hy_v3", "HYV3TopKRouter", _hy_v3, _HY_V3),
 )
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _TABLE}
-BY_ROUTER: Mapping[str, Family] = {family.router: family for family in _TABLE}
+# Before these versions the router has another class, or returns its triple in another order.
+_SINCE = dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), "5.21")
+_SINCE["jamba"] = "5.20"
+_TOO_NEW = {
+    name: f"its router needs transformers >= {since}; this is {transformers.__version__}"
+    for name, since in _SINCE.items()
+    if Version(transformers.__version__) < Version(since)
+}
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in _TABLE if f.model_type not in _TOO_NEW}
+BY_ROUTER: Mapping[str, Family] = {family.router: family for family in FAMILIES.values()}
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"
 REFUSED: Mapping[str, str] = {
+    **_TOO_NEW,
     "llama4": "it multiplies the expert inputs, not the outputs, by a score for every expert",
     "dbrx": "its router returns logits alone and the experts' module selects",
     "jetmoe": "its router also sorts tokens by expert, and routes attention heads",

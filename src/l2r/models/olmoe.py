@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    GenerationMixin,
     OlmoeConfig,
     OlmoeForCausalLM,
     OlmoeModel,
@@ -31,6 +32,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.initialise import attach_router, reset_missing, truncated_normal
 from l2r.routers import Router, RouterConfig
+
+DEFAULT_ROUTER = "linear"  # an exported file has its own: it holds that one router alone
 
 
 @no_type_check  # transformers passes fields that its own signature does not have
@@ -52,7 +55,11 @@ class L2rOlmoeConfig(OlmoeConfig):
         super().__post_init__(**kwargs)
         # A stock OLMoE configuration carries its own type, which would hide our key mapping.
         self.model_type = type(self).model_type
-        self.router = RouterConfig.from_dict(self.router or {"kind": "linear"}).to_dict()
+        self.router = self.router_config().to_dict()
+
+    def router_config(self) -> RouterConfig:
+        """The ``router`` dictionary, checked; the default router where there is none."""
+        return RouterConfig.from_dict(self.router or {"kind": DEFAULT_ROUTER})
 
 
 class _RouterWeights:
@@ -61,7 +68,7 @@ class _RouterWeights:
     config_class = L2rOlmoeConfig
     # transformers looks for a decorator in the source of this very file; the experts are its own.
     _can_set_experts_implementation_cached_value = True
-    _keep_in_fp32_modules_strict = ("gate",)
+    _keep_in_fp32_modules_strict = ("mlp.gate",)  # "gate" would mean gate_up_proj too
     _can_record_outputs: ClassVar = {
         "router_logits": OutputRecorder(Router, index=0),
         "hidden_states": OlmoeDecoderLayer,
@@ -88,7 +95,7 @@ class L2rOlmoeModel(_RouterWeights, OlmoeModel):
     def __init__(self, config: L2rOlmoeConfig) -> None:
         super().__init__(config)
         # from_pretrained(..., router=...) sets the field after the check: check and complete it.
-        router_config = RouterConfig.from_dict(config.router or {"kind": "linear"})
+        router_config = config.router_config()
         config.router = router_config.to_dict()
         for index, layer in enumerate(self.layers):
             layer.mlp.gate = attach_router(
@@ -98,9 +105,10 @@ class L2rOlmoeModel(_RouterWeights, OlmoeModel):
                 num_experts=config.num_experts,
                 top_k=config.num_experts_per_tok,
             )
+        self.post_init()  # again, for the routers: they draw what they draw inside a whole model
 
 
-class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM):
+class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
     """OLMoE language model with a selectable router; works with every Auto class."""
 
     def __init__(self, config: L2rOlmoeConfig) -> None:

@@ -79,7 +79,7 @@ class _MoEWeights:
     """Initialisation that both nested classes need: ViT's, the experts' and the routers'."""
 
     config_class = L2rViTConfig
-    _keep_in_fp32_modules_strict = ("router",)
+    _keep_in_fp32_modules_strict = ("mlp.router",)
     _can_record_outputs: ClassVar = {
         "router_logits": OutputRecorder(Router, index=0),
         "hidden_states": ViTLayer,
@@ -103,8 +103,10 @@ class _MoEWeights:
 class L2rViTModel(_MoEWeights, ViTModel):
     """ViTModel whose blocks in ``config.moe_layers`` hold an MoELayer instead of the MLP."""
 
-    def __init__(self, config: L2rViTConfig, **options: Any) -> None:
-        super().__init__(config, **options)
+    def __init__(
+        self, config: L2rViTConfig, add_pooling_layer: bool = True, use_mask_token: bool = False
+    ) -> None:
+        super().__init__(config, add_pooling_layer, use_mask_token)
         # from_pretrained(..., router=...) sets fields after the config's own check.
         router_config = config.complete()
         for index in config.moe_layers or []:

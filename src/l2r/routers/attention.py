@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
@@ -36,7 +37,7 @@ class AttentionRouter(Router):
 
     def __init__(self, config: AttentionConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.query_key_value = nn.Linear(self.hidden_size, 3 * self.num_experts, bias=False)
+        self.query_key_value = BareLinear(self.hidden_size, 3 * self.num_experts)
         self.reset_parameters()
 
     @torch.no_grad()

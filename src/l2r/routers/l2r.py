@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from l2r.kernels import dispatch
 from l2r.routers.anchored import AnchorRouter, SipsConfig
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import KernelWeights, as_dtype
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
@@ -47,7 +48,7 @@ class L2RRouter(AnchorRouter):
                 f"rank must be <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )
-        self.projection = nn.Linear(self.hidden_size, config.rank, bias=False)
+        self.projection = BareLinear(self.hidden_size, config.rank)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, config.heads, config.rank))
         self.reset_parameters()
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
@@ -42,7 +43,7 @@ class MixtureRouter(Router):
 
     def __init__(self, config: MixtureConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.projection = nn.Linear(self.hidden_size, config.routers * config.rank, bias=False)
+        self.projection = BareLinear(self.hidden_size, config.routers * config.rank)
         self.keys = nn.Parameter(torch.empty(config.routers, self.num_experts, config.rank))
         self.reset_parameters()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.functional import dot_scores, low_rank_query, magnitude, pool_anchors
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
@@ -46,7 +47,7 @@ class PerturbedCosineRouter(Router):
     def __init__(self, config: PerturbedCosineConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         rank = config.rank or max(1, self.num_experts // 2)
-        self.projection = nn.Linear(self.hidden_size, rank, bias=False)
+        self.projection = BareLinear(self.hidden_size, rank)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))
         self.reset_parameters()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from l2r.functional import unit
 from l2r.kernels import dispatch
 from l2r.kernels.contract import Score
+from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import KernelWeights, Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
@@ -73,7 +74,7 @@ class XMoERouter(Router):
         super().__init__(config, **sizes)
         self.score = Score("cosine", eps=config.eps, scale=1 / config.temperature)
         rank = config.rank or max(1, self.num_experts // 2)
-        self.projection = nn.Linear(self.hidden_size, rank, bias=config.bias)
+        self.projection = BareLinear(self.hidden_size, rank, bias=config.bias)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))
         self.reset_parameters()
 

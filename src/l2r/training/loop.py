@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from l2r.data.run_folder import RunFolder
+from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import capture, constrain
 from l2r.training.average import WeightAverage
@@ -110,8 +111,7 @@ class _Trainer:
         torch.use_deterministic_algorithms(training.deterministic)
         model = task.build_model()
         if training.activation_checkpointing:
-            options = {"use_reentrant": False}  # the reentrant kind drops the routers' gradients
-            model.activation_checkpointing_enable(options)  # type: ignore[operator]
+            checkpoint_activations(model)
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from l2r.runs.folder import RunFolder
 
-# Weights after six steps of Adam at the rate 2e-3: sums in another order may move them by a
-# thousandth of what the steps may; a wrong mean or statistic moves them by as much as the steps do.
-SAME = 1e-3 * 6 * 2e-3
+# Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
+# the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
+# statistic moves weights by as much as the steps do.
+SAME = 1e-2 * 6 * 2e-3
+ORDER = 256 * 2**-24  # a mean over 256 tokens in fp32, summed in another order
 
 
 def launch(ranks, folder, changes, *extra):
@@ -37,7 +39,7 @@ def assert_same(first, second):
         torch.testing.assert_close(one[name], two[name], atol=SAME, rtol=0)
     for a, b in zip(first.read_metrics("train"), second.read_metrics("train"), strict=True):
         for loss in ("ce", "balance", "z", "grad_norm"):
-            assert a[loss] == pytest.approx(b[loss], abs=1e-4 if loss == "grad_norm" else 1e-5)
+            assert a[loss] == pytest.approx(b[loss], rel=ORDER)
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])

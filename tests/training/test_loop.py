@@ -15,9 +15,11 @@ from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.health import NonFiniteError
 
-# Weights after six steps of Adam at the rate 2e-3: sums in another order may move them by a
-# thousandth of what the steps may; a wrong mean or statistic moves them by as much as the steps do.
-SAME = 1e-3 * 6 * 2e-3
+# Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
+# the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
+# statistic moves weights by as much as the steps do.
+SAME = 1e-2 * 6 * 2e-3
+ORDER = 256 * 2**-24  # a mean over 256 tokens in fp32, summed in another order
 
 
 def run(folder, changes, *extra, recipe="demo/l2r-sips", **options):
@@ -135,7 +137,7 @@ def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes
     first, second = (RunFolder(tmp_path / n).read_metrics("train") for n in ("whole", "parts"))
     for one, two in zip(first, second, strict=True):
         for loss in ("ce", "balance", "z"):
-            assert one[loss] == pytest.approx(two[loss], abs=1e-5)
+            assert one[loss] == pytest.approx(two[loss], rel=ORDER)
 
 
 def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):

@@ -50,9 +50,10 @@ MIXED = [
     "data.augmentation.cutmix=1.0",
 ]
 ONE = Ranks(0, 1, torch.device("cpu"))
-# Weights after six steps of Adam at the rate 2e-3: sums in another order may move them by a
-# thousandth of what the steps may; a wrong mean or statistic moves them by as much as the steps do.
-SAME = 1e-3 * 6 * 2e-3
+# Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
+# the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
+# statistic moves weights by as much as the steps do.
+SAME = 1e-2 * 6 * 2e-3
 
 
 def recipe(*changes, kind="l2r_sips"):
@@ -182,7 +183,7 @@ def test_two_ranks_equal_one(parallel, tmp_path):
         for key in first:
             torch.testing.assert_close(first[key], second[key], atol=SAME, rtol=0)
     for a, b in zip(records(one), records(two), strict=True):
-        assert a["ce"] == pytest.approx(b["ce"], abs=1e-5)
+        assert a["ce"] == pytest.approx(b["ce"], rel=16 * 2**-24)  # a mean over 16 images
 
 
 def test_the_average_is_the_running_mean_of_the_weights():
@@ -209,7 +210,8 @@ def test_training_learns(tmp_path):
     changes += ["evaluation.every=0", "checkpoint.every=0", "evaluation.max_batches=30"]
     run(tmp_path / "run", *changes, "optimizer.lr=0.005", "training.log_every=40")
     last = RunFolder(tmp_path / "run").read_metrics("validation")[-1]
-    assert last["top1"] > 0.35 and last["top5"] > 0.8  # chance: 0.1 and 0.5
+    for name, chance in (("top1", 0.1), ("top5", 0.5)):  # five deviations of a guess above it
+        assert last[name] > chance + 5 * (chance * (1 - chance) / last["evaluated"]) ** 0.5
 
 
 @pytest.fixture

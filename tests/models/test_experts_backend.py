@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l2r.models.experts_backend import register
-from l2r.models.stock import stock_experts
+from l2r.swap.stock import stock_experts
 
 
 @pytest.mark.parametrize("skew", [False, True])

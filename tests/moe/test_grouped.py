@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from l2r.models.experts_backend import register
-from l2r.models.stock import stock_experts
 from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
+from l2r.swap.stock import stock_experts
 
 ENDS = torch.tensor([2, 2, 9, 11], dtype=torch.int32)  # the second expert gets nothing
 

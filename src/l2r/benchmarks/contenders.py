@@ -70,7 +70,7 @@ def contenders(
     ``swapped`` adds the router of transformers' OLMoE and ours in its place; in half precision
     the former, whose product is in the dtype of x, is always there.
     """
-    from l2r.models.stock import stock_router, swapped_router
+    from l2r.swap.stock import stock_router, swapped_router
 
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
     found = []

@@ -45,7 +45,7 @@ def sizes(settings: Settings, size: str = "small") -> dict[str, Any]:
 
 def stock(settings: Settings, size: str = "small") -> nn.Module:
     """transformers' OLMoE with its default experts (grouped_mm)."""
-    from l2r.models.stock import stock_olmoe
+    from l2r.swap.stock import stock_olmoe
 
     torch.manual_seed(0)
     return _placed(stock_olmoe(**sizes(settings, size)), settings)

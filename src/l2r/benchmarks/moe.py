@@ -114,7 +114,7 @@ def _step(
 def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
     """The same experts under every implementation, and their module."""
     from l2r.models.experts_backend import register
-    from l2r.models.stock import stock_experts
+    from l2r.swap.stock import stock_experts
 
     ours = register()
     experts: Any = stock_experts(

@@ -83,7 +83,7 @@ def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step
     """The pieces that Trainer runs for every batch, without its data loading and logging."""
     import tempfile
 
-    from l2r.models.stock import stock_trainer
+    from l2r.swap.stock import stock_trainer
 
     model.config.output_router_logits = True
     trainer = stock_trainer(model, tempfile.mkdtemp(), cpu=settings.device == "cpu")

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
 
-from l2r.models.swap import swap_routers
 from l2r.routers import RouterConfig
+from l2r.swap.swap import swap_routers
 
 
 def stock_olmoe(**sizes: Any) -> OlmoeForCausalLM:

@@ -16,7 +16,6 @@ from l2r.experiments.cells import is_finished, plan_cells, read_grid, run_cells
 from l2r.recipes.load import load_recipe
 from l2r.report.ablation import (
     Row,
-    Spread,
     ablation_curves,
     ablation_table,
     ablations,
@@ -24,8 +23,9 @@ from l2r.report.ablation import (
 )
 from l2r.report.curves import LANGUAGE_PANELS, curves
 from l2r.report.sweep import write_sweep_page
+from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
-from l2r.runs.last_tenth import last_tenth
+from l2r.runs.statistics import Interval
 from l2r.training import loop
 
 RECIPE = "demo/l2r-sips"
@@ -219,7 +219,7 @@ def test_heads_table_has_the_papers_layout(tmp_path):
     rows = []
     for heads, size in ((1, 100_352), (16, 131_072)):
         run, again = (finished_run(tmp_path / f"{heads}-{i}", mmlu=0.276) for i in range(2))
-        numbers = {c: Spread(v, v - 0.5, v + 0.5) for c, v in final_numbers(run).items()}
+        numbers = {c: Interval(v, v - 0.5, v + 0.5) for c, v in final_numbers(run).items()}
         settings = {"router.rank": 2, "router.heads": heads}
         rows.append(Row(settings, [run, again], numbers, size, 16 * 64 * 2048))
     (found,) = ablations(rows)

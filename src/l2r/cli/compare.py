@@ -56,8 +56,8 @@ def compare(
         if not result.finished:
             typer.echo("stopped and saved; the same command goes on", err=True)
             raise typer.Exit(128 + (result.signal or 0))
-        if not repeat and not run.diagnostics.is_file():
-            run.write_json(run.diagnostics, diagnose_run(run, recipe))
+        if not repeat:
+            diagnose_run(run, recipe)
         runs.append(run)
     shown = first_seeds(runs)
     results = accuracy_over_seeds(runs)

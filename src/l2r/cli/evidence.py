@@ -39,6 +39,7 @@ def evidence(
     from l2r.cli.console import print_table
     from l2r.experiments.cells import run_cells
     from l2r.experiments.claims import CLAIMS, VARIANTS, judge
+    from l2r.experiments.measure import measure
     from l2r.runs.folder import RunFolder
 
     cells = plan(recipe, [*(_QUICK if quick else ()), *(changes or [])], seeds)
@@ -51,7 +52,7 @@ def evidence(
     by_name = {cell.name: cell for cell in cells}
     numbers = {
         name: [
-            measure(RunFolder(out / cell), by_name[cell])
+            measure(RunFolder(out / cell), by_name[cell].recipe)
             for cell in (f"{name}.seed-{seed}" for seed in range(seeds))
         ]
         for name in VARIANTS
@@ -94,27 +95,6 @@ def plan(recipe: str, changes: list[str], seeds: int) -> list["Cell"]:
                 Cell(f"{name}.seed-{seed}", {}, seed, parse_recipe(changed, source=recipe))
             )
     return cells
-
-
-def measure(run: "RunFolder", cell: "Cell") -> dict[str, float]:
-    """Numbers of one finished run: routing means over layers, losses over its last tenth."""
-    import torch
-
-    from l2r.diagnostics.metrics import normalised_entropy
-    from l2r.experiments.measure import diagnose_run
-    from l2r.runs.last_tenth import last_tenth
-
-    if not run.diagnostics.is_file():
-        run.write_json(run.diagnostics, diagnose_run(run, cell.recipe))
-    summary = run.read_json(run.diagnostics)
-    ends = {"train_ce": last_tenth(run, "ce"), "balance": last_tenth(run, "balance")}
-    top1 = [normalised_entropy(torch.tensor(layer)) for layer in summary["usage"]["top1"]]
-    return {
-        **summary["mean"],
-        **{name: value for name, value in ends.items() if value is not None},
-        "validation_ce": run.read_metrics("validation")[-1]["ce/mean"],
-        "top1_entropy": sum(top1) / len(top1),
-    }
 
 
 def findings_table(findings: list[Any], seeds: int) -> "Table":

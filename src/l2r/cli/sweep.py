@@ -88,40 +88,29 @@ def sweep(
 
 def sweep_rows(outcomes: "Sequence[Outcome]") -> "list[Row]":
     """The finished runs of each choice of the grid, with mean and interval over seeds."""
-    from l2r.report.ablation import COLUMNS, Row, Spread, final_numbers
+    from l2r.report.ablation import seed_row
     from l2r.runs.folder import RunFolder
-    from l2r.runs.statistics import mean_interval
 
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is None:
             groups.setdefault(repr(outcome.cell.settings), []).append(outcome)
-    rows = []
-    for group in groups.values():
-        runs: list[RunFolder] = [RunFolder(outcome.folder) for outcome in group]
-        found = [final_numbers(run) for run in runs]
-        numbers = {
-            column: Spread(*mean_interval([values[column] for values in found]))
-            for column in COLUMNS
-            if all(column in values for values in found)
-        }
-        facts = runs[0].read_json(runs[0].environment)
-        sizes = (facts.get("router_parameters"), facts.get("linear_router_parameters"))
-        rows.append(Row(group[0].cell.settings, runs, numbers, *sizes))
-    return rows
+    return [
+        seed_row(group[0].cell.settings, [RunFolder(outcome.folder) for outcome in group])
+        for group in groups.values()
+    ]
 
 
 def _diagnose(rows: "Sequence[Row]", outcomes: "Sequence[Outcome]") -> None:
-    """diagnostics.json of each row's first run; a run that cannot be read is named and left out."""
+    """Diagnosis of each row's first run; a run that cannot be read is named and left out."""
     from l2r.experiments.measure import diagnose_run
 
     recipes = {outcome.folder: outcome.cell.recipe for outcome in outcomes}
     for run in (row.runs[0] for row in rows):
-        if not run.diagnostics.is_file():
-            try:
-                run.write_json(run.diagnostics, diagnose_run(run, recipes[run.path]))
-            except (ValueError, OSError) as error:
-                _say(f"no heatmap of {run.name}: {' '.join(str(error).split())}")
+        try:
+            diagnose_run(run, recipes[run.path])
+        except (ValueError, OSError) as error:
+            _say(f"no heatmap of {run.name}: {' '.join(str(error).split())}")
 
 
 def _plan_table(cells: "Sequence[Cell]", root: Path) -> "Table":

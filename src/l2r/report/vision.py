@@ -1,14 +1,14 @@
 """Joins runs of image classifiers with the figures that only they have."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from l2r.report.page import Section
+from l2r.report.paper_tables import accuracy_table
+from l2r.report.patches import compare_patches, patch_figure
 from l2r.report.tables import Table
 from l2r.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    pass
+from l2r.runs.patches import read_patches
+from l2r.runs.statistics import mean_interval
 
 SEED_MARK = ".seed-"  # in the names of runs that repeat another with a different seed
 HOW_TO_READ_PATCHES = (
@@ -18,9 +18,6 @@ HOW_TO_READ_PATCHES = (
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     """A table of accuracy per router, mean and interval over its runs; none for language."""
-    from l2r.report.paper_tables import accuracy_table
-    from l2r.runs.statistics import mean_interval
-
     found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
@@ -32,16 +29,13 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     results = {}
     for router, pairs in found.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
-        first, five = ((i.mean, i.high - i.mean) for i in (top1, top5))
-        results[router] = (first, five, len(pairs))
+        results[router] = (top1, top5, len(pairs))
     return [accuracy_table(results)]
 
 
 def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
     """Patches of one run layer by layer, of several by router; empty for language models."""
-    from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
-
-    routings = {r.name: read_patch_routing(r.patches) for r in runs if r.patches.is_file()}
+    routings = {r.name: read_patches(r.patches) for r in runs if r.patches.is_file()}
     if not routings:
         return []
     if len(routings) == 1:

@@ -6,11 +6,10 @@ from l2r.report.page import Section
 from l2r.report.paper_tables import accuracy_table
 from l2r.report.patches import compare_patches, patch_figure
 from l2r.report.tables import Table
-from l2r.runs.folder import RunFolder
+from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.patches import read_patches
 from l2r.runs.statistics import mean_interval
 
-SEED_MARK = ".seed-"  # in the names of runs that repeat another with a different seed
 HOW_TO_READ_PATCHES = (
     "Colour: the expert with the largest weight. Point at a patch to see all its experts."
 )
@@ -46,5 +45,5 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
 
 
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
-    """The runs that are not repeats of another with a different seed."""
-    return [run for run in runs if SEED_MARK not in run.name]
+    """The runs that are not repeats of another with a different seed; all, where every one is."""
+    return [run for run in runs if SEED_MARK not in run.name] or list(runs)

@@ -24,6 +24,8 @@ from typing import Any
 
 from l2r.runs.atomic import write_json, write_text
 
+SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
+
 
 class RunFolder:
     """Paths and small files of one run."""
@@ -55,6 +57,12 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+
+    def read_recipe(self) -> dict[str, Any]:
+        """Fields of the recipe as plain values."""
+        import yaml  # the rest of this module needs no package
+
+        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

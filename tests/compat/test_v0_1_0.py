@@ -76,8 +76,8 @@ def test_a_run_of_0_1_0_is_finished_for_recipes_that_mean_the_same(old_run: Path
 
     path = old_run / "recipe.yaml"
     recipe, text = load_recipe(str(path)), path.read_text()
-    # 0.25 is the default that the run has anyway
-    for same in (text, text.replace("  heads: 4\n", "  heads: 4\n  beta: 0.25\n")):
+    # 1.0 is the default that the run has anyway
+    for same in (text, text.replace("  heads: 4\n", "  heads: 4\n  beta: 1.0\n")):
         path.write_text(same)
         assert is_finished(RunFolder(old_run), recipe)
     for other in (text.replace("seed: 0", "seed: 1"), text.replace("heads: 4", "heads: 2")):

@@ -57,6 +57,14 @@ def test_a_new_diagnosis_replaces_an_old_one(tmp_path: Path) -> None:
     assert read_diagnosis(tmp_path).mean() == {"cv": 0.5}
 
 
+def test_a_diagnosis_without_an_array_is_refused(tmp_path: Path) -> None:
+    diagnosis = made()
+    del diagnosis.arrays["1.importance"]
+    diagnosis.save(tmp_path)
+    with pytest.raises(ValueError, match="layers without their use of experts"):
+        read_diagnosis(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -83,7 +83,11 @@ def read_diagnosis(folder: Path) -> Diagnosis:
         text = json.loads((folder / _NUMBERS).read_text(encoding="utf-8"))
         if text["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}; got {text['schema']}")
-        return Diagnosis(text["info"], text["layers"], load_file(folder / _ARRAYS))
+        layers, arrays = text["layers"], load_file(folder / _ARRAYS)
+        needed = {f"{layer}.{kind}" for layer in range(len(layers)) for kind in USAGE}
+        if not needed or not needed <= arrays.keys():
+            raise ValueError("it has no layers, or layers without their use of experts")
+        return Diagnosis(text["info"], layers, arrays)
     except (ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
         raise ValueError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
 

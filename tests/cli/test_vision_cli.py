@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from l2r.cli.app import build_app
 from l2r.report.paper_tables import accuracy_table
+from l2r.runs.statistics import mean_interval
 
 SHORT = [
     "training.steps=4",
@@ -68,7 +69,7 @@ def test_report_command_reads_the_same_runs(compared, tmp_path):
 
 
 def test_one_seed_is_called_one_seed():
-    table = accuracy_table({"linear": ((50.0, 0.0), (90.0, 0.0), 1)})
+    table = accuracy_table({"linear": (mean_interval([50.0]), mean_interval([90.0]), 1)})
     assert "nothing without more seeds" in table.caption
     assert table.rows == (("Linear", 50.0, 0.0, 90.0, 0.0, 1),)
 

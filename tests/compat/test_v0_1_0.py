@@ -52,7 +52,14 @@ def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
 
     shutil.rmtree(old_run / "model")
     before = RunFolder(old_run).read_metrics("train")
-    done = run_l2r("train", "run/recipe.yaml", "--out", "run", folder=old_run.parent)
+    # As if fields had been added since: the run's recipe lacks what today's writes out.
+    text = (old_run / "recipe.yaml").read_text()
+    (old_run.parent / "today.yaml").write_text(text)
+    for line in ("  ema_decay: 0.0\n", "  tasks: []\n"):
+        assert line in text
+        text = text.replace(line, "")
+    (old_run / "recipe.yaml").write_text(text)
+    done = run_l2r("train", "today.yaml", "--out", "run", folder=old_run.parent)
     assert done.returncode == 0, done.stderr
     after = RunFolder(old_run).read_metrics("train")
     assert [r["step"] for r in after] == [r["step"] for r in before]
@@ -60,3 +67,19 @@ def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
     for old, new in zip(before, after, strict=True):
         assert new["ce"] == pytest.approx(old["ce"], rel=1e-5)
     assert (old_run / "model" / "config.json").is_file()
+
+
+def test_a_run_of_0_1_0_is_finished_for_recipes_that_mean_the_same(old_run: Path) -> None:
+    from l2r.experiments.run import is_finished
+    from l2r.recipes.load import load_recipe
+    from l2r.runs.folder import RunFolder
+
+    path = old_run / "recipe.yaml"
+    recipe, text = load_recipe(str(path)), path.read_text()
+    # 1.0 is the default that the run has anyway
+    for same in (text, text.replace("  heads: 4\n", "  heads: 4\n  beta: 1.0\n")):
+        path.write_text(same)
+        assert is_finished(RunFolder(old_run), recipe)
+    for other in (text.replace("seed: 0", "seed: 1"), text.replace("heads: 4", "heads: 2")):
+        path.write_text(other)
+        assert not is_finished(RunFolder(old_run), recipe)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.token_sample import TokenSample
 from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
+from l2r.runs.diagnosis import read_diagnosis
 from tests.diagnostics.models import batches, ours, stock
 
 DOMAINS = ("even", "odd")
@@ -176,12 +178,16 @@ def test_diagnosis_is_plain_data_and_saves(tmp_path):
     saved = json.loads((tmp_path / "diagnosis.json").read_text())
     assert saved["layers"] == diagnosis.layers
     assert saved["info"]["tokens"] == 120
+    again = read_diagnosis(tmp_path)
+    assert (again.info, again.layers) == (diagnosis.info, diagnosis.layers)
+    assert all(np.array_equal(again.arrays[name], diagnosis.arrays[name]) for name in again.arrays)
+    assert again.arrays.keys() == diagnosis.arrays.keys() and again.mean() == diagnosis.mean()
     for layer in diagnosis.layers:
         assert layer["certified_top1"] <= layer["found_top1"]
         low, high = layer["stability_interval"]
         assert low <= layer["stability"] <= high
     plane = diagnosis.arrays["0.plane_first"]
-    axis = diagnosis.arrays["0.plane_axis"].double()
+    axis = torch.from_numpy(diagnosis.arrays["0.plane_axis"]).double()
     router = records[0].router
     for row, column in ((3, 150), (120, 40), (199, 199)):
         query = torch.stack([axis[column], axis[row]]).float()[None]

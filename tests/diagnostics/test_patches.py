@@ -1,13 +1,16 @@
 """Patch routing is what the routers say about each patch, and the figure shows it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from l2r import capture
-from l2r.diagnostics.patches import patch_routing, save_patch_routing
+from l2r.diagnostics.patches import patch_routing
 from l2r.models import L2rViTConfig, L2rViTForImageClassification
-from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
+from l2r.report.patches import compare_patches, patch_figure
+from l2r.runs.patches import read_patches
 
 
 @pytest.fixture
@@ -26,9 +29,15 @@ def model():
     return L2rViTForImageClassification(config)
 
 
+def route(model, images, grid, pixels=None):
+    pixels = torch.zeros(images.shape, dtype=torch.uint8) if pixels is None else pixels
+    labels = torch.arange(len(images))
+    return patch_routing(model, images, grid, pixels=pixels, labels=labels, classes=("a", "b", "c"))
+
+
 def test_each_patch_has_the_experts_the_router_gives_its_token(model):
     images = torch.randn(3, 3, 16, 16)
-    routing = patch_routing(model, images, (4, 4))
+    routing = route(model, images, (4, 4))
     assert model.training  # as it was before
     model.eval()
     with torch.no_grad(), capture(model, inputs=True) as record:
@@ -48,15 +57,16 @@ def test_each_patch_has_the_experts_the_router_gives_its_token(model):
 
 def test_a_wrong_grid_is_refused_in_one_line(model):
     with pytest.raises(ValueError, match="give 10 tokens an image; the model routes 17"):
-        patch_routing(model, torch.randn(2, 3, 16, 16), (3, 3))
+        route(model, torch.randn(2, 3, 16, 16), (3, 3))
 
 
 def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)
-    routing = patch_routing(model, torch.from_numpy(pixels) / 255, (4, 4))
-    labels = np.array([0, 1, 2])
-    path = save_patch_routing(tmp_path / "p.npz", routing, pixels, labels, ("a", "b", "c"))
-    saved = read_patch_routing(path)
+    pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    routing = route(model, pixels / 255, (4, 4), pixels)
+    routing.save(tmp_path / "p.npz")
+    saved = read_patches(tmp_path / "p.npz")
+    for field in dataclasses.fields(routing):
+        assert np.array_equal(getattr(saved, field.name), getattr(routing, field.name))
     figure = patch_figure(saved, images=2)
     heatmaps = [trace for trace in figure.data if trace.type == "heatmap"]
     assert len(heatmaps) == 2 * 2  # images x layers
@@ -66,7 +76,7 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
     assert heatmaps[2].text[2][3].startswith(f"expert {first}: {weight:.3f}<br>expert ")
     titles = [note.text for note in figure.layout.annotations]
     assert titles[:3] == ["image", "layer 0", "layer 2"]
-    wrong = [i for i in (0, 1) if routing.predictions[i] != labels[i]]
+    wrong = [i for i in (0, 1) if routing.predictions[i] != i]
     assert sum("taken for" in title for title in titles) == len(wrong)
     assert len(figure.layout.coloraxis.colorscale) == 2 * 5
 
@@ -75,14 +85,14 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
     last = [trace.z for trace in both.data if trace.type == "heatmap"]
     assert len(last) == 4
     assert all(np.array_equal(z, routing.experts[1, i // 2, ..., 0]) for i, z in enumerate(last))
-    other = {**saved, "images": saved["images"][::-1]}
+    other = dataclasses.replace(saved, images=saved.images[::-1])
     with pytest.raises(ValueError, match="only be compared on the same images"):
         compare_patches({"one": saved, "two": other})
 
 
 def test_a_wrong_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot read patch routing from"):
-        read_patch_routing(tmp_path / "none.npz")
+        read_patches(tmp_path / "none.npz")
     np.savez(tmp_path / "other.npz", images=np.zeros(3))
-    with pytest.raises(ValueError, match="holds no patch routing: classes, experts"):
-        read_patch_routing(tmp_path / "other.npz")
+    with pytest.raises(ValueError, match="holds no patch routing: class_token, classes, experts"):
+        read_patches(tmp_path / "other.npz")

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.cli import main
-from l2r.experiments import cells as sweeping
-from l2r.experiments.cells import is_finished, plan_cells, read_grid, run_cells
+from l2r.experiments import run as running
+from l2r.experiments.cells import grid_cells, read_grid
+from l2r.experiments.run import is_finished, run_cells
 from l2r.recipes.load import load_recipe
 from l2r.report.ablation import (
     Row,
-    Spread,
     ablation_curves,
     ablation_table,
     ablations,
@@ -24,15 +24,16 @@ from l2r.report.ablation import (
 )
 from l2r.report.curves import LANGUAGE_PANELS, curves
 from l2r.report.sweep import write_sweep_page
+from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
-from l2r.runs.last_tenth import last_tenth
+from l2r.runs.statistics import Interval
 from l2r.training import loop
 
 RECIPE = "demo/l2r-sips"
 
 
 def plan(changes, *axes, seeds=1):
-    return plan_cells(RECIPE, changes, read_grid(axes), seeds)
+    return grid_cells(RECIPE, changes, read_grid(axes), seeds)
 
 
 def command(capsys, *args):
@@ -49,14 +50,14 @@ def watch_steps(monkeypatch, watch):
         name = RunFolder(folder).name
         return loop.train(recipe, folder, on_step=lambda step: watch(name, step), **options)
 
-    monkeypatch.setattr(sweeping, "train", train)
+    monkeypatch.setattr(running, "train", train)
 
 
 def test_a_grid_is_every_choice_with_every_seed():
     cells = plan(["seed=5"], "router.rank=2,8", "router.heads=1,4,16", seeds=2)
     names = [cell.name for cell in cells]
-    assert len(names) == 12 and names[0] == "rank=2,heads=1,seed=5"
-    assert names[-1] == "rank=8,heads=16,seed=6"
+    assert len(names) == 12 and names[0] == "rank=2,heads=1.seed-5"
+    assert names[-1] == "rank=8,heads=16.seed-6"
     routers = {(c.recipe.router_config().rank, c.recipe.router_config().heads) for c in cells}
     assert routers == {(r, h) for r in (2, 8) for h in (1, 4, 16)}
     assert {cell.recipe.seed for cell in cells} == {5, 6}
@@ -65,10 +66,10 @@ def test_a_grid_is_every_choice_with_every_seed():
 def test_a_router_without_an_option_is_trained_once():
     cells = plan([], "router.kind=linear,l2r_sips", "router.rank=2,8,32")
     assert [cell.name for cell in cells] == [
-        "kind=linear,seed=0",
-        "kind=l2r_sips,rank=2,seed=0",
-        "kind=l2r_sips,rank=8,seed=0",
-        "kind=l2r_sips,rank=32,seed=0",
+        "kind=linear.seed-0",
+        "kind=l2r_sips,rank=2.seed-0",
+        "kind=l2r_sips,rank=8.seed-0",
+        "kind=l2r_sips,rank=32.seed-0",
     ]
     assert cells[0].recipe.router_config().kind == "linear"
     assert cells[2].recipe.router_config().rank == 8
@@ -77,15 +78,15 @@ def test_a_router_without_an_option_is_trained_once():
 def test_values_are_yaml_and_equal_endings_keep_their_section():
     cells = plan([], "losses.z=0,1e-3", "optimizer.betas=[0.9, 0.95],[0.8, 0.9]")
     assert cells[3].recipe.losses.z == 0.001 and cells[3].recipe.optimizer.betas == (0.8, 0.9)
-    assert cells[3].name == "z=1e-3,betas=0.8-0.9,seed=0"
+    assert cells[3].name == "z=1e-3,betas=0.8-0.9.seed-0"
     cells = plan([], "evaluation.every=1", "checkpoint.every=2")
-    assert cells[0].name == "evaluation.every=1,checkpoint.every=2,seed=0"
+    assert cells[0].name == "evaluation.every=1,checkpoint.every=2.seed-0"
 
 
 def test_vision_recipes_keep_the_papers_vision_settings():
-    cells = plan_cells("vit-s/l2r-sips", [], read_grid(["router.heads=1,8"]), 1)
+    cells = grid_cells("vit-s/l2r-sips", [], read_grid(["router.heads=1,8"]), 1)
     alone = load_recipe("vit-s/l2r-sips", ["router.heads=8"])
-    assert cells[1].recipe == alone and cells[1].name == "heads=8,seed=0"
+    assert cells[1].recipe == alone and cells[1].name == "heads=8.seed-0"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     changes = [*tiny_changes, "training.steps=4", "checkpoint.every=1"]
     grid = ["--grid", "router.kind=linear,l2r_sips", "--grid", "router.rank=2,4", "--seeds", "2"]
     args = [*changes, *grid, "--out", tmp_path]
-    broken = "kind=l2r_sips,rank=2,seed=1"
+    broken = "kind=l2r_sips,rank=2.seed-1"
 
     def failing(name, step):
         if name == broken and step == 2:
@@ -128,7 +129,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     watch_steps(monkeypatch, failing)
     code, out, err = command(capsys, *args, "--json")
     assert code == 1
-    assert f"failed: {broken}: out of memory more lines" in err and "1 of 6 cells failed" in err
+    assert f"failed: {broken}: out of memory more lines" in err and "1 of 6 runs failed" in err
     assert [row["seeds"] for row in json.loads(out)] == [2, 1, 2]
     assert "out of memory more lines" in (tmp_path / "report.html").read_text()
     monkeypatch.undo()
@@ -157,7 +158,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     ]
     assert rows[0]["router params"] == 2 * 8 * 32
     losses = [
-        RunFolder(tmp_path / f"kind=linear,seed={s}").read_metrics("validation")[-1]["ce/mean"]
+        RunFolder(tmp_path / f"kind=linear.seed-{s}").read_metrics("validation")[-1]["ce/mean"]
         for s in (0, 1)
     ]
     half = 12.706204736 * statistics.stdev(losses) / 2**0.5
@@ -179,9 +180,9 @@ def test_a_signal_stops_the_whole_sweep(tiny_changes, tmp_path, monkeypatch):
     watch_steps(monkeypatch, stopped)
     cells = plan(tiny_changes, "router.rank=2,4")
     outcomes = list(run_cells(cells, tmp_path, show_progress=False))
-    assert [(o.cell.name, o.signal) for o in outcomes] == [("rank=2,seed=0", signal.SIGTERM)]
-    assert RunFolder(outcomes[0].folder).complete_checkpoints()
-    assert not is_finished(RunFolder(outcomes[0].folder), cells[0].recipe)
+    assert [(o.cell.name, o.signal) for o in outcomes] == [("rank=2.seed-0", signal.SIGTERM)]
+    assert outcomes[0].run.complete_checkpoints()
+    assert not is_finished(outcomes[0].run, cells[0].recipe)
 
 
 def test_cells_can_be_processes_of_their_own(tiny_changes, tmp_path):
@@ -189,7 +190,7 @@ def test_cells_can_be_processes_of_their_own(tiny_changes, tmp_path):
     (failed,) = run_cells(cells, tmp_path, launch="false")
     assert failed.error == "its process ended with code 1"
     (done,) = run_cells(cells, tmp_path, launch=sys.executable)
-    assert done.error is None and is_finished(RunFolder(done.folder), cells[0].recipe)
+    assert done.error is None and is_finished(done.run, cells[0].recipe)
     (again,) = run_cells(cells, tmp_path, launch="false")
     assert again.error is None and not again.trained
 
@@ -219,7 +220,7 @@ def test_heads_table_has_the_papers_layout(tmp_path):
     rows = []
     for heads, size in ((1, 100_352), (16, 131_072)):
         run, again = (finished_run(tmp_path / f"{heads}-{i}", mmlu=0.276) for i in range(2))
-        numbers = {c: Spread(v, v - 0.5, v + 0.5) for c, v in final_numbers(run).items()}
+        numbers = {c: Interval(v, v - 0.5, v + 0.5) for c, v in final_numbers(run).items()}
         settings = {"router.rank": 2, "router.heads": heads}
         rows.append(Row(settings, [run, again], numbers, size, 16 * 64 * 2048))
     (found,) = ablations(rows)

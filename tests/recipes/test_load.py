@@ -2,7 +2,7 @@
 
 import pytest
 
-from l2r.experiments.cells import plan_cells, read_grid
+from l2r.experiments.cells import grid_cells, read_grid
 from l2r.recipes.load import load_recipe
 
 BASE = """
@@ -35,7 +35,7 @@ def by_command_line(base, kind):
 
 
 def by_sweep(base, kind):
-    (cell,) = plan_cells(str(base), [], read_grid([f"router.kind={kind}"]), 1)
+    (cell,) = grid_cells(str(base), [], read_grid([f"router.kind={kind}"]), 1)
     return cell.recipe
 
 
@@ -85,7 +85,7 @@ def test_the_length_given_last_replaces_the_others(base, given, left):
 def test_a_recipes_length_replaces_its_bases(base):
     training = load_recipe(over(base, "training: {epochs: 2}\n")).training
     assert training.steps is None and training.epochs == 2 and training.global_batch == 8
-    (cell,) = plan_cells(str(base), [], read_grid(["training.epochs=3"]), 1)
+    (cell,) = grid_cells(str(base), [], read_grid(["training.epochs=3"]), 1)
     assert cell.recipe.training.steps is None and cell.recipe.training.epochs == 3
 
 

@@ -1,6 +1,5 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from l2r.benchmarks.timing import CLOCKS
 from l2r.machine import describe_machine
+from l2r.runs.atomic import write_json
 
 
 def environment() -> dict[str, Any]:
@@ -63,12 +63,9 @@ class Bench:
 
 
 def save(found: dict[str, Any], folder: Path) -> Path:
-    """Write ``as_dict``'s form to ``<name>.json``, under a temporary name first."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``as_dict``'s form to ``<name>.json``, whole or not at all."""
     path = folder / f"{found['name']}.json"
-    temporary = path.with_suffix(".json.part")
-    temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_json(path, found)
     return path
 
 

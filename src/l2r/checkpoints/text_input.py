@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.sample_text import packed_rows
 from l2r.data.sources import folder_sources
 from l2r.data.tokens import TokenDataset, read_documents
 
@@ -54,14 +55,12 @@ def open_text(
         )
     texts = _embedded(report) if source is None else _text_sources(Path(source))
     share = max(1, instances // len(texts))
-    rows, domain = [], []
-    for position, documents in enumerate(texts.values()):
-        packed = _pack(documents, tokenizer, share, length)
-        rows.append(packed)
-        domain.append(torch.full((len(packed),), position))
-    if sum(len(part) for part in rows) == 0:
+    packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
+    rows = [(row, domain) for domain, part in enumerate(packed) for row in part]
+    if not rows:
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
-    return TextInput(torch.cat(rows), torch.cat(domain), tuple(texts))
+    domain = torch.tensor([domain for _, domain in rows])
+    return TextInput(torch.stack([row for row, _ in rows]), domain, tuple(texts))
 
 
 def _from_token_files(folder: Path, vocab_size: int, instances: int, length: int) -> TextInput:
@@ -93,16 +92,3 @@ def _text_sources(path: Path) -> dict[str, Iterable[str]]:
     if path.is_file():
         return {path.stem: [path.read_text(encoding="utf-8", errors="replace")]}
     return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}
-
-
-def _pack(documents: Iterable[str], tokenizer: Any, instances: int, length: int) -> Tensor:
-    """Documents joined by end-of-text and cut into rows [at most ``instances``, length]."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    wanted = instances * length
-    ids: list[int] = []
-    for document in documents:
-        if len(ids) >= wanted:
-            break
-        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
-    count = min(len(ids), wanted) // length
-    return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)

@@ -1,6 +1,5 @@
 """``l2r compare``: train several recipes alike, look at their routers, write one report."""
 
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -28,40 +27,21 @@ def compare(
 ) -> None:
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table
-    from l2r.experiments.measure import diagnose_run
-    from l2r.recipes.load import load_recipe, recipes_in
+    from l2r.cli.experiment import diagnose_all, end, run_all
+    from l2r.experiments.cells import folder_cells
     from l2r.report.comparison import comparison_table, write_report
-    from l2r.report.vision import SEED_MARK, accuracy_over_seeds, first_seeds, patch_sections
-    from l2r.routers import router_names
-    from l2r.runs.folder import RunFolder
-    from l2r.training.loop import train
+    from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
 
-    loaded = {name: load_recipe(name, changes or []) for name in recipes_in(folder)}
-    chosen = routers.split(",") if routers else router_names()
-    by_kind: dict[str, str] = {}
-    for name, recipe in loaded.items():  # ablations of a router come after it
-        by_kind.setdefault(recipe.router_config().kind, name)
-    for kind in chosen:
-        if kind not in by_kind and routers:
-            raise ValueError(f"routers must be among {', '.join(by_kind)}; got {kind!r}")
+    cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder
-    runs = []
-    kinds = [kind for kind in chosen if kind in by_kind]
-    for repeat, kind in product(range(seeds), kinds):
-        recipe = loaded[by_kind[kind]]
-        recipe = recipe.model_copy(update={"seed": recipe.seed + repeat})
-        name = f"{kind}{SEED_MARK}{recipe.seed}" if repeat else kind
-        run = RunFolder(root / name)
-        result = train(recipe, run.path, label=name, report=lambda line: typer.echo(line, err=True))
-        if not result.finished:
-            typer.echo("stopped and saved; the same command goes on", err=True)
-            raise typer.Exit(128 + (result.signal or 0))
-        if not repeat and not run.diagnostics.is_file():
-            run.write_json(run.diagnostics, diagnose_run(run, recipe))
-        runs.append(run)
+    finished, failed = run_all(cells, root)
+    runs = [outcome.run for outcome in finished]
     shown = first_seeds(runs)
-    results = accuracy_over_seeds(runs)
-    print_table(results[0] if results else comparison_table(shown), as_json=as_json)
-    more = patch_sections(shown)
-    page = write_report(shown, root / "report.html", results=results, more=more)
-    typer.echo(f"report: {page}", err=as_json)
+    if shown:
+        diagnose_all(outcome for outcome in finished if outcome.run in shown)
+        results = accuracy_over_seeds(runs)
+        print_table(results[0] if results else comparison_table(shown), as_json=as_json)
+        more = patch_sections(shown)
+        page = write_report(shown, root / "report.html", results=results, more=more)
+        typer.echo(f"report: {page}", err=as_json)
+    end(failed, cells)

@@ -57,12 +57,7 @@ def diagnose(
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
-    from l2r.report.diagnosis import (
-        checkpoint_tables,
-        full_table,
-        read_diagnosis,
-        write_diagnosis,
-    )
+    from l2r.report.diagnosis import checkpoint_tables, full_table, write_diagnosis
 
     for option, value in (("instances", instances), ("length", length), ("batch-size", batch_size)):
         if value < 1:
@@ -102,7 +97,7 @@ def diagnose(
             typer.echo(f"patches: {page}", err=as_json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
-        views[name] = read_diagnosis(out / name)
+        views[name] = diagnosis
     if as_json:
         print_table(full_table(views), as_json=True)
     else:
@@ -131,12 +126,13 @@ def names(checkpoints: list[str]) -> dict[str, str]:
 
 def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
     """patches.npz and patches.html of some validation images in ``folder``."""
-    from l2r.diagnostics.patches import save_patches
+    from l2r.diagnostics.patches import validation_patches
     from l2r.report.page import Section, write_page
-    from l2r.report.patches import patch_figure, read_patch_routing
+    from l2r.report.patches import patch_figure
     from l2r.report.vision import HOW_TO_READ_PATCHES
 
-    routing = read_patch_routing(save_patches(folder / "patches.npz", model, images, count=12))
+    routing = validation_patches(model, images, count=12)
+    routing.save(folder / "patches.npz")
     figure = patch_figure(routing, images=12)
     section = Section("Patches and experts", HOW_TO_READ_PATCHES, [figure])
     return write_page(

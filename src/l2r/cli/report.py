@@ -32,7 +32,7 @@ def report(
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
     runs = in_paper_order(find_runs(folder))
-    shown = first_seeds(runs) or runs
+    shown = first_seeds(runs)
     results = accuracy_over_seeds(runs)
     print_table(results[0] if results else comparison_table(shown), as_json=as_json)
     target = out or folder / "report.html"

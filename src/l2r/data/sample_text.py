@@ -40,7 +40,8 @@ def sample_batches(
     for split, budget in ((0, tokens), (1, held_out_tokens)):
         per_domain = max(budget // len(splits), sequence_length)
         rows = [
-            list(_rows(tokenizer, texts[split], per_domain, sequence_length)) for texts in splits
+            list(packed_rows(tokenizer, texts[split], per_domain, sequence_length))
+            for texts in splits
         ]
         mixed = [row for row in chain.from_iterable(zip_longest(*rows)) if row is not None]
         if not mixed:
@@ -53,8 +54,11 @@ def _texts(files: Callable[[], Files]) -> tuple[list[str], list[str]]:
     return split_texts(files(), CorpusOptions().characters_per_domain)
 
 
-def _rows(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> Iterator[Tensor]:
-    """Documents one after another, an end-of-text token after each, cut into rows."""
+def packed_rows(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> Iterator[Tensor]:
+    """Documents one after another, an end-of-text token after each, cut into rows [``length``].
+
+    At most ``budget`` tokens in all; no more text is read than they take.
+    """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     buffer: list[int] = []
     for text in texts:

@@ -1,16 +1,13 @@
 """From collected records to a diagnosis: numbers per layer, and arrays for figures.
 
-A diagnosis is plain data, saved as ``diagnosis.json`` and ``diagnosis.safetensors`` (schema in
-docs/diagnostics.md).
+A diagnosis is plain data, whose files l2r.runs.diagnosis reads and writes.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from l2r.certificates.attack import find_flip
@@ -20,9 +17,8 @@ from l2r.diagnostics import metrics
 from l2r.diagnostics.collect import LayerRecord
 from l2r.diagnostics.robustness import perturbation_stability
 from l2r.routers import L2RRouter, Router
-from l2r.runs.atomic import write_bytes, write_json
+from l2r.runs.diagnosis import Diagnosis
 
-SCHEMA = 1
 _GRID = 201  # points per axis of the routing plane
 
 
@@ -31,43 +27,15 @@ class Settings:
     """sigma: noise on router inputs, drawn ``repeats`` times from ``seed``.
 
     certify: tokens of the sample that get a certified radius and a search for a flip; 0 for none.
+    keep_sample: also keep the sampled tokens, the anchors and the routing planes, from which the
+    page of l2r diagnose draws the geometry; they can be hundreds of MiB.
     """
 
     sigma: float = 0.02
     repeats: int = 5
     seed: int = 0
     certify: int = 128
-
-
-@dataclasses.dataclass
-class Diagnosis:
-    """layers: numbers of each layer, with ``name``. arrays: ``<layer>.<name>`` -> tensor.
-
-    info: domains, tokens, settings, and what the caller adds (the checkpoint's name).
-    """
-
-    info: dict[str, Any]
-    layers: list[dict[str, Any]]
-    arrays: dict[str, Tensor]
-
-    def mean(self) -> dict[str, float]:
-        """Mean over layers of every number that all layers have."""
-        first = self.layers[0]
-        names = [n for n in first if isinstance(first[n], float)]
-        shared = [n for n in names if all(isinstance(row.get(n), float) for row in self.layers)]
-        return {n: sum(row[n] for row in self.layers) / len(self.layers) for n in shared}
-
-    def layer(self, position: int) -> dict[str, Tensor]:
-        """Arrays of one layer by name."""
-        start = f"{position}."
-        return {n.removeprefix(start): v for n, v in self.arrays.items() if n.startswith(start)}
-
-    def save(self, folder: Path) -> None:
-        """Write both files, each under a temporary name first."""
-        tensors = save({name: value.contiguous() for name, value in self.arrays.items()})
-        write_bytes(folder / "diagnosis.safetensors", tensors)
-        text = {"schema": SCHEMA, "info": self.info, "layers": self.layers, "mean": self.mean()}
-        write_json(folder / "diagnosis.json", text)
+    keep_sample: bool = True
 
 
 @torch.no_grad()
@@ -88,7 +56,8 @@ def diagnose(
     for position, record in enumerate(records):
         numbers, tensors = _measure(record, chosen)
         layers.append({"name": record.name, **numbers})
-        arrays.update({f"{position}.{name}": value for name, value in tensors.items()})
+        plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
+        arrays.update({f"{position}.{name}": value for name, value in plain.items()})
         report(position + 1)
     info = {
         "tokens": int(records[0].sums["margin"]["tokens"].item()),
@@ -120,28 +89,33 @@ def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], d
         numbers["domain_information_share"] = told["normalised"]
         for end in ("", "_low", "_high"):
             numbers[f"domain_information_by_chance{end}"] = told[f"by_chance{end}"]
-    used = metrics.usage_from_sums(record.sums["usage"])
-    arrays = {
-        **used._asdict(),
-        "sample_x": wide.cpu(),
-        "sample_first": collected["first"],
-        **({"sample_domain": collected["domain"]} if "domain" in collected else {}),
-    }
+    arrays: dict[str, Tensor] = metrics.usage_from_sums(record.sums["usage"])._asdict()
     if "domain" in record.sums:
         arrays["usage_by_domain"] = record.sums["domain"]["joint"]
-    query = router.query(wide) if isinstance(router, Router) else wide
-    if query is not wide and query.data_ptr() != wide.data_ptr():  # linear routers have no q
-        arrays["sample_query"] = query.float()
     if isinstance(router, L2RRouter):
         wins = record.sums["anchors"]["anchor_wins"]
         numbers.update(metrics.anchor_metrics(wins, router.anchors.detach()))
-        arrays["anchor_wins"] = wins
-        arrays["anchors"] = router.anchors.detach().float()
-        if router.config.rank == 2:
-            arrays.update(routing_plane(router, query.float().cpu()))
+    if settings.keep_sample:
+        arrays.update(_sample_arrays(record, wide))
     if settings.certify > 0:
         numbers.update(_certificates(record, wide, settings, arrays))
-    return numbers, {name: value.detach().cpu() for name, value in arrays.items()}
+    return numbers, arrays
+
+
+def _sample_arrays(record: LayerRecord, x: Tensor) -> dict[str, Tensor]:
+    """The sampled tokens x [S, D], their queries, and the anchors that meet them."""
+    router = record.router
+    arrays = {f"sample_{name}": value for name, value in record.sample.items()}
+    arrays["sample_x"] = x
+    query = router.query(x) if isinstance(router, Router) else x
+    if query is not x and query.data_ptr() != x.data_ptr():  # linear routers have no q
+        arrays["sample_query"] = query.float()
+    if isinstance(router, L2RRouter):
+        arrays["anchor_wins"] = record.sums["anchors"]["anchor_wins"]
+        arrays["anchors"] = router.anchors.float()
+        if router.config.rank == 2:
+            arrays.update(routing_plane(router, query.float().cpu()))
+    return arrays
 
 
 def _certificates(

@@ -1,8 +1,5 @@
 """Which patches of an image go to which expert, layer by layer."""
 
-import io
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,33 +10,23 @@ from torch import Tensor, nn
 from l2r.checkpoints.image_input import ImageInput
 from l2r.data.images import sample_indices
 from l2r.routers import capture
-
-
-@dataclass(frozen=True)
-class PatchRouting:
-    """Routing of the patches of B images in L layers; patches form a grid of P x Q.
-
-    experts [L, B, P, Q, K]: chosen experts, the heaviest first. weights, of the same shape:
-    what their outputs are multiplied by. class_token [L, B, K]: experts of the class token.
-    predictions [B]: class that the model guesses. num_experts: N.
-    """
-
-    layers: tuple[str, ...]
-    experts: Int[np.ndarray, "L B P Q K"]
-    weights: Float[np.ndarray, "L B P Q K"]
-    class_token: Int[np.ndarray, "L B K"]
-    predictions: Int[np.ndarray, " B"]
-    num_experts: int
+from l2r.runs.patches import PatchRouting
 
 
 @torch.no_grad()
 def patch_routing(
-    model: nn.Module, images: Float[Tensor, "B C H W"], grid: tuple[int, int]
+    model: nn.Module,
+    images: Float[Tensor, "B C H W"],
+    grid: tuple[int, int],
+    *,
+    pixels: UInt8[Tensor, "B C H W"],
+    labels: Int[Tensor, " B"],
+    classes: tuple[str, ...],
 ) -> PatchRouting:
     """Route the images once, in evaluation mode; ``grid`` is the number of patch rows, columns.
 
-    The model must put one class token before the patches, as ViT does. Raises ValueError when
-    the number of tokens does not fit the grid.
+    ``pixels`` are the images as people see them. The model must put one class token before the
+    patches, as ViT does. Raises ValueError when the number of tokens does not fit the grid.
     """
     was_training = model.training
     model.eval()
@@ -58,58 +45,33 @@ def patch_routing(
         experts.append(output.indices.view(count, tokens, -1).cpu().numpy())
         weights.append(output.weights.float().view(count, tokens, -1).cpu().numpy())
         num_experts = output.logits.shape[1]
-    chosen = np.stack(experts)
+    chosen = np.stack(experts).astype(np.int16)
     shape = (len(experts), count, *grid, chosen.shape[-1])
     return PatchRouting(
-        layers=tuple(record.outputs),
+        layers=np.array(list(record.outputs)),
         experts=chosen[:, :, 1:].reshape(shape),
         weights=np.stack(weights)[:, :, 1:].reshape(shape),
         class_token=chosen[:, :, 0],
         predictions=logits.argmax(1).cpu().numpy(),
-        num_experts=num_experts,
-    )
-
-
-def save_patch_routing(
-    path: Path,
-    routing: PatchRouting,
-    pixels: UInt8[np.ndarray, "B C H W"],
-    labels: Int[np.ndarray, " B"],
-    classes: tuple[str, ...],
-) -> Path:
-    """Write the routing and its images to one .npz file, which l2r.report.patches draws."""
-    stream = io.BytesIO()
-    np.savez_compressed(
-        stream,
-        layers=np.array(routing.layers),
-        experts=routing.experts.astype(np.int16),
-        weights=routing.weights.astype(np.float32),
-        class_token=routing.class_token.astype(np.int16),
-        predictions=routing.predictions,
-        num_experts=np.array(routing.num_experts),
-        images=pixels.transpose(0, 2, 3, 1),
-        labels=labels,
+        num_experts=np.array(num_experts),
+        images=pixels.permute(0, 2, 3, 1).cpu().numpy(),
+        labels=labels.cpu().numpy(),
         classes=np.array(classes),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(stream.getvalue())
-    temporary.replace(path)
-    return path
 
 
-def save_patches(path: Path, model: Any, images: ImageInput, count: int) -> Path:
-    """Write the routing of ``count`` validation images, patch by patch, to a .npz file."""
+def validation_patches(model: Any, images: ImageInput, count: int) -> PatchRouting:
+    """Patch routing of ``count`` validation images, evenly spread over all of them."""
     chosen = sample_indices(images.dataset)
     chosen = chosen[np.linspace(0, len(chosen) - 1, min(count, len(chosen))).astype(np.int64)]
     batch = images.dataset.rows(chosen)
     side = model.config.image_size // model.config.patch_size
     device = next(model.parameters()).device
-    routing = patch_routing(model, images.standard(batch.pixels.to(device)), (side, side))
-    return save_patch_routing(
-        path,
-        routing,
-        batch.pixels.numpy(),
-        batch.labels.numpy(),
-        images.dataset.classes,
+    return patch_routing(
+        model,
+        images.standard(batch.pixels.to(device)),
+        (side, side),
+        pixels=batch.pixels,
+        labels=batch.labels,
+        classes=images.dataset.classes,
     )

@@ -1,14 +1,10 @@
-"""A grid of runs: which cells there are, what each is called, and running those not finished.
+"""Which runs an experiment has: the recipes of a folder, the arms of claims or a grid, with seeds.
 
-A cell is one choice of the grid's values; each cell is trained with every seed, in a run folder
-of its own. Nothing else is kept: the folders say what is finished.
+Each run has a folder of its own. Nothing else is kept: the folders say what is finished.
 """
 
 import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,14 +12,13 @@ from typing import Any
 
 import yaml
 
+from l2r.experiments.claims import VARIANTS
 from l2r.recipes.changes import LENGTHS, set_field
-from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe, parse_recipe
+from l2r.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
+from l2r.routers import router_names
 from l2r.routers.config import nearest
 from l2r.routers.registry import options_of
-from l2r.runs.atomic import write_text
-from l2r.runs.folder import RunFolder
-from l2r.training.loop import train
-from l2r.training.signals import stop_on_signals
+from l2r.runs.folder import SEED_MARK, RunFolder
 
 _ROUTER = "router."
 _KIND = "router.kind"
@@ -32,23 +27,54 @@ Grid = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep. ``settings`` are the grid's values in force here, by field."""
+    """One run: what is trained, by which all seeds of it share ``arm``, with one seed.
 
+    settings: the grid's values in force in this arm, by field.
+    """
+
+    arm: str
     name: str
-    settings: Mapping[str, Any]
-    seed: int
     recipe: AnyRecipe
+    settings: Mapping[str, Any]
+
+    def run(self, root: Path) -> RunFolder:
+        """Its folder in ``root``; sweeps of 0.1.0 called it otherwise."""
+        old = RunFolder(root / f"{self.arm},seed={self.recipe.seed}")
+        return old if old.is_run() else RunFolder(root / self.name)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell ended: ``error`` is one line, ``signal`` says that somebody stopped it."""
+def folder_cells(
+    folder: str, changes: Sequence[str], routers: Sequence[str] | None, seeds: int
+) -> list[Cell]:
+    """One packaged recipe for every router of a folder, or for those named, in their order.
 
-    cell: Cell
-    folder: Path
-    trained: bool = False
-    error: str | None = None
-    signal: int | None = None
+    The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
+    that the folder does not have.
+    """
+    by_kind: dict[str, AnyRecipe] = {}
+    for name in recipes_in(folder):  # ablations of a router come after it
+        recipe = load_recipe(name, changes)
+        by_kind.setdefault(recipe.router_config().kind, recipe)
+    for kind in routers or ():
+        if kind not in by_kind:
+            raise ValueError(f"routers must be among {', '.join(by_kind)}; got {kind!r}")
+    kinds = routers or [kind for kind in router_names() if kind in by_kind]
+    arms = [_with_seeds(kind, by_kind[kind], seeds, first_unmarked=True) for kind in kinds]
+    return _by_seed(arms)
+
+
+def claim_cells(recipe: str, changes: Sequence[str], seeds: int) -> list[Cell]:
+    """Every router variant that the claims compare. Raises ValueError for other than language."""
+    base = load_recipe(recipe, changes)
+    if base.task != "language":
+        raise ValueError(f"recipe must be a language recipe; got {recipe}, of task {base.task}")
+    values = base.model_dump(mode="json")
+    return _by_seed(
+        [
+            _with_seeds(name, parse_recipe({**values, "router": router}, source=recipe), seeds)
+            for name, router in VARIANTS.items()
+        ]
+    )
 
 
 def read_grid(axes: Sequence[str]) -> Grid:
@@ -78,7 +104,7 @@ def read_grid(axes: Sequence[str]) -> Grid:
     return grid
 
 
-def plan_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> list[Cell]:
+def grid_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> list[Cell]:
     """Every cell of the grid with every seed, checked before anything is trained.
 
     A router option that a router does not have is left out for it, and choices that become
@@ -102,10 +128,8 @@ def plan_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
             continue
         seen.append(settings)
         cell_recipe = _recipe_of(values, settings, recipe)
-        for seed in range(base.seed, base.seed + seeds):
-            seeded = cell_recipe.model_copy(update={"seed": seed})
-            name = ",".join(f"{_short(f, grid)}={_word(v)}" for f, v in settings.items())
-            cells.append(Cell(f"{name},seed={seed}", settings, seed, seeded))
+        arm = ",".join(f"{_short(f, grid)}={_word(v)}" for f, v in settings.items())
+        cells += _with_seeds(arm, cell_recipe, seeds, settings=settings)
     names = [cell.name for cell in cells]
     for name in names:
         if names.count(name) > 1:
@@ -113,82 +137,27 @@ def plan_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
     return cells
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    root: Path,
+def _with_seeds(
+    arm: str,
+    recipe: AnyRecipe,
+    seeds: int,
     *,
-    launch: str | None = None,
-    report: Callable[[str], None] = lambda line: None,
-    show_progress: bool = True,
-) -> Iterator[Outcome]:
-    """Train the cells one after another and say how each ended; stop after a signal.
-
-    Finished cells are left as they are, unfinished ones go on from their newest checkpoint. A
-    cell that fails does not stop the others. ``launch`` starts each cell as a process of its
-    own, e.g. ``"torchrun --nproc-per-node 8"``; otherwise cells are trained in this process.
-    """
-    for number, cell in enumerate(cells, start=1):
-        run = RunFolder(root / cell.name)
-        label = f"[{number}/{len(cells)}] {cell.name}"
-        if is_finished(run, cell.recipe):
-            outcome = Outcome(cell, run.path)
-        elif launch is None:
-            outcome = _train_here(cell, run, label, report, show_progress=show_progress)
-        else:
-            report(label)
-            outcome = _train_elsewhere(cell, run, shlex.split(launch))
-        yield outcome
-        if outcome.signal is not None:
-            return
+    settings: Mapping[str, Any] | None = None,
+    first_unmarked: bool = False,
+) -> list[Cell]:
+    """A cell per seed, from the recipe's own on."""
+    cells = []
+    for repeat in range(seeds):
+        seed = recipe.seed + repeat
+        name = arm if first_unmarked and repeat == 0 else f"{arm}{SEED_MARK}{seed}"
+        seeded = recipe.model_copy(update={"seed": seed})
+        cells.append(Cell(arm, name, seeded, settings or {}))
+    return cells
 
 
-def is_finished(run: RunFolder, recipe: AnyRecipe) -> bool:
-    """Whether the folder holds the final weights of just this recipe."""
-    exports = [run.model, *([run.averaged_model] if recipe.training.ema_decay else [])]
-    return (
-        run.recipe.is_file()
-        and run.recipe.read_text(encoding="utf-8") == dump_recipe(recipe)
-        and all((folder / "config.json").is_file() for folder in exports)
-    )
-
-
-def _train_here(
-    cell: Cell, run: RunFolder, label: str, report: Callable[[str], None], *, show_progress: bool
-) -> Outcome:
-    try:
-        result = train(
-            cell.recipe, run.path, label=label, report=report, show_progress=show_progress
-        )
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # out of memory is the third
-        text = " ".join(str(error).split()) or type(error).__name__
-        return Outcome(cell, run.path, error=text)
-    signal = None if result.finished else int(result.signal or 0)
-    return Outcome(cell, run.path, trained=True, signal=signal)
-
-
-def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome:
-    """One process per cell; a signal to us is handed on, so that the cell saves before it ends."""
-    run.create()
-    if not run.recipe.is_file():
-        write_text(run.recipe, dump_recipe(cell.recipe))
-    elif run.recipe.read_text(encoding="utf-8") != dump_recipe(cell.recipe):
-        return Outcome(cell, run.path, error=f"{run.path} holds a run of another recipe")
-    command = [*launcher, "-m", "l2r", "train", str(run.recipe), "--out", str(run.path)]
-    with stop_on_signals() as stop:
-        # Not in our process group: Ctrl-C would reach it twice, and the second one kills.
-        with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
-            while process.poll() is None:
-                try:
-                    process.wait(timeout=0.5)
-                except subprocess.TimeoutExpired:
-                    if stop.signal is not None:
-                        process.send_signal(stop.signal)
-                        process.wait()
-        if stop.signal is not None:
-            return Outcome(cell, run.path, trained=True, signal=int(stop.signal))
-    if process.returncode:
-        return Outcome(cell, run.path, error=f"its process ended with code {process.returncode}")
-    return Outcome(cell, run.path, trained=True)
+def _by_seed(arms: Sequence[Sequence[Cell]]) -> list[Cell]:
+    """All arms with the first seed, then all with the next."""
+    return [cell for repeat in zip(*arms, strict=True) for cell in repeat]
 
 
 def _recipe_of(values: dict[str, Any], settings: Mapping[str, Any], source: str) -> AnyRecipe:

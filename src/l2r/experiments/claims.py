@@ -88,6 +88,20 @@ class Finding:
     difference: Interval
     verdict: Verdict
 
+    def row(self) -> tuple[str, ...]:
+        """The finding in words and numbers: a row of the table of claims."""
+        claim, gap = self.claim, self.difference
+        sign = "larger" if claim.larger else "smaller"
+        return (
+            claim.text,
+            claim.where,
+            f"{claim.field}: {claim.first} {sign} than {claim.second}",
+            f"{self.first:.4f}",
+            f"{self.second:.4f}",
+            f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]",
+            self.verdict,
+        )
+
 
 def judge(claim: Claim, numbers: Mapping[str, Sequence[Mapping[str, float]]]) -> Finding:
     """Verdict on one claim from ``numbers``: variant -> one dictionary per seed, same seeds.

@@ -1,26 +1,44 @@
-"""Joins a trained run with the diagnostics: the weights, the validation data, the numbers."""
+"""Numbers of a finished run: what its routers do on its own validation data, and its losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from l2r.checkpoints.device import pick_device
+from l2r.diagnostics.collect import LayerRecord, collect
+from l2r.diagnostics.diagnose import Settings, diagnose
+from l2r.diagnostics.metrics import normalised_entropy
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
+from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
+from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
 
+# Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
+_SETTINGS = Settings(certify=0, keep_sample=False)
+Collected = tuple[list[LayerRecord], Sequence[str]]
 
-def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> dict[str, Any]:
-    """Routing summary of a finished run on its own validation data."""
-    return _DIAGNOSE[type(recipe)](run, recipe)
+
+def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
+    """Diagnosis of a finished run on its validation data, made once and kept in its folder."""
+    if not is_diagnosed(run.path):
+        records, domains = _COLLECT[type(recipe)](run, recipe)
+        diagnose(records, domains=domains, settings=_SETTINGS).save(run.path)
+    return read_diagnosis(run.path)
 
 
-def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]:
+def measure(run: RunFolder, recipe: AnyRecipe) -> dict[str, float]:
+    """What claims are about: routing means over layers, and the losses at the end."""
+    diagnosis = diagnose_run(run, recipe)
+    top1 = [normalised_entropy(torch.from_numpy(layer)) for layer in diagnosis.usage("top1")]
+    return {**diagnosis.mean(), **final_losses(run), "top1_entropy": sum(top1) / len(top1)}
+
+
+def _collect_language(run: RunFolder, recipe: LanguageRecipe) -> Collected:
     from l2r.checkpoints import load_causal_lm
-    from l2r.diagnostics.collect import collect
-    from l2r.diagnostics.summary import summarise_routing
     from l2r.training.language import LanguageTask
 
     device = pick_device("auto")
@@ -36,29 +54,26 @@ def _diagnose_language(run: RunFolder, recipe: LanguageRecipe) -> dict[str, Any]
         domains=dataset.domains,
         run=lambda module, inputs: module(**inputs, use_cache=False),
     )
-    return summarise_routing(records, dataset.domains)
+    return records, dataset.domains
 
 
-def _diagnose_vision(run: RunFolder, recipe: VisionRecipe) -> dict[str, Any]:
+def _collect_vision(run: RunFolder, recipe: VisionRecipe) -> Collected:
     """The same with the class of an image as its domain; writes patches.npz beside it."""
     from l2r.checkpoints import load_image_classifier
     from l2r.checkpoints.image_input import open_image_input
-    from l2r.diagnostics.collect import collect
-    from l2r.diagnostics.patches import save_patches
-    from l2r.diagnostics.summary import summarise_routing
+    from l2r.diagnostics.patches import validation_patches
 
     model = load_image_classifier(run.path).to(pick_device("auto"))
     images = open_image_input(run.path, model.config, None)
-    save_patches(run.patches, model, images, count=8)
+    validation_patches(model, images, count=8).save(run.patches)
     section = recipe.evaluation
     batches = images.batches(
         section.max_batches * section.batch_size, section.batch_size, model.device
     )
-    records = collect(model, batches, domains=images.domains)
-    return summarise_routing(records, images.domains)
+    return collect(model, batches, domains=images.domains), images.domains
 
 
-_DIAGNOSE: dict[type[Any], Callable[..., dict[str, Any]]] = {
-    LanguageRecipe: _diagnose_language,
-    VisionRecipe: _diagnose_vision,
+_COLLECT: dict[type[Any], Callable[..., Collected]] = {
+    LanguageRecipe: _collect_language,
+    VisionRecipe: _collect_vision,
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -11,16 +11,9 @@ from l2r.report.curves import mean_curve
 from l2r.report.paper_tables import show_count
 from l2r.report.style import layout, line_style
 from l2r.report.tables import Table
+from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.runs.last_tenth import last_tenth
-
-
-class Spread(NamedTuple):
-    """Mean over seeds and the ends of its 95% interval; equal for a single seed."""
-
-    mean: float
-    low: float
-    high: float
+from l2r.runs.statistics import Interval, mean_interval
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class Row:
 
     settings: Mapping[str, Any]
     runs: Sequence[RunFolder]
-    numbers: Mapping[str, Spread]
+    numbers: Mapping[str, Interval]
     router_parameters: int | None = None
     linear_parameters: int | None = None
 
@@ -68,7 +61,8 @@ _TASKS = {
     "overall": "Overall",
 }
 _PERCENT = (*_TASKS.values(), "Top-1", "Top-5")
-COLUMNS = (*_PERCENT, "train CE", "val CE", "balance loss")
+_LOSSES = {"train_ce": "train CE", "validation_ce": "val CE", "balance": "balance loss"}
+COLUMNS = (*_PERCENT, *_LOSSES.values())
 _NAMES = {"router.rank": "rank", "router.heads": "heads", "router.kind": "router"}
 _HEADS = {"router.rank": "Rank", "router.heads": "H", "router.kind": "Router"}
 
@@ -93,19 +87,24 @@ def final_numbers(run: RunFolder) -> dict[str, float]:
     whole = run.read_json(run.evaluation).get("accuracy", {})
     found |= {c: whole[c] for c in _TASKS.values() if whole.get(c) is not None}
     validation = (run.read_metrics("validation") or [{}])[-1]
-    for field, column, factor in (
-        ("top1", "Top-1", 100),
-        ("top5", "Top-5", 100),
-        ("ce/mean", "val CE", 1),
-        ("ce", "val CE", 1),
-    ):
+    for field, column in (("top1", "Top-1"), ("top5", "Top-5")):
         if field in validation:
-            found[column] = factor * validation[field]
-    for field, column in (("ce", "train CE"), ("balance", "balance loss")):
-        mean = last_tenth(run, field)
-        if mean is not None:
-            found[column] = mean
-    return found
+            found[column] = 100 * validation[field]
+    losses = final_losses(run)
+    return found | {column: losses[name] for name, column in _LOSSES.items() if name in losses}
+
+
+def seed_row(settings: Mapping[str, Any], runs: Sequence[RunFolder]) -> Row:
+    """One choice of the grid from its runs, with mean and interval over them."""
+    found = [final_numbers(run) for run in runs]
+    numbers = {
+        column: mean_interval([values[column] for values in found])
+        for column in COLUMNS
+        if all(column in values for values in found)
+    }
+    facts = runs[0].read_json(runs[0].environment)
+    sizes = (facts.get("router_parameters"), facts.get("linear_router_parameters"))
+    return Row(settings, runs, numbers, *sizes)
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
@@ -203,7 +202,7 @@ def show_number(row: Row, column: str) -> str:
         return "-"
     digits = 1 if column in _PERCENT else 4
     text = f"{spread.mean:.{digits}f}"
-    return text if len(row.runs) == 1 else f"{text} ± {spread.high - spread.mean:.{digits}f}"
+    return text if len(row.runs) == 1 else f"{text} ± {spread.half:.{digits}f}"
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

@@ -9,10 +9,11 @@ from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLOURS
 from l2r.report.tables import Table
+from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
+from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
-from l2r.runs.last_tenth import last_tenth
 
-# column -> field of the routing summary's mean over layers, and which direction is better
+# column -> field of the diagnosis (mean over layers), and which direction is better
 _ROUTING = (
     ("mean margin", "mean_margin", "max"),
     ("low-margin rate", "low_margin_rate", "min"),
@@ -43,7 +44,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     columns += [name for name, _, _ in _ROUTING] + ["router params"]
     rows = []
     for run in runs:
-        mean = run.read_json(run.diagnostics).get("mean", {})
+        mean = read_diagnosis(run.path).mean() if is_diagnosed(run.path) else {}
         rows.append(
             (
                 run.name,
@@ -87,8 +88,7 @@ def write_report(
     if not runs:
         raise ValueError("a report needs at least one run; got none")
     facts = {run.name: run.read_json(run.environment) for run in runs}
-    summaries = {run.name: run.read_json(run.diagnostics) for run in runs}
-    summaries = {name: summary for name, summary in summaries.items() if summary}
+    views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
     sections = [
@@ -102,15 +102,15 @@ def write_report(
             "Routing health", "Worst layer of every run.", [curves(lines, HEALTH_PANELS, unit)]
         ),
     ]
-    if summaries:
+    if views:
         sections.append(
-            Section("Margins and robustness", "Means over layers.", [robustness_bars(summaries)])
+            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)])
         )
         sections.append(
             Section(
                 "Expert usage by layer",
                 "Rows are layers, columns experts. 1 (white) is an even share.",
-                [usage_by_layer(summaries, kind) for kind in USAGE_TITLES],
+                [usage_by_layer(views, kind) for kind in USAGE_TITLES],
             )
         )
         sections.append(
@@ -119,7 +119,7 @@ def write_report(
                 "The same layer's experts under text of different domains or images of "
                 "different classes; an expert that is red in one row and blue in the others has "
                 "specialised.",
-                [usage_by_domain(summaries)],
+                [usage_by_domain(views)],
             )
         )
     sections.extend(more)

@@ -1,22 +1,17 @@
 """The page and the tables of ``l2r diagnose``, from the folders that it writes."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
-from safetensors.numpy import load_file
 
 from l2r.report.geometry import Cloud, Plane, cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
 from l2r.report.robustness import Radii, certified_curves, stability_bars
 from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
 from l2r.report.tables import Table
-
-SCHEMA = 1
+from l2r.runs.diagnosis import Diagnosis
 
 # column -> (field, which direction is better)
 _DECISIONS: Mapping[str, tuple[str, str | None]] = {
@@ -76,32 +71,9 @@ _GROUPS = (
 )
 
 
-@dataclass(frozen=True)
-class View:
-    """A saved diagnosis: numbers per layer, their mean, and arrays by ``<layer>.<name>``."""
-
-    info: dict[str, Any]
-    layers: list[dict[str, Any]]
-    mean: dict[str, float]
-    arrays: dict[str, Shaped[np.ndarray, "..."]]
-
-    def array(self, layer: int, name: str) -> Shaped[np.ndarray, "..."]:
-        """One array of a layer."""
-        return self.arrays[f"{layer}.{name}"]
-
-
-def read_diagnosis(folder: Path) -> View:
-    """Read diagnosis.json and diagnosis.safetensors. Raises ValueError for another schema."""
-    text = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
-    if text.get("schema") != SCHEMA:
-        raise ValueError(f"schema of {folder} must be {SCHEMA}; got {text.get('schema')}")
-    arrays = load_file(folder / "diagnosis.safetensors")
-    return View(text["info"], text["layers"], text["mean"], arrays)
-
-
-def checkpoint_tables(views: Mapping[str, View]) -> list[Table]:
+def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     """Decisions, certificates and load: a row per checkpoint, means over layers."""
-    rows = {name: view.mean for name, view in views.items()}
+    rows = {name: view.mean() for name, view in views.items()}
     return [
         _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
         for title, fields, caption in _GROUPS
@@ -109,15 +81,15 @@ def checkpoint_tables(views: Mapping[str, View]) -> list[Table]:
     ]
 
 
-def full_table(views: Mapping[str, View]) -> Table:
+def full_table(views: Mapping[str, Diagnosis]) -> Table:
     """Every number of ``checkpoint_tables`` in one table, for programs."""
     fields = {**_DECISIONS, **_CERTIFIED, **_LOAD}
-    rows = {name: view.mean for name, view in views.items()}
+    rows = {name: view.mean() for name, view in views.items()}
     records = tuple((name, *(rows[name].get(f) for f, _ in fields.values())) for name in rows)
     return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
 
 
-def write_diagnosis(views: Mapping[str, View], path: Path) -> Path:
+def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
     """Write the page of one checkpoint or several side by side."""
     sections = [
         Section("Summary", parts=checkpoint_tables(views)),
@@ -132,12 +104,12 @@ def write_diagnosis(views: Mapping[str, View], path: Path) -> Path:
         Section(
             "Expert usage",
             "Rows are layers, columns experts. 1 (white) is an even share.",
-            [usage_by_layer(_usage(views), kind) for kind in USAGE_TITLES],
+            [usage_by_layer(views, kind) for kind in USAGE_TITLES],
         ),
     ]
     told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
     if told:
-        parts = [usage_by_domain(_usage_by_domain(told))]
+        parts = [usage_by_domain(told)]
         sections.append(Section("Expert usage by domain", parts=parts))
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
@@ -176,13 +148,13 @@ def _table(
     )
 
 
-def _robustness(views: Mapping[str, View]) -> list[Any]:
+def _robustness(views: Mapping[str, Diagnosis]) -> list[Any]:
     titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
     bars = {
         name: {field: _interval(view, field) for field in titles} for name, view in views.items()
     }
     parts: list[Any] = [stability_bars(bars, titles)]
-    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean}
+    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
     if certified:
         decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
         panels = {
@@ -193,14 +165,14 @@ def _robustness(views: Mapping[str, View]) -> list[Any]:
     return parts
 
 
-def _interval(view: View, field: str) -> tuple[float, float, float]:
+def _interval(view: Diagnosis, field: str) -> tuple[float, float, float]:
     """Mean over layers, with the mean of the ends of the layers' intervals."""
     ends = [layer[f"{field}_interval"] for layer in view.layers]
     low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
-    return view.mean[field], low, high
+    return view.mean()[field], low, high
 
 
-def _radii(view: View, kind: str) -> Radii:
+def _radii(view: Diagnosis, kind: str) -> Radii:
     layers = range(len(view.layers))
     hidden = view.array(0, "sample_x").shape[1]
     return Radii(
@@ -210,7 +182,7 @@ def _radii(view: View, kind: str) -> Radii:
     )
 
 
-def _geometry(view: View) -> list[Any]:
+def _geometry(view: Diagnosis) -> list[Any]:
     chosen = _chosen(view)
     experts = view.info["experts"]
     rows: list[list[Cloud]] = []
@@ -238,41 +210,16 @@ def _geometry(view: View) -> list[Any]:
     return [*parts, routing_planes(planes)] if planes else parts
 
 
-def _chosen(view: View) -> list[int]:
+def _chosen(view: Diagnosis) -> list[int]:
     """First, middle and last layer."""
     return sorted({0, len(view.layers) // 2, len(view.layers) - 1})
 
 
-def _per_layer(views: Mapping[str, View], field: str) -> dict[str, list[float]]:
+def _per_layer(views: Mapping[str, Diagnosis], field: str) -> dict[str, list[float]]:
     return {name: [layer[field] for layer in view.layers] for name, view in views.items()}
 
 
-def _usage(views: Mapping[str, View]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"usage": {kind: _grid(view, kind) for kind in USAGE_TITLES}}
-        for name, view in views.items()
-    }
-
-
-def _grid(view: View, kind: str) -> list[list[float]]:
-    return [view.array(i, kind).tolist() for i in range(len(view.layers))]
-
-
-def _usage_by_domain(views: Mapping[str, View]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "usage_by_domain": {
-                domain: [
-                    view.array(i, "usage_by_domain")[row].tolist() for i in range(len(view.layers))
-                ]
-                for row, domain in enumerate(view.info["domains"])
-            }
-        }
-        for name, view in views.items()
-    }
-
-
-def _remarks(view: View) -> str:
+def _remarks(view: Diagnosis) -> str:
     """Why a layer has no certificate, where it has none."""
     remarks: Sequence[str] = sorted(
         {row["certificate"] for row in view.layers if "certificate" in row}

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from l2r.report.tables import Table
 from l2r.runs.router_names import PAPER_ROUTERS
+from l2r.runs.statistics import Interval
 
 # parameters, active parameters, router parameters, flops, router flops of one image
 Counts = tuple[int, int, int, int, int]
-# Mean and the half width of its interval, both in per cent.
-Spread = tuple[float, float]
 
 
 def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
@@ -82,10 +81,10 @@ def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
     )
 
 
-def accuracy_table(results: Mapping[str, tuple[Spread, Spread, int]]) -> Table:
-    """``results`` maps a router to its top-1, its top-5 and the number of seeds."""
+def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Table:
+    """``results`` maps a router to its top-1 and top-5 in per cent and the number of seeds."""
     rows = [
-        (PAPER_ROUTERS.get(router, router), *top1, *top5, seeds)
+        (PAPER_ROUTERS.get(router, router), top1.mean, top1.half, top5.mean, top5.half, seeds)
         for router, (top1, top5, seeds) in results.items()
     ]
     seeds = sorted({row[-1] for row in rows})

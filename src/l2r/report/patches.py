@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,58 +10,34 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.report.style import expert_colours, layout
+from l2r.runs.patches import PatchRouting
 
-Routing = Mapping[str, Any]
-_ARRAYS = {
-    "layers",
-    "experts",
-    "weights",
-    "images",
-    "labels",
-    "predictions",
-    "classes",
-    "num_experts",
-}
 _TILE = 150  # pixels per drawn image
 
 
-def read_patch_routing(path: Path) -> Routing:
-    """Arrays of a file that ``l2r diagnose`` wrote for images.
-
-    Raises ValueError when the file is missing or not one of them.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            arrays = dict(data)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read patch routing from {path}: {error}") from error
-    missing = _ARRAYS - set(arrays)
-    if missing:
-        raise ValueError(f"{path} holds no patch routing: {', '.join(sorted(missing))} missing")
-    return arrays
-
-
-def patch_figure(routing: Routing, *, images: int = 6) -> go.Figure:
+def patch_figure(routing: PatchRouting, *, images: int = 6) -> go.Figure:
     """Rows: images. Columns: the image, then every layer of one model."""
-    panels = [(_short(str(name)), routing, layer) for layer, name in enumerate(routing["layers"])]
-    rows = [_row_title(routing, row) for row in range(min(images, len(routing["images"])))]
+    panels = [(_short(str(name)), routing, layer) for layer, name in enumerate(routing.layers)]
+    rows = [_row_title(routing, row) for row in range(min(images, len(routing.images)))]
     return _figure(panels, rows)
 
 
-def compare_patches(routings: Mapping[str, Routing], *, images: int = 6) -> go.Figure:
+def compare_patches(routings: Mapping[str, PatchRouting], *, images: int = 6) -> go.Figure:
     """Rows: images. Columns: the image, then the last layer of every model.
 
     Raises ValueError when the models were not given the same images.
     """
     first = next(iter(routings.values()))
-    if any(not np.array_equal(r["images"], first["images"]) for r in routings.values()):
+    if any(not np.array_equal(r.images, first.images) for r in routings.values()):
         raise ValueError("patches can only be compared on the same images")
-    panels = [(name, r, len(r["layers"]) - 1) for name, r in routings.items()]
-    names = [_class_name(first, int(label)) for label in first["labels"]]
+    panels = [(name, r, len(r.layers) - 1) for name, r in routings.items()]
+    names = [_class_name(first, int(label)) for label in first.labels]
     return _figure(panels, names[:images])
 
 
-def _figure(panels: Sequence[tuple[str, Routing, int]], row_titles: Sequence[str]) -> go.Figure:
+def _figure(
+    panels: Sequence[tuple[str, PatchRouting, int]], row_titles: Sequence[str]
+) -> go.Figure:
     """Every patch in the colour of its heaviest expert; pointing at it shows all and weights."""
     routing = panels[0][1]
     count = len(row_titles)
@@ -75,7 +50,7 @@ def _figure(panels: Sequence[tuple[str, Routing, int]], row_titles: Sequence[str
         vertical_spacing=0.012,
     )
     for row in range(count):
-        pixels = routing["images"][row]
+        pixels = routing.images[row]
         source = _png(pixels)
         for column in range(1 + len(panels)):
             place = {"row": row + 1, "col": column + 1}
@@ -83,7 +58,7 @@ def _figure(panels: Sequence[tuple[str, Routing, int]], row_titles: Sequence[str
             if column:
                 _, drawn, layer = panels[column - 1]
                 figure.add_trace(_overlay(drawn, layer, row, pixels.shape), **place)
-    experts = max(int(r["num_experts"]) for _, r, _ in panels)
+    experts = max(int(r.num_experts) for _, r, _ in panels)
     figure.update_annotations(font_size=12)
     figure.update_xaxes(visible=False, constrain="domain")
     figure.update_yaxes(visible=False)
@@ -104,8 +79,8 @@ def _figure(panels: Sequence[tuple[str, Routing, int]], row_titles: Sequence[str
     return figure
 
 
-def _overlay(routing: Routing, layer: int, row: int, shape: tuple[int, ...]) -> go.Heatmap:
-    experts, weights = routing["experts"][layer, row], routing["weights"][layer, row]
+def _overlay(routing: PatchRouting, layer: int, row: int, shape: tuple[int, ...]) -> go.Heatmap:
+    experts, weights = routing.experts[layer, row], routing.weights[layer, row]
     down, across = experts.shape[:2]
     text = [
         [
@@ -148,14 +123,14 @@ def _steps(experts: int) -> list[list[Any]]:
     return scale
 
 
-def _row_title(routing: Routing, row: int) -> str:
-    name = _class_name(routing, int(routing["labels"][row]))
-    guess = _class_name(routing, int(routing["predictions"][row]))
+def _row_title(routing: PatchRouting, row: int) -> str:
+    name = _class_name(routing, int(routing.labels[row]))
+    guess = _class_name(routing, int(routing.predictions[row]))
     return name if guess == name else f"{name}<br>taken for {guess}"
 
 
-def _class_name(routing: Routing, label: int) -> str:
-    return str(routing["classes"][label])
+def _class_name(routing: PatchRouting, label: int) -> str:
+    return str(routing.classes[label])
 
 
 def _short(name: str) -> str:

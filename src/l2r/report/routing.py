@@ -1,12 +1,13 @@
 """Expert usage of several runs side by side, by layer and by domain, and their robustness."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.report.style import layout, router_colour
+from l2r.runs.diagnosis import Array, Diagnosis
 
 # Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
 _AROUND_ONE = [
@@ -24,19 +25,18 @@ USAGE_TITLES = {
 }
 
 
-def usage_by_layer(summaries: Mapping[str, dict[str, Any]], kind: str) -> go.Figure:
+def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     """Layer x expert heatmap per run; 1 is the layer's mean over experts."""
-    grids = {name: _relative(summary["usage"][kind]) for name, summary in summaries.items()}
+    grids = {name: _relative(view.usage(kind)) for name, view in views.items()}
     labels = {name: [str(i) for i in range(len(grid))] for name, grid in grids.items()}
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
 
 
-def usage_by_domain(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
+def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Domain x expert heatmaps of the first, middle and last layer, a panel per run."""
     grids, labels = {}, {}
-    for name, summary in summaries.items():
-        by_domain: dict[str, list[list[float]]] = summary["usage_by_domain"]
-        depth = len(next(iter(by_domain.values())))
+    for name, view in views.items():
+        by_domain, depth = view.usage_by_domain(), len(view.layers)
         layers = sorted({0, depth // 2, depth - 1})
         rows = [(domain, layer) for layer in layers for domain in by_domain]
         grids[name] = _relative([by_domain[domain][layer] for domain, layer in rows])
@@ -44,7 +44,7 @@ def usage_by_domain(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 
 
-def robustness_bars(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
+def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run."""
     fields = {
         "mean_margin": "Mean margin (logits)",
@@ -54,12 +54,12 @@ def robustness_bars(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
     }
     figure = make_subplots(rows=1, cols=len(fields), subplot_titles=list(fields.values()))
     for column, field in enumerate(fields, start=1):
-        values = [summary["mean"][field] for summary in summaries.values()]
+        values = [view.mean()[field] for view in views.values()]
         figure.add_bar(
-            x=list(summaries),
+            x=list(views),
             y=values,
             text=[f"{value:.3f}" for value in values],
-            marker_color=[router_colour(name, i) for i, name in enumerate(summaries)],
+            marker_color=[router_colour(name, i) for i, name in enumerate(views)],
             showlegend=False,
             row=1,
             col=column,
@@ -68,13 +68,9 @@ def robustness_bars(summaries: Mapping[str, dict[str, Any]]) -> go.Figure:
     return figure
 
 
-def _relative(grid: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each row divided by its mean."""
-    rows = []
-    for row in grid:
-        mean = sum(row) / len(row)
-        rows.append([value / mean if mean else 0.0 for value in row])
-    return rows
+def _relative(grid: Sequence[Array]) -> list[list[float]]:
+    """Each row divided by its mean; a row of zeros stays."""
+    return [(row / (np.mean(row) or 1)).tolist() for row in grid]
 
 
 def _heatmaps(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from l2r.report.ablation import (
     Ablation,
@@ -18,6 +17,7 @@ from l2r.report.curves import HEALTH_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, usage_by_layer
 from l2r.report.tables import Table
+from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 
 
 def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, str]) -> Path:
@@ -57,17 +57,17 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
 
 def _usage(ablation: Ablation) -> list[Section]:
     """Expert usage of every value, layer by layer; none where fewer than two were diagnosed."""
-    summaries: dict[str, dict[str, Any]] = {}
+    views: dict[str, Diagnosis] = {}
     for row in ablation.rows:
         run = row.runs[0]
-        if run.diagnostics.is_file():
+        if is_diagnosed(run.path):
             name = phrase(ablation.field, row.settings[ablation.field])
-            summaries[name] = run.read_json(run.diagnostics)
-    if len(summaries) < 2:
+            views[name] = read_diagnosis(run.path)
+    if len(views) < 2:
         return []
     text = (
         "First seed, on its validation data. Rows are layers, columns experts; 1 (white) is an "
         "even share."
     )
-    figures = [usage_by_layer(summaries, kind) for kind in USAGE_TITLES]
+    figures = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
     return [Section(f"Expert usage: {ablation.title.lower()}", text, figures)]

@@ -1,16 +1,15 @@
 """Joins runs of image classifiers with the figures that only they have."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from l2r.report.page import Section
+from l2r.report.paper_tables import accuracy_table
+from l2r.report.patches import compare_patches, patch_figure
 from l2r.report.tables import Table
-from l2r.runs.folder import RunFolder
+from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.patches import read_patches
+from l2r.runs.statistics import mean_interval
 
-if TYPE_CHECKING:
-    pass
-
-SEED_MARK = ".seed-"  # in the names of runs that repeat another with a different seed
 HOW_TO_READ_PATCHES = (
     "Colour: the expert with the largest weight. Point at a patch to see all its experts."
 )
@@ -18,9 +17,6 @@ HOW_TO_READ_PATCHES = (
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     """A table of accuracy per router, mean and interval over its runs; none for language."""
-    from l2r.report.paper_tables import accuracy_table
-    from l2r.runs.statistics import mean_interval
-
     found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
@@ -32,16 +28,13 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     results = {}
     for router, pairs in found.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
-        first, five = ((i.mean, i.high - i.mean) for i in (top1, top5))
-        results[router] = (first, five, len(pairs))
+        results[router] = (top1, top5, len(pairs))
     return [accuracy_table(results)]
 
 
 def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
     """Patches of one run layer by layer, of several by router; empty for language models."""
-    from l2r.report.patches import compare_patches, patch_figure, read_patch_routing
-
-    routings = {r.name: read_patch_routing(r.patches) for r in runs if r.patches.is_file()}
+    routings = {r.name: read_patches(r.patches) for r in runs if r.patches.is_file()}
     if not routings:
         return []
     if len(routings) == 1:
@@ -52,5 +45,5 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
 
 
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
-    """The runs that are not repeats of another with a different seed."""
-    return [run for run in runs if SEED_MARK not in run.name]
+    """The runs that are not repeats of another with a different seed; all, where every one is."""
+    return [run for run in runs if SEED_MARK not in run.name] or list(runs)

@@ -7,7 +7,8 @@ metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_me
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
 model-ema/           the same of their moving average, where the recipe keeps one
-diagnostics.json     what the routers do on validation data (compare, evidence)
+diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare,
+                     sweep and evidence; 0.1.0 wrote diagnostics.json)
 patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results, or accuracy on images (eval)
 evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
@@ -23,6 +24,8 @@ from typing import Any
 
 from l2r.runs.atomic import write_json, write_text
 
+SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
+
 
 class RunFolder:
     """Paths and small files of one run."""
@@ -35,7 +38,6 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.averaged_model = self.path / "model-ema"
-        self.diagnostics = self.path / "diagnostics.json"
         self.patches = self.path / "patches.npz"
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
@@ -55,6 +57,12 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+
+    def read_recipe(self) -> dict[str, Any]:
+        """Fields of the recipe as plain values."""
+        import yaml  # the rest of this module needs no package
+
+        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -20,6 +20,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def half(self) -> float:
+        """Half of its width."""
+        return self.high - self.mean
+
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """Mean of repeats and its 95% interval. Raises ValueError for no values."""

@@ -3,21 +3,31 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from l2r.recipes.load import AnyRecipe, dump_recipe
+from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe
+from l2r.routers import RouterConfig
+from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
 
+def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:
+    """Whether the folder is a run of a recipe that means the same, however it was written down.
+
+    A field that did not exist when the run began has its default. Raises ValueError where the
+    folder's recipe cannot be read.
+    """
+    return run.is_run() and _meaning(load_recipe(str(run.recipe))) == _meaning(recipe)
+
+
 def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
     """Write the recipe into the folder, or check that the folder's own is the same."""
-    text = dump_recipe(recipe)
-    if run.recipe.is_file() and run.recipe.read_text(encoding="utf-8") != text:
+    if run.is_run() and not has_recipe(run, recipe):
         raise ValueError(
             f"output folder {run.path} holds a run of another recipe; choose another folder"
         )
     ranks.wait()
-    if ranks.first and not run.recipe.is_file():
-        run.recipe.write_text(text, encoding="utf-8")
+    if ranks.first and not run.is_run():
+        write_text(run.recipe, dump_recipe(recipe))
 
 
 @contextmanager
@@ -28,3 +38,8 @@ def lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
         return
     with run.lock():
         yield
+
+
+def _meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:
+    """All fields, with the router's own defaults."""
+    return recipe.model_dump(exclude={"router"}), recipe.router_config()

@@ -1,4 +1,4 @@
-"""The number that a run ends with: a mean over the last tenth of training."""
+"""What a run ends with: losses over the last tenth of training, and the last validation."""
 
 from l2r.runs.folder import RunFolder
 
@@ -17,3 +17,14 @@ def last_tenth(run: RunFolder, field: str) -> float | None:
     weights = [record.get("steps", 1) for record in tail]
     total = sum(w * record[field] for w, record in zip(weights, tail, strict=True))
     return float(total / sum(weights))
+
+
+def final_losses(run: RunFolder) -> dict[str, float]:
+    """What the run ends with, where it has it: train_ce and balance, validation_ce."""
+    validation = (run.read_metrics("validation") or [{}])[-1]
+    losses = {
+        "train_ce": last_tenth(run, "ce"),
+        "balance": last_tenth(run, "balance"),
+        "validation_ce": validation.get("ce/mean", validation.get("ce")),
+    }
+    return {name: value for name, value in losses.items() if value is not None}

@@ -1,0 +1,56 @@
+"""What compare, sweep and evidence do alike: run their cells, diagnose, and end in one way."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from l2r.experiments.cells import Cell
+    from l2r.experiments.run import Outcome
+
+
+def run_all(
+    cells: "Sequence[Cell]", root: Path, *, launch: str | None = None
+) -> "tuple[list[Outcome], dict[str, str]]":
+    """Train the cells; those that are finished, and the error of each that failed, by its name.
+
+    A signal ends the command with exit code 128 + signal.
+    """
+    from l2r.experiments.run import run_cells
+
+    finished, failed = [], {}
+    for outcome in run_cells(cells, root, launch=launch, report=say):
+        if outcome.signal is not None:
+            say("stopped and saved; the same command resumes")
+            raise typer.Exit(128 + outcome.signal)
+        if outcome.error is not None:
+            say(f"failed: {outcome.cell.name}: {outcome.error}")
+            failed[outcome.cell.name] = outcome.error
+        else:
+            finished.append(outcome)
+    return finished, failed
+
+
+def diagnose_all(outcomes: "Iterable[Outcome]") -> None:
+    """A diagnosis of every run; one that cannot be made is named and left out."""
+    from l2r.experiments.measure import diagnose_run
+
+    for outcome in outcomes:
+        try:
+            diagnose_run(outcome.run, outcome.cell.recipe)
+        except (ValueError, OSError) as error:
+            say(f"no diagnosis of {outcome.run.name}: {' '.join(str(error).split())}")
+
+
+def end(failed: dict[str, str], cells: "Sequence[Cell]") -> None:
+    """Exit code 1 where a run failed."""
+    if failed:
+        say(f"{len(failed)} of {len(cells)} runs failed; the same command tries them again")
+        raise typer.Exit(1)
+
+
+def say(line: str) -> None:
+    """One line beside the results."""
+    typer.echo(line, err=True)

@@ -1,0 +1,108 @@
+"""A diagnosis: what the routers of one checkpoint do, as numbers per layer and arrays for figures.
+
+Two files, written by compare, sweep and evidence into run folders and by diagnose into folders of
+its own; docs/diagnostics.md lists what is in them:
+
+diagnosis.json         schema, info, layers, mean
+diagnosis.safetensors  arrays named ``<layer>.<array>``
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from l2r.runs.atomic import write_bytes, write_json
+
+SCHEMA = 1
+USAGE = ("top1", "topk", "importance")
+_NUMBERS, _ARRAYS = "diagnosis.json", "diagnosis.safetensors"
+_VERSION_0_1_0 = "diagnostics.json"  # all of it, usage included, in one file
+
+Array = Shaped[np.ndarray, "..."]
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """layers: numbers of each layer, with ``name``. arrays: ``<layer>.<name>`` -> array.
+
+    info: domains, tokens, settings, and what the caller adds (the checkpoint's name).
+    """
+
+    info: dict[str, Any]
+    layers: list[dict[str, Any]]
+    arrays: dict[str, Array]
+
+    def mean(self) -> dict[str, float]:
+        """Mean over layers of every number that all layers have."""
+        first = self.layers[0]
+        names = [n for n in first if isinstance(first[n], float)]
+        shared = [n for n in names if all(isinstance(row.get(n), float) for row in self.layers)]
+        return {n: sum(row[n] for row in self.layers) / len(self.layers) for n in shared}
+
+    def array(self, layer: int, name: str) -> Array:
+        """One array of a layer."""
+        return self.arrays[f"{layer}.{name}"]
+
+    def usage(self, kind: str) -> list[Array]:
+        """Use of each expert [N] by layer; ``kind`` is one of ``USAGE``."""
+        return [self.array(layer, kind) for layer in range(len(self.layers))]
+
+    def usage_by_domain(self) -> dict[str, list[Array]]:
+        """Assignments to each expert [N] by domain and layer."""
+        layers = range(len(self.layers))
+        return {
+            domain: [self.array(layer, "usage_by_domain")[row] for layer in layers]
+            for row, domain in enumerate(self.info["domains"])
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write both files; the numbers last, so that they never stand there alone."""
+        write_bytes(folder / _ARRAYS, save(self.arrays))
+        text = {"schema": SCHEMA, "info": self.info, "layers": self.layers, "mean": self.mean()}
+        write_json(folder / _NUMBERS, text)
+
+
+def is_diagnosed(folder: Path) -> bool:
+    """Whether the folder holds a diagnosis, of this version or of 0.1.0."""
+    return (folder / _NUMBERS).is_file() or (folder / _VERSION_0_1_0).is_file()
+
+
+def read_diagnosis(folder: Path) -> Diagnosis:
+    """Read a diagnosis. Raises ValueError where there is none, and for another schema."""
+    if not is_diagnosed(folder):
+        raise ValueError(f"{folder} holds no diagnosis; l2r diagnose writes one")
+    try:
+        if not (folder / _NUMBERS).is_file():
+            return _from_0_1_0(json.loads((folder / _VERSION_0_1_0).read_text(encoding="utf-8")))
+        text = json.loads((folder / _NUMBERS).read_text(encoding="utf-8"))
+        if text["schema"] != SCHEMA:
+            raise ValueError(f"schema must be {SCHEMA}; got {text['schema']}")
+        layers, arrays = text["layers"], load_file(folder / _ARRAYS)
+        needed = {f"{layer}.{kind}" for layer in range(len(layers)) for kind in USAGE}
+        if not needed or not needed <= arrays.keys():
+            raise ValueError("it has no layers, or layers without their use of experts")
+        return Diagnosis(text["info"], layers, arrays)
+    except (ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+        raise ValueError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
+
+
+def _from_0_1_0(text: dict[str, Any]) -> Diagnosis:
+    """The same from diagnostics.json, whose usage by domain is a share instead of a count."""
+    by_domain = text["usage_by_domain"]
+    arrays = {
+        f"{layer}.{kind}": np.array(values)
+        for kind in USAGE
+        for layer, values in enumerate(text["usage"][kind])
+    }
+    for layer in range(len(text["layers"])):
+        rows = [grids[layer] for grids in by_domain.values()]
+        arrays[f"{layer}.usage_by_domain"] = np.array(rows)
+    experts = len(text["usage"]["topk"][0])
+    info = {"experts": experts, "domains": list(by_domain), "settings": text["settings"]}
+    return Diagnosis(info, text["layers"], arrays)

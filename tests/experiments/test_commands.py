@@ -1,0 +1,79 @@
+"""compare, sweep and evidence run their cells alike and end alike; cells are named alike."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from l2r.cli import main
+from l2r.experiments.cells import claim_cells, folder_cells, grid_cells, read_grid
+from l2r.experiments.claims import VARIANTS
+from l2r.experiments.run import Outcome, run_cells
+from l2r.recipes.load import dump_recipe
+from l2r.runs.folder import RunFolder
+
+COMMANDS = [
+    ["compare", "demo", "--routers", "linear,l2r_sips"],
+    ["sweep", "demo/l2r-sips", "--grid", "router.rank=2,8"],
+    ["evidence", "--seeds", "2"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ({"signal": signal.SIGTERM}, 143, "stopped and saved; the same command resumes"),
+        ({"error": "no memory"}, 1, "runs failed; the same command tries them again"),
+    ],
+    ids=["signal", "error"],
+)
+def test_every_command_ends_alike(
+    command, ending, code, words, monkeypatch, tmp_path, capsys
+) -> None:
+    def end(cells, root, **options):
+        for cell in cells:
+            yield Outcome(cell, cell.run(root), **ending)
+
+    monkeypatch.setattr("l2r.experiments.run.run_cells", end)
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--out", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert done.value.code == code and captured.out == ""
+    assert captured.err.splitlines()[-1].endswith(words)
+    assert ("failed: " in captured.err) == ("error" in ending)
+
+
+def test_seeds_have_one_name_and_the_first_of_a_comparison_has_none():
+    cells = folder_cells("demo", ["seed=3"], ["l2r_sips", "linear"], 2)
+    assert [cell.name for cell in cells] == [
+        "l2r_sips",
+        "linear",
+        "l2r_sips.seed-4",
+        "linear.seed-4",
+    ]
+    assert [cell.recipe.seed for cell in cells] == [3, 3, 4, 4]
+    arms = claim_cells("demo/linear", [], 2)
+    assert [cell.name for cell in arms[: len(VARIANTS)]] == [f"{name}.seed-0" for name in VARIANTS]
+    assert {cell.name for cell in arms[len(VARIANTS) :]} == {f"{name}.seed-1" for name in VARIANTS}
+    (cell,) = grid_cells("demo/l2r-sips", [], read_grid(["router.rank=2"]), 1)
+    assert cell.name == "rank=2.seed-0"
+
+
+def test_cells_of_a_sweep_of_0_1_0_are_found_under_their_old_names(tmp_path: Path) -> None:
+    (cell,) = grid_cells("demo/l2r-sips", ["seed=7"], read_grid(["router.rank=2"]), 1)
+    assert cell.run(tmp_path).name == "rank=2.seed-7"
+    old = RunFolder(tmp_path / "rank=2,seed=7")
+    old.create()
+    old.recipe.write_text(dump_recipe(cell.recipe))
+    assert cell.run(tmp_path).path == old.path
+
+
+def test_a_folder_with_an_unreadable_recipe_fails_alone(tmp_path: Path) -> None:
+    cells = folder_cells("demo", ["training.steps=1"], ["linear"], 1)
+    run = cells[0].run(tmp_path)
+    run.create()
+    run.recipe.write_text("task: language\n")
+    (outcome,) = run_cells(cells, tmp_path, show_progress=False)
+    assert outcome.error is not None and "training: Field required" in outcome.error
+    assert "\n" not in outcome.error

@@ -1,0 +1,84 @@
+"""A saved diagnosis is read back whole, whichever version wrote it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from l2r.runs.diagnosis import USAGE, Diagnosis, is_diagnosed, read_diagnosis
+
+OLD = Path(__file__).parents[1] / "compat" / "v0_1_0" / "run" / "diagnostics.json"
+
+
+def made() -> Diagnosis:
+    """Two layers with three experts and two domains."""
+    random = np.random.default_rng(0)
+    arrays = {f"{layer}.{kind}": random.random(3) for kind in USAGE for layer in (0, 1)}
+    arrays |= {f"{layer}.usage_by_domain": random.integers(0, 9, (2, 3)) for layer in (0, 1)}
+    layers = [
+        {"name": "a", "cv": 0.25, "stability_interval": [0, 1], "redundancy": 1.0},
+        {"name": "b", "cv": 0.75, "stability_interval": [0, 1]},
+    ]
+    return Diagnosis({"domains": ["one", "two"]}, layers, arrays)
+
+
+def test_usage_is_by_layer_and_by_domain(tmp_path: Path) -> None:
+    diagnosis = made()
+    assert not is_diagnosed(tmp_path)
+    diagnosis.save(tmp_path)
+    assert is_diagnosed(tmp_path)
+    saved = read_diagnosis(tmp_path)
+    assert saved.mean() == {"cv": 0.5}
+    assert np.array_equal(saved.usage("topk")[1], diagnosis.arrays["1.topk"])
+    by_domain = saved.usage_by_domain()
+    assert list(by_domain) == ["one", "two"]
+    assert np.array_equal(by_domain["two"][0], diagnosis.arrays["0.usage_by_domain"][1])
+
+
+def test_the_file_of_0_1_0_says_the_same(tmp_path: Path) -> None:
+    shutil.copy(OLD, tmp_path)
+    old = json.loads(OLD.read_text())
+    diagnosis = read_diagnosis(tmp_path)
+    assert is_diagnosed(tmp_path) and diagnosis.layers == old["layers"]
+    assert diagnosis.mean() == old["mean"]
+    for kind in USAGE:
+        assert [layer.tolist() for layer in diagnosis.usage(kind)] == old["usage"][kind]
+    by_domain = diagnosis.usage_by_domain()
+    assert by_domain.keys() == old["usage_by_domain"].keys()
+    for domain, layers in by_domain.items():
+        assert [layer.tolist() for layer in layers] == old["usage_by_domain"][domain]
+
+
+def test_a_new_diagnosis_replaces_an_old_one(tmp_path: Path) -> None:
+    shutil.copy(OLD, tmp_path)
+    made().save(tmp_path)
+    assert read_diagnosis(tmp_path).mean() == {"cv": 0.5}
+
+
+def test_a_diagnosis_without_an_array_is_refused(tmp_path: Path) -> None:
+    diagnosis = made()
+    del diagnosis.arrays["1.importance"]
+    diagnosis.save(tmp_path)
+    with pytest.raises(ValueError, match="layers without their use of experts"):
+        read_diagnosis(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "holds no diagnosis; l2r diagnose writes one"),
+        ('{"schema": 2}', "schema must be 1; got 2"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"schema": 1, "info": {}, "layers": []}', "cannot be read"),
+    ],
+)
+def test_what_is_no_diagnosis_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "diagnosis.json").write_text(text)
+        (tmp_path / "diagnosis.safetensors").write_text("no arrays")
+    with pytest.raises(ValueError, match=message) as error:
+        read_diagnosis(tmp_path)
+    assert str(tmp_path) in str(error.value)

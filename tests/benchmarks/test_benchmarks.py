@@ -10,8 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from l2r.benchmarks import contenders as entries
-from l2r.benchmarks import router
-from l2r.benchmarks.registry import run_bench
+from l2r.benchmarks import router, run_bench
 from l2r.benchmarks.results import Settings, save
 from l2r.benchmarks.timing import measure
 from l2r.cli.app import build_app

@@ -30,7 +30,7 @@ def bench(
     """Contenders take turns; medians, ranges and ratios. A wrong result gets no speed."""
     from rich.console import Console
 
-    from l2r.benchmarks.registry import run_bench
+    from l2r.benchmarks import run_bench
     from l2r.benchmarks.results import Settings
     from l2r.cli.console import print_table
     from l2r.report.performance import bench_table, write_bench_page

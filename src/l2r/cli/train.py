@@ -11,7 +11,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "train",
         epilog="Example: l2r train demo/l2r-sips router.rank=8 training.steps=100",
-        help="Train a recipe. The same command goes on with an unfinished run.",
+        help="Train a recipe. The same command resumes an unfinished run.",
     )(train)
 
 
@@ -47,5 +47,5 @@ def train(
     if result.finished:
         typer.echo(f"trained {result.steps} steps; run folder: {result.folder}")
         return
-    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to go on")
+    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to resume")
     raise typer.Exit(128 + (result.signal or 0))

@@ -3,21 +3,12 @@
 import gzip
 import json
 
-import pytest
-
-from l2r.cli import main
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.runs.folder import RunFolder
 
 
-def run(*args):
-    with pytest.raises(SystemExit) as done:
-        main([str(arg) for arg in args])
-    assert done.value.code == 0
-
-
 def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
-    tiny_changes, text_folder, tmp_path
+    l2r, tiny_changes, text_folder, tmp_path
 ):
     corpus = build_corpus(
         CorpusOptions(str(text_folder), vocab_size=300, characters_per_domain=30_000)
@@ -28,14 +19,15 @@ def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
         shard.parent.mkdir(parents=True)
         lines = [json.dumps({"text": f"one dog two cats {i}"}) for i in range(60)]
         shard.write_bytes(gzip.compress("\n".join(lines).encode()))
-        run(
+        command = l2r(
             "data",
             "prepare",
             tmp_path / f"{domain}-tokens",
-            "--source",
+            "--data",
             tmp_path / domain,
             *options,
         )
+        assert command.code == 0, command.err
 
     tokens = [
         f"data.tokens=[{tmp_path / 'mix-tokens'}]",
@@ -45,8 +37,8 @@ def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
         "evaluation.every=1",
     ]
     folder = tmp_path / "run"
-    run("train", "demo/l2r-sips", *tiny_changes, *tokens, "--out", folder)
+    assert l2r("train", "demo/l2r-sips", *tiny_changes, *tokens, "--out", folder).code == 0
     records = RunFolder(folder).read_metrics("validation")
     assert len(records) == 2 and all(record["ce/c4"] > 0 for record in records)
-    run("report", folder)
+    assert l2r("report", folder).code == 0
     assert "C4 validation cross-entropy" in (folder / "report.html").read_text()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import Changes
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -19,7 +21,7 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
     ] = None,
-    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")] = None,
+    changes: Changes = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,

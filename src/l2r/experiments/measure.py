@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from l2r.checkpoints.device import pick_device
+from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe

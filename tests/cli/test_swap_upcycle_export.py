@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
 
-import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from l2r.checkpoints import load_pretrained
-from l2r.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.checkpoints import family_check, load_pretrained
+from l2r.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
 from l2r.routers import L2RRouter
 from l2r.swap.families import FAMILIES
 
@@ -85,13 +85,18 @@ def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
 
 
 def test_the_table_of_families_is_printed_and_written(l2r, tmp_path, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # checks are not traceable
+    """The checks themselves run in tests/swap."""
+    works = dict.fromkeys(COLUMNS[1:], True)
+    results = {name: FamilyResult(name, **works) for name in ("gpt_oss", "mixtral")}
+    results["mixtral"] = replace(results["mixtral"], compile=False)
+    monkeypatch.setattr(family_check, "check_families", lambda names: map(results.get, names))
     page = tmp_path / "families.md"
-    code, text, _ = l2r("families", "--only", "gpt_oss", "--json", "--write", page)
+    code, text, _ = l2r("families", "--only", "gpt_oss,mixtral", "--json", "--write", page)
     assert code == 0
-    (row,) = json.loads(text)
-    assert row.pop("family") == "gpt_oss"
-    assert set(row.values()) == {"yes"}, row
+    rows = json.loads(text)
+    assert [row.pop("family") for row in rows] == ["gpt_oss", "mixtral"]
+    assert set(rows[0].values()) == {"yes"}
+    assert rows[1].pop("compile") == "no" and set(rows[1].values()) == {"yes"}
     assert "| gpt_oss | yes |" in page.read_text()
     assert "`llama4`: it multiplies" in page.read_text()
 

@@ -255,8 +255,8 @@ class _Trainer:
             numbers = self.task.validate(whole_model(self.model), self.ranks.device)
             if self.average is not None:
                 with self.average.applied(self.model):
-                    found = self.task.validate(whole_model(self.model), self.ranks.device)
-                numbers |= {f"ema/{name}": value for name, value in found.items()}
+                    averaged = self.task.validate(whole_model(self.model), self.ranks.device)
+                numbers |= {f"ema/{name}": value for name, value in averaged.items()}
             answers = self.task.downstream(whole_model(self.model))
         if monitor is not None:
             position = {"step": step, self.task.unit: step * self.units_per_step}

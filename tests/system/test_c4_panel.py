@@ -13,25 +13,18 @@ def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
     corpus = build_corpus(
         CorpusOptions(str(text_folder), vocab_size=300, characters_per_domain=30_000)
     )
-    options = ("--tokenizer", corpus.tokenizer, "--workers", 1)
-    for domain in ("mix", "c4"):
-        shard = tmp_path / domain / "data" / domain / "0.json.gz"
-        shard.parent.mkdir(parents=True)
-        lines = [json.dumps({"text": f"one dog two cats {i}"}) for i in range(60)]
-        shard.write_bytes(gzip.compress("\n".join(lines).encode()))
-        command = l2r(
-            "data",
-            "prepare",
-            tmp_path / f"{domain}-tokens",
-            "--data",
-            tmp_path / domain,
-            *options,
-        )
-        assert command.code == 0, command.err
+    shard = tmp_path / "c4" / "data" / "c4" / "0.json.gz"
+    shard.parent.mkdir(parents=True)
+    lines = [json.dumps({"text": f"one dog two cats {i}"}) for i in range(60)]
+    shard.write_bytes(gzip.compress("\n".join(lines).encode()))
+    c4 = tmp_path / "c4-tokens"
+    options = ("--data", tmp_path / "c4", "--tokenizer", corpus.tokenizer, "--workers", 1)
+    command = l2r("data", "prepare", c4, *options)
+    assert command.code == 0, command.err
 
     tokens = [
-        f"data.tokens=[{tmp_path / 'mix-tokens'}]",
-        f"data.validation_tokens=[{tmp_path / 'mix-tokens'},{tmp_path / 'c4-tokens'}]",
+        f"data.tokens=[{corpus.train}]",
+        f"data.validation_tokens=[{corpus.validation},{c4}]",
         f"data.tokenizer={corpus.tokenizer}",
         "training.steps=2",
         "evaluation.every=1",

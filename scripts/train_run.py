@@ -3,7 +3,7 @@
     python scripts/train_run.py --recipe small/gpu-l2r-sips --steps 60 --out FOLDER
 
 Trains on the embedded text instead of OLMoE-mix tokens, with validation, a checkpoint half way and
-a second run that goes on from it; writes train-NAME.json. The losses after the resume must be those
+a second run that resumes from it; writes train-NAME.json. The losses after the resume must be those
 of the uninterrupted run. Needs no command-line packages, so that it runs on a bare GPU machine.
 """
 

@@ -1,7 +1,11 @@
 """Shared by all tests: one thread (L2R_TEST_THREADS for more), fixed seeds, small fixtures."""
 
+import io
 import os
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +22,34 @@ if not torch.cuda.is_available():
 def _one_thread_and_seed() -> None:
     torch.set_num_threads(int(os.environ.get("L2R_TEST_THREADS", "1")))
     torch.manual_seed(0)
+
+
+class Ended(NamedTuple):
+    """How a command ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def refusal(self) -> str:
+        """The one line on standard error with which a command refuses what it was given."""
+        assert self.code == 2 and "Traceback" not in self.out + self.err, self
+        (line,) = (line for line in self.err.splitlines() if line.startswith("error: "))
+        return line
+
+
+@pytest.fixture(scope="session")
+def l2r() -> Callable[..., Ended]:
+    """``l2r("train", ...)``: a command in this process, as a person types it."""
+    from l2r.cli import main
+
+    def run(*args: object) -> Ended:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        return Ended(int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,13 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def pick_device(name: str) -> str:
+    """``auto`` is a GPU where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from l2r.benchmarks import contenders as entries
-from l2r.benchmarks import router
-from l2r.benchmarks.registry import run_bench
+from l2r.benchmarks import router, run_bench
 from l2r.benchmarks.results import Settings, save
 from l2r.benchmarks.timing import measure
-from l2r.cli.app import build_app
 from l2r.report.performance import (
     bars_figure,
     bench_section,
@@ -98,11 +95,10 @@ def test_settings_name_the_wrong_field() -> None:
         run_bench("speed", QUICK)
 
 
-def test_command_prints_records_and_writes_a_page(tmp_path: Path) -> None:
-    arguments = ["bench", "memory", "--quick", "--json", "--out", str(tmp_path)]
-    result = CliRunner().invoke(build_app(), arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)[0]["contender"] == "linear, plain"
+def test_command_prints_records_and_writes_a_page(l2r, tmp_path: Path) -> None:
+    code, out, err = l2r("bench", "memory", "--quick", "--json", "--out", tmp_path)
+    assert code == 0, err
+    assert json.loads(out)[0]["contender"] == "linear, plain"
     assert (tmp_path / "memory.json").exists()
     assert "Performance" in (tmp_path / "memory.html").read_text()
 

@@ -1,6 +1,6 @@
 """The benchmark behind the paper's table of inference overhead, on a tiny model."""
 
-from l2r.benchmarks.registry import run_bench
+from l2r.benchmarks import run_bench
 from l2r.benchmarks.results import Settings
 
 

@@ -12,26 +12,20 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from l2r.cli import doctor, extras, main
+from l2r.cli import doctor, extras
 from l2r.cli.app import missing_package
 from l2r.kernels import dispatch
 
 EXTRAS = importlib.metadata.metadata(extras.PACKAGE).get_all("Provides-Extra")
 
 
-def run(capsys, *args):
-    with pytest.raises(SystemExit) as done:
-        main(list(args))
-    return done.value.code, capsys.readouterr().out
-
-
-def test_version_is_printed(capsys):
-    code, out = run(capsys, "--version")
+def test_version_is_printed(l2r):
+    code, out, _ = l2r("--version")
     assert code == 0 and out == f"l2r {importlib.metadata.version(extras.PACKAGE)}\n"
 
 
-def test_doctor_reports_every_part_of_the_machine_and_every_extra(capsys):
-    code, out = run(capsys, "doctor", "--json")
+def test_doctor_reports_every_part_of_the_machine_and_every_extra(l2r):
+    code, out, _ = l2r("doctor", "--json")
     rows = {row["check"]: row for row in json.loads(out)}
     assert code == 0 and all(row["detail"] for row in rows.values())
     for name in ("torch", "threads", "grouped_mm", "CPU kernel", "cache folder", "disk"):
@@ -87,7 +81,7 @@ def test_no_extra_that_does_not_exist_is_recommended():
     assert all(str(Requirement(name)) == name for name in extras.ALONE)
 
 
-def test_a_wrong_kernel_fails_the_doctor(capsys, monkeypatch):
+def test_a_wrong_kernel_fails_the_doctor(l2r, monkeypatch):
     right = dispatch.route
 
     def wrong(x, *given, **options):
@@ -96,7 +90,7 @@ def test_a_wrong_kernel_fails_the_doctor(capsys, monkeypatch):
         return logits * (1.001 if x.dtype == torch.float32 else 1), weights, indices
 
     monkeypatch.setattr(dispatch, "route", wrong)
-    code, out = run(capsys, "doctor", "--json")
+    code, out, _ = l2r("doctor", "--json")
     (row,) = (row for row in json.loads(out) if row["check"] == "CPU kernel")
     assert (
         code == 1 and row["status"] == doctor.FAILED and "differ from plain code" in row["detail"]

@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
 
-import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from l2r.checkpoints import load_pretrained
-from l2r.checkpoints.family_check import sample_tokens, tiny_model
-from l2r.cli import main
+from l2r.checkpoints import family_check, load_pretrained
+from l2r.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
 from l2r.routers import L2RRouter
 from l2r.swap.families import FAMILIES
 
@@ -40,28 +39,10 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return stop.value.code or 0, captured.out, captured.err
-
-
-def refused(capsys, *arguments):
-    """The one line on standard error of a command that must exit with 2."""
-    code, out, err = run(capsys, *arguments)
-    assert code == 2
-    assert "Traceback" not in out + err
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0]
-
-
-def test_swap_writes_a_checkpoint_with_our_router(capsys, checkpoint, tmp_path):
+def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     out = tmp_path / "out"
-    code, text, _ = run(
-        capsys, "swap", checkpoint, "--router", "l2r_sips", "--rank", 2, "--heads", 4,
-        "--option", "beta=0.5", "--layers", "1", "--out", out, "--json",
+    code, text, _ = l2r("swap", checkpoint, "router.kind=l2r_sips", "router.rank=2", "heads=4",
+        "beta=0.5", "--layers", "1", "--out", out, "--json",
     )  # fmt: skip
     assert code == 0
     rows = json.loads(text)
@@ -76,51 +57,58 @@ def test_swap_writes_a_checkpoint_with_our_router(capsys, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "swap needs CHECKPOINT and --out FOLDER"),
-        (["--out", "{tmp}/new", "--router", "l2r_sipps"], "did you mean 'l2r_sips'?"),
-        (["--out", "{tmp}/new", "--option", "rank"], "option must be written as name=value"),
+        (["--out", "{tmp}/new", "router.kind=l2r_sipps"], "did you mean 'l2r_sips'?"),
+        (["--out", "{tmp}/new", "rank"], "changes must look like key.sub=value; got 'rank'"),
         (["--out", "{tmp}/new", "--layers", "a,b"], "layers must be 'all' or indices"),
         (["--out", "{tmp}/new", "--layers", "9"], "layers must name layers"),
         (["--out", "{tmp}/new", "--selection", "mine"], "selection must be family or router"),
         (["--out", "{tmp}"], "out must be a new or empty folder"),
     ],
 )
-def test_swap_refuses_bad_input_in_one_line(capsys, checkpoint, tmp_path, options, line):
+def test_swap_refuses_bad_input_in_one_line(l2r, checkpoint, tmp_path, options, line):
     (tmp_path / "used.txt").write_text("x")
     filled = [option.format(tmp=tmp_path) for option in options]
-    assert line in refused(capsys, "swap", checkpoint, *filled)
+    assert line in l2r("swap", checkpoint, *filled).refusal()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["used.txt"]
 
 
-def test_a_missing_checkpoint_is_refused(capsys, tmp_path):
-    assert "checkpoint must be a folder" in refused(
-        capsys, "swap", tmp_path / "none", "--out", tmp_path / "out"
+def test_swap_needs_a_folder_to_write(l2r, checkpoint):
+    code, _, err = l2r("swap", checkpoint)
+    assert code == 2 and "Missing option '--out'" in err
+
+
+def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
+    assert (
+        "checkpoint must be a folder"
+        in l2r("swap", tmp_path / "none", "--out", tmp_path / "out").refusal()
     )
 
 
-def test_the_table_of_families_is_printed_and_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # checks are not traceable
+def test_the_table_of_families_is_printed_and_written(l2r, tmp_path, monkeypatch):
+    """The checks themselves run in tests/swap."""
+    works = dict.fromkeys(COLUMNS[1:], True)
+    results = {name: FamilyResult(name, **works) for name in ("gpt_oss", "mixtral")}
+    results["mixtral"] = replace(results["mixtral"], compile=False)
+    monkeypatch.setattr(family_check, "check_families", lambda names: map(results.get, names))
     page = tmp_path / "families.md"
-    code, text, _ = run(
-        capsys, "swap", "--families", "--only", "gpt_oss", "--json", "--write", page
-    )
+    code, text, _ = l2r("families", "--only", "gpt_oss,mixtral", "--json", "--write", page)
     assert code == 0
-    (row,) = json.loads(text)
-    assert row.pop("family") == "gpt_oss"
-    assert set(row.values()) == {"yes"}, row
+    rows = json.loads(text)
+    assert [row.pop("family") for row in rows] == ["gpt_oss", "mixtral"]
+    assert set(rows[0].values()) == {"yes"}
+    assert rows[1].pop("compile") == "no" and set(rows[1].values()) == {"yes"}
     assert "| gpt_oss | yes |" in page.read_text()
     assert "`llama4`: it multiplies" in page.read_text()
 
 
-def test_an_unknown_family_is_refused(capsys):
-    assert "family must be one of olmoe" in refused(capsys, "swap", "--families", "--only", "gpt2")
+def test_an_unknown_family_is_refused(l2r):
+    assert "family must be one of olmoe" in l2r("families", "--only", "gpt2").refusal()
 
 
-def test_upcycle_fits_and_saves(capsys, checkpoint, text_folder, tmp_path):
+def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
     out = tmp_path / "out"
-    code, text, _ = run(
-        capsys, "upcycle", checkpoint, "--rank", 4, "--heads", 4, "--text", text_folder,
-        "--tokens", 3000, "--held-out", 600, "--sequence-length", 32, "--train-steps", 2,
+    code, text, _ = l2r("upcycle", checkpoint, "rank=4", "heads=4", "--data", text_folder,
+        "--tokens", 3000, "--held-out", 600, "--length", 32, "--train-steps", 2,
         "--out", out, "--json",
     )  # fmt: skip
     assert code == 0
@@ -132,18 +120,19 @@ def test_upcycle_fits_and_saves(capsys, checkpoint, text_folder, tmp_path):
     assert load_pretrained(out)(sample_tokens()).logits.isfinite().all()
 
 
-def test_upcycle_needs_text_and_a_tokenizer(capsys, checkpoint, tmp_path):
-    assert "corpus folder must exist" in refused(
-        capsys, "upcycle", checkpoint, "--text", tmp_path / "none"
+def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
+    assert (
+        "corpus folder must exist"
+        in l2r("upcycle", checkpoint, "--data", tmp_path / "none").refusal()
     )
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "bare")
-    assert "checkpoint must hold a tokenizer" in refused(capsys, "upcycle", tmp_path / "bare")
-    assert "lr must be > 0" in refused(capsys, "upcycle", checkpoint, "--lr", 0)
+    assert "checkpoint must hold a tokenizer" in l2r("upcycle", tmp_path / "bare").refusal()
+    assert "lr must be > 0" in l2r("upcycle", checkpoint, "--lr", 0).refusal()
 
 
-def test_export_of_a_swapped_olmoe(capsys, checkpoint, tmp_path):
-    assert run(capsys, "swap", checkpoint, "--out", tmp_path / "swapped")[0] == 0
-    code, text, _ = run(capsys, "export", tmp_path / "swapped", "--out", tmp_path / "alone")
+def test_export_of_a_swapped_olmoe(l2r, checkpoint, tmp_path):
+    assert l2r("swap", checkpoint, "--out", tmp_path / "swapped")[0] == 0
+    code, text, _ = l2r("export", tmp_path / "swapped", "--out", tmp_path / "alone")
     assert code == 0
     assert "trust_remote_code=True" in text
     assert (tmp_path / "alone" / "modeling_l2r_olmoe.py").is_file()
@@ -153,21 +142,21 @@ def test_export_of_a_swapped_olmoe(capsys, checkpoint, tmp_path):
         torch.testing.assert_close(load_pretrained(tmp_path / "alone")(ids).logits, swapped)
 
 
-def test_export_refuses_other_models(capsys, checkpoint, tmp_path):
-    assert "remote code is for OLMoE" in refused(
-        capsys, "export", checkpoint, "--out", tmp_path / "alone"
+def test_export_refuses_other_models(l2r, checkpoint, tmp_path):
+    assert (
+        "remote code is for OLMoE"
+        in l2r("export", checkpoint, "--out", tmp_path / "alone").refusal()
     )
     assert not (tmp_path / "alone").exists()
 
 
-def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(capsys, checkpoint, text_folder, tmp_path):
+def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(l2r, checkpoint, text_folder, tmp_path):
     narrow = tmp_path / "bf16"
     shutil.copytree(checkpoint, narrow)
     load_pretrained(checkpoint).bfloat16().save_pretrained(narrow)
-    code, _, err = run(capsys, "swap", narrow, "--rank", 2, "--heads", 4, "--out", tmp_path / "one")
+    code, _, err = l2r("swap", narrow, "--rank", 2, "--heads", 4, "--out", tmp_path / "one")
     assert code == 0, err
-    code, text, err = run(
-        capsys, "upcycle", narrow, "--rank", 2, "--heads", 4, "--text", text_folder,
+    code, text, err = l2r("upcycle", narrow, "--rank", 2, "--heads", 4, "--text", text_folder,
         "--tokens", 600, "--held-out", 300, "--sequence-length", 32, "--train-steps", 1,
         "--out", tmp_path / "two", "--json",
     )  # fmt: skip

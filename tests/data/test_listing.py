@@ -32,7 +32,7 @@ def test_local_folder_may_leave_data_out_and_hidden_files_do_not_count(tmp_path)
 def test_folder_without_shards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no shards; expected files like"):
         folder_listing(tmp_path)
-    with pytest.raises(ValueError, match="source must be a folder of shards"):
+    with pytest.raises(ValueError, match="data must be a folder of shards"):
         folder_listing(tmp_path / "missing")
 
 

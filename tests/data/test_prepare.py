@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from l2r.checkpoints.loading import load_tokenizer
+from l2r.checkpoints.loading import hugging_face_tokenizer
 from l2r.data.listing import folder_listing
 from l2r.data.manifest import read_manifest
 from l2r.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
@@ -149,7 +149,7 @@ def test_held_out_documents_are_whole_and_disjoint_and_the_tokenizer_lies_beside
     ]
     out, split, tasks = tmp_path / "mix", Split(hold_out=0.2, share=0.5), tasks_of(shard_folder)
     manifests = prepare(tasks, out, tokenizer=tokenizer_file, split=split, workers=1)
-    tokenizer = load_tokenizer(out / "tokenizer")
+    tokenizer = hugging_face_tokenizer(out / "tokenizer")
     found = {
         part: [(domain, tokenizer.decode(ids[:-1])) for domain, ids in read_documents(out / part)]
         for part in manifests

@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
 import torch
 
-from l2r.cli import main
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.models.size import model_size
 from l2r.models.vit import L2rViTForImageClassification
@@ -53,18 +51,16 @@ def test_a_vit_counts_only_its_sparse_blocks():
     assert size.linear_routers == 4 * 16
 
 
-def test_every_olmoe_recipe_is_counted_at_full_size(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["params", "--recipes", "olmoe-1b-7b", "--json"])
-    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
-    assert done.value.code == 0 and len(rows) == len(recipes_in("olmoe-1b-7b"))
+def test_every_olmoe_recipe_is_counted_at_full_size(l2r):
+    code, out, _ = l2r("params", "--recipes", "olmoe-1b-7b", "--json")
+    rows = {row["recipe"]: row for row in json.loads(out)}
+    assert code == 0 and len(rows) == len(recipes_in("olmoe-1b-7b"))
     for row in rows.values():
         assert round(row["parameters"] / 1e9, 2) == 6.92
         assert round(row["active"] / 1e9, 2) == 1.28
     assert rows["olmoe-1b-7b/l2r-sips"]["in routers"] == "131.072K (6.25%)"
 
 
-def test_an_unknown_folder_is_one_line(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["params", "--recipes", "olmo"])
-    assert done.value.code == 2 and "known: demo" in capsys.readouterr().err
+def test_an_unknown_folder_is_one_line(l2r):
+    code, _, err = l2r("params", "--recipes", "olmo")
+    assert code == 2 and "known: demo" in err

@@ -17,7 +17,7 @@ from l2r import capture
 from l2r.checkpoints import load_image_classifier
 from l2r.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.models.vit import L2rViTModel
-from l2r.models.vit_cost import vit_cost
+from l2r.models.vit_cost import vit_s_costs
 from l2r.moe import MoELayer
 from l2r.runs.router_names import PAPER_ROUTERS
 
@@ -198,12 +198,17 @@ ROUTER_PARAMETERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def costs():
+    return vit_s_costs()
+
+
 @pytest.mark.parametrize("kind", PAPER_ROUTERS)
-def test_full_size_counts_equal_the_formula(kind):
-    dense = vit_cost(L2rViTConfig(num_labels=1000, moe_layers=[]))
+def test_full_size_counts_equal_the_formula(kind, costs):
+    dense = costs["dense"]
     assert dense.parameters == 22_050_664  # ViT-S/16 with 1000 classes
     assert 2 * 4.5e9 < dense.flops < 2 * 4.65e9  # 4.6 G multiply-adds
-    cost = vit_cost(L2rViTConfig(num_labels=1000, router={"kind": kind}))
+    cost = costs[kind]
     mlp = 2 * D * F + F + D
     router = BLOCKS * ROUTER_PARAMETERS[kind]
     assert cost.router_parameters == router

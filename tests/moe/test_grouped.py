@@ -128,8 +128,8 @@ from l2r.moe.grouped import grouped_linear
 
 torch.manual_seed(0)
 vit = L2rViTForImageClassification(L2rViTConfig(
-    hidden_size=37, num_hidden_layers=2, num_attention_heads=1, intermediate_size=21,
-    image_size=8, patch_size=4, moe_layers=[1], num_experts=4, num_experts_per_tok=2))
+    hidden_size=37, num_hidden_layers=1, num_attention_heads=1, intermediate_size=21,
+    image_size=8, patch_size=4, moe_layers=[0], num_experts=4, num_experts_per_tok=2))
 lm = L2rOlmoeForCausalLM(L2rOlmoeConfig(
     hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=64,

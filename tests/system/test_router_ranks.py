@@ -9,7 +9,7 @@ from torch import nn
 from l2r import XMoEConfig, build_router
 from l2r.routers import constrain
 from l2r.routers.norms import MagnitudeBatchNorm
-from l2r.training.parallel import gathered_weights, spread
+from l2r.training.parallel import gathered_weights, parallelize
 from l2r.training.ranks import Ranks
 
 STEPS = 12
@@ -23,7 +23,7 @@ def trained(kind, ranks):
     config = XMoEConfig.preset("torchscale")
     sizes = {"hidden_size": 16, "num_experts": 6, "top_k": 2}
     routers = nn.ModuleList(build_router(config, **sizes) for _ in range(2))
-    model = spread(_Sum(routers), kind, ranks)
+    model = parallelize(_Sum(routers), kind, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     batches = torch.randn(STEPS, 8, 16, generator=torch.Generator().manual_seed(1))
     targets = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(2))

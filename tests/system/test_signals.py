@@ -59,7 +59,7 @@ def test_a_signal_saves_and_stops(number, unbroken, tiny_changes, tmp_path):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err, err
-    assert "run it again to go on" in out
+    assert "run it again to resume" in out
     step = int(RunFolder(tmp_path / "run").complete_checkpoints()[-1].name.removeprefix("step-"))
     assert f"stopped at step {step} of 60" in out
     finish(tmp_path / "run", tiny_changes, unbroken)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.cli.app import build_app
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
@@ -19,7 +18,7 @@ def bias(folder, layer=0) -> torch.Tensor:
     return weights[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
 
 
-def test_training_goes_on_from_the_model_of_another_run(tiny_changes, tmp_path):
+def test_training_starts_from_the_model_of_another_run(tiny_changes, tmp_path):
     run(tmp_path / "first", tiny_changes, "training.steps=20", "optimizer.lr=0.01")
     start = f"model.init_from={tmp_path / 'first'}"
     run(tmp_path / "second", tiny_changes, start)
@@ -29,15 +28,13 @@ def test_training_goes_on_from_the_model_of_another_run(tiny_changes, tmp_path):
     assert abs(found - last) < 0.5 * (fresh - last)
 
 
-def test_training_goes_on_from_an_upcycled_model(tiny_changes, text_folder, tmp_path):
-    from typer.testing import CliRunner
-
+def test_training_starts_from_an_upcycled_model(l2r, tiny_changes, text_folder, tmp_path):
     run(tmp_path / "linear", tiny_changes, recipe="demo/linear")
-    command = ["upcycle", str(tmp_path / "linear"), "--router", "l2r_sips", "--rank", "4",
-               "--heads", "2", "--text", str(text_folder), "--tokens", "2000",
-               "--held-out", "500", "--out", str(tmp_path / "up")]  # fmt: skip
-    result = CliRunner().invoke(build_app(), command)
-    assert result.exit_code == 0, result.output
+    code, _, err = l2r(
+        "upcycle", tmp_path / "linear", "rank=4", "heads=2", "--data", text_folder,
+        "--tokens", 2000, "--held-out", 500, "--out", tmp_path / "up",
+    )  # fmt: skip
+    assert code == 0, err
     start = [f"model.init_from={tmp_path / 'up'}", "router.rank=4", "router.heads=2"]
     assert run(tmp_path / "on", tiny_changes, *start).finished
 

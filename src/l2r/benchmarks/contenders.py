@@ -73,23 +73,23 @@ def contenders(
     from l2r.swap.stock import stock_router, swapped_router
 
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
-    found = []
+    entries = []
     for label, (kind, options) in routers.items():
         torch.manual_seed(0)
         router: Any = build_router(kind, **sizes, **options).to(device)
         forms = ["plain", "fused"]
         if compiled and label in ("linear", "l2r_sips H16"):  # seconds to compile, each
             forms.append("compiled")
-        found += [Contender(f"{label}, {form}", router, form) for form in forms]
+        entries += [Contender(f"{label}, {form}", router, form) for form in forms]
     half = dtype != torch.float32
     if half or swapped:
         torch.manual_seed(0)
         stock = stock_router(**sizes).to(device, dtype)
-        found.append(Contender(STOCK, stock, "fused", tolerance=5e-2 if half else 1e-3))
+        entries.append(Contender(STOCK, stock, "fused", tolerance=5e-2 if half else 1e-3))
     if swapped:
         router = swapped_router(make_config("l2r_sips", heads=16), **sizes).to(device)
-        found.append(Contender("l2r_sips H16, swapped", router, "fused"))
-    return found
+        entries.append(Contender("l2r_sips H16, swapped", router, "fused"))
+    return entries
 
 
 def is_correct(contender: Contender, x: Tensor) -> bool:
@@ -106,8 +106,8 @@ def is_correct(contender: Contender, x: Tensor) -> bool:
         (logits.double().sin().sum() + weights.double().square().sum()).backward()  # type: ignore[no-untyped-call]
         results.append([logits, *(p.grad for p in router.parameters())])
         router.zero_grad()
-    for found, wanted in zip(*results, strict=True):
-        gap = (found.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3)
+    for ours, exact in zip(*results, strict=True):
+        gap = (ours.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-3)
         if not gap <= contender.tolerance:  # NaN fails as well
             return False
     return True

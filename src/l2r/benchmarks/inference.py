@@ -33,15 +33,15 @@ def _size(bench: Bench, size: str) -> None:
     shape = sizes(settings, size)
     prompt = torch.randint(2, shape["vocab_size"], (1, length), generator=generator)
     prompt = prompt.to(settings.device)
-    found = {name: model.eval() for name, model in models(settings, size).items()}
+    by_name = {name: model.eval() for name, model in models(settings, size).items()}
     with torch.no_grad():
-        wanted = found["stock"](prompt[:, :16]).logits
-        if not agrees(found["l2r, linear"](prompt[:, :16]).logits, wanted, settings):
+        expected = by_name["stock"](prompt[:, :16]).logits
+        if not agrees(by_name["l2r, linear"](prompt[:, :16]).logits, expected, settings):
             return  # ours with the stock weights must be the stock model
     phases = {"prefill": (_prefill, prompt), "decode": (_decode, prompt)}
     for phase, (make, tokens) in phases.items():
-        steps = {name: make(model, tokens) for name, model in found.items()}
-        plain = make(found["l2r, l2r_sips H16"], tokens)
+        steps = {name: make(model, tokens) for name, model in by_name.items()}
+        plain = make(by_name["l2r, l2r_sips H16"], tokens)
         steps["l2r, l2r_sips H16, plain"] = _unfused(plain)
         times = measure(
             steps,
@@ -52,7 +52,7 @@ def _size(bench: Bench, size: str) -> None:
         )
         count = length if phase == "prefill" else 1
         for name, time in times.items():
-            routers = _share(found, name, count, shape["hidden_size"], settings)
+            routers = _share(by_name, name, count, shape["hidden_size"], settings)
             bench.add(
                 size=size,
                 phase=phase,
@@ -105,9 +105,11 @@ def _unfused(step: Step) -> Step:
     return plain
 
 
-def _share(found: dict[str, Any], name: str, tokens: int, hidden: int, settings: Settings) -> float:
+def _share(
+    by_name: dict[str, Any], name: str, tokens: int, hidden: int, settings: Settings
+) -> float:
     """Seconds of all routers of a model alone, on random hidden states."""
-    model = found[name.removesuffix(", plain")]
+    model = by_name[name.removesuffix(", plain")]
     gates: list[nn.Module] = [layer.mlp.gate for layer in model.model.layers]
     dtype = next(model.parameters()).dtype
     x = torch.randn(tokens, hidden, device=settings.device, dtype=dtype)
@@ -117,4 +119,5 @@ def _share(found: dict[str, Any], name: str, tokens: int, hidden: int, settings:
             return [gate(x) for gate in gates]
 
     chosen = _unfused(step) if name.endswith("plain") else step
-    return measure({name: chosen}, device=settings.device, seconds=0.3, rounds=3)[name].median
+    seconds = min(0.3, settings.seconds)
+    return measure({name: chosen}, device=settings.device, seconds=seconds, rounds=3)[name].median

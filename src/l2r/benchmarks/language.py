@@ -78,7 +78,7 @@ def _placed(model: nn.Module, settings: Settings) -> nn.Module:
     return model.to(settings.device, torch.bfloat16 if settings.device == "cuda" else torch.float32)
 
 
-def agrees(found: torch.Tensor, wanted: torch.Tensor, settings: Settings) -> bool:
+def agrees(logits: torch.Tensor, expected: torch.Tensor, settings: Settings) -> bool:
     """Whether two logits tensors are the same up to the dtype's rounding through the layers."""
-    gap = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    gap = (logits.float() - expected.float()).abs().max() / expected.float().abs().max()
     return bool(gap <= (0.1 if settings.device == "cuda" else 1e-3))

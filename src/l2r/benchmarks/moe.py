@@ -64,10 +64,10 @@ def _shape(bench: Bench, shape: Shape) -> None:
     x = torch.randn(shape.tokens, shape.hidden, device=settings.device, dtype=dtype)
     indices, weights = _choices(shape, settings.device, dtype)
     forms, experts = _contenders(shape, settings.device, dtype)
-    wanted = forms["transformers eager"](x, indices, weights).float()
+    expected = forms["transformers eager"](x, indices, weights).float()
     right = {}
     for name, form in forms.items():
-        gap = (form(x, indices, weights).float() - wanted).abs().max() / wanted.abs().max()
+        gap = (form(x, indices, weights).float() - expected).abs().max() / expected.abs().max()
         if name == "dense bound" or gap <= (1e-4 if dtype == torch.float32 else 3e-2):
             right[name] = form
     for phase in ("forward", "forward+backward"):

@@ -62,10 +62,10 @@ class Bench:
         return asdict(self)
 
 
-def save(found: dict[str, Any], folder: Path) -> Path:
+def save(bench: dict[str, Any], folder: Path) -> Path:
     """Write ``as_dict``'s form to ``<name>.json``, whole or not at all."""
-    path = folder / f"{found['name']}.json"
-    write_json(path, found)
+    path = folder / f"{bench['name']}.json"
+    write_json(path, bench)
     return path
 
 

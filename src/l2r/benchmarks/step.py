@@ -29,16 +29,16 @@ def run(settings: Settings) -> Bench:
         )
         for _ in range(4)
     ]
-    found = models(settings)
+    by_name = models(settings)
     with torch.no_grad():
-        wanted = found["stock"](batches[0][:1, :32]).logits
-        right = agrees(found["l2r, linear"](batches[0][:1, :32]).logits, wanted, settings)
-    steps: dict[str, Step] = {"stock, plain loop": _stock_step(found["stock"], batches)}
-    trainer = _trainer_step(found["stock"], batches, settings)
+        expected = by_name["stock"](batches[0][:1, :32]).logits
+        right = agrees(by_name["l2r, linear"](batches[0][:1, :32]).logits, expected, settings)
+    steps: dict[str, Step] = {"stock, plain loop": _stock_step(by_name["stock"], batches)}
+    trainer = _trainer_step(by_name["stock"], batches, settings)
     steps["stock, Trainer"] = trainer
     for name in ROUTERS:
         if right:  # ours with the stock weights must be the stock model
-            steps[name] = _our_step(found[name], batches)
+            steps[name] = _our_step(by_name[name], batches)
     times = measure(
         steps, device=settings.device, seconds=settings.seconds * 2, kind=settings.clock, rounds=5
     )

@@ -198,10 +198,10 @@ def _walk(
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
         nearest = (slope * delta).sum(dim=1, keepdim=True) / scale * slope
         candidate = 1.01 * (delta + share[:, None] * (nearest - delta))
-        shrunk, found = _shrink(router, start, candidate, inside, halvings=12)
-        better = found < size
+        shrunk, shrunk_size = _shrink(router, start, candidate, inside, halvings=12)
+        better = shrunk_size < size
         delta = torch.where(better[:, None], shrunk, delta)
-        size = torch.where(better, found, size)
+        size = torch.where(better, shrunk_size, size)
         share = torch.where(better, (share * 1.5).clamp_max(1), share / 2)
     return torch.minimum(size, _shrink(router, start, delta, inside)[1])
 

@@ -105,7 +105,7 @@ def anchor_radii(
     local = _Local.of(form, x)
     gaps = logits[:, :, None] - logits[:, None, :]
     first_order = gaps.clamp_min(0) / local.slopes.clamp_min(1e-300)
-    high = torch.minimum(_least(first_order, inside), local.reach)
+    high = torch.minimum(_least(first_order, inside), local.max_radius)
     low = torch.zeros_like(high)
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -119,20 +119,20 @@ class _Local:
     """What bounds the change of the logit differences around each token.
 
     moments: of the anchors at the token. slopes [T, N, N]: gradient norm of z_i - z_j in x.
-    apart [T, N, N]: the same in w. step, turn [T]: norms of dq/dx and dw/dq. rho, rms [T]: |q|
-    and n(x). lift: norm of the matrix. reach [T]: no radius is certified beyond it.
+    slope_gap_w [T, N, N]: the same in w. dq_dx, dw_dq [T]: norms of dq/dx and dw/dq. rho,
+    rms [T]: |q| and n(x). matrix_norm: of W_q. max_radius [T]: no radius is certified beyond it.
     """
 
     form: AnchorMap
     moments: Moments
     slopes: Tensor
-    apart: Tensor
-    step: Tensor
-    turn: Tensor
+    slope_gap_w: Tensor
+    dq_dx: Tensor
+    dw_dq: Tensor
     rho: Tensor
     rms: Tensor
-    lift: Tensor
-    reach: Tensor
+    matrix_norm: Tensor
+    max_radius: Tensor
     hidden: int
 
     @classmethod
@@ -145,40 +145,40 @@ class _Local:
         inner = _query_metric(form, x, query, rms)
         along = query[:, :, None] * query[:, None, :] / safe.square()[:, None, None]
         across = torch.eye(query.shape[1], dtype=query.dtype, device=x.device) - along
-        turn = slope[:, None, None] * along + (value / safe)[:, None, None] * across
-        gram = torch.einsum("tnr,trs,tms->tnm", moments.mean, turn @ inner @ turn, moments.mean)
+        dw_dq = slope[:, None, None] * along + (value / safe)[:, None, None] * across
+        gram = torch.einsum("tnr,trs,tms->tnm", moments.mean, dw_dq @ inner @ dw_dq, moments.mean)
         own = gram.diagonal(dim1=1, dim2=2)
         total = own[:, :, None] + own[:, None, :]
         squared = (total - 2 * gram).clamp_min(0) + 1e-14 * total.abs()  # above its rounding
-        step = torch.linalg.eigvalsh(inner)[:, -1].clamp_min(1e-300).sqrt() * (1 + 1e-9)
+        dq_dx = torch.linalg.eigvalsh(inner)[:, -1].clamp_min(1e-300).sqrt() * (1 + 1e-9)
         # Farther away the query may be 0, or the input of the RMSNorm may.
         limit = x.shape[1] ** 0.5 * rms if form.norm_eps is not None else torch.inf
         return cls(
             form=form,
             moments=moments,
             slopes=squared.sqrt(),
-            apart=torch.cdist(moments.mean, moments.mean, compute_mode=_EXACT),
-            step=step,
-            turn=torch.maximum(slope.abs(), value / safe),
+            slope_gap_w=torch.cdist(moments.mean, moments.mean, compute_mode=_EXACT),
+            dq_dx=dq_dx,
+            dw_dq=torch.maximum(slope.abs(), value / safe),
             rho=rho,
             rms=rms,
-            lift=torch.linalg.matrix_norm(form.matrix, 2),
-            reach=torch.minimum(rho / step, torch.as_tensor(limit, dtype=rho.dtype)),
+            matrix_norm=torch.linalg.matrix_norm(form.matrix, 2),
+            max_radius=torch.minimum(rho / dq_dx, torch.as_tensor(limit, dtype=rho.dtype)),
             hidden=x.shape[1],
         )
 
     def lower_bound(self, gaps: Tensor, radius: Tensor) -> Tensor:
         """Lower bound [T, N, N] of every z_i - z_j over the ball of ``radius`` [T]."""
-        bent = self._query_remainder(radius)
-        moved = self.step * radius + bent
+        q_remainder = self._query_remainder(radius)
+        moved = self.dq_dx * radius + q_remainder
         low, high = self.rho - moved, self.rho + moved
         floor = self.form.floor * (1 + 2 * self.rms)
         curved = self.form.radial.curvature(low.clamp_min(1e-300), high)
-        remainder = self.turn * bent + curved * moved.square() / 2
-        above = self.moments.above_tangent(self.turn * self.step * radius + remainder)
+        w_remainder = self.dw_dq * q_remainder + curved * moved.square() / 2
+        above = self.moments.above_tangent(self.dw_dq * self.dq_dx * radius + w_remainder)
         # z_i is convex in w, so its tangent bounds it below; z_j stays near its own.
         bound = gaps - self.slopes * radius[:, None, None] - above[:, None, :]
-        bound = bound - self.apart * remainder[:, None, None]
+        bound = bound - self.slope_gap_w * w_remainder[:, None, None]
         return torch.where((low > floor)[:, None, None], bound, -torch.inf)
 
     def _query_remainder(self, radius: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class _Local:
             return torch.zeros_like(radius)
         part = radius / (self.hidden**0.5 * self.rms)
         shrunk = part / (1 - part).clamp_min(1e-300)  # bounds |n0 / n - 1|
-        return shrunk * (self.lift * radius / self.rms + self.rho * part)
+        return shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
 
 
 def _query_metric(form: AnchorMap, x: Tensor, query: Tensor, rms: Tensor) -> Tensor:

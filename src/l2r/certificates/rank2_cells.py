@@ -166,7 +166,7 @@ class _Distance:
 
 
 def _start(sizes: Tensor) -> Cells:
-    """A first cut: 64 angles, and 10 sizes around those given (one where size is no matter)."""
+    """A first cut: 64 angles, and 10 sizes around those given (one where |q| does not matter)."""
     angles = torch.linspace(-math.pi, math.pi, 65, dtype=torch.float64, device=sizes.device)
     used = sizes[sizes > 0]
     inner = angles[:0]

@@ -127,8 +127,8 @@ def _origin(package: str, name: str) -> str:
     """Module that defines what ``from package import name`` gives; plain code for kernels."""
     if f"{package}.{name}" == _KERNELS:
         return _PLAIN
-    found = getattr(importlib.import_module(package), name)
-    defined = str(getattr(found, "__module__", package))
+    member = getattr(importlib.import_module(package), name)
+    defined = str(getattr(member, "__module__", package))
     return defined if _is_ours(defined) else package
 
 

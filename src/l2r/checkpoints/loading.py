@@ -34,7 +34,7 @@ def load_causal_lm(
     return model.eval(), tokenizer
 
 
-def load_tokenizer(path: Path) -> Any:
+def hugging_face_tokenizer(path: Path) -> Any:
     """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself."""
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer_config.json").is_file():

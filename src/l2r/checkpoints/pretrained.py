@@ -43,11 +43,11 @@ def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
     Raises ValueError naming the first field that differs, or when nothing can be loaded.
     """
     model = load_pretrained(path, dtype=torch.float32).train()
-    wanted, found = _fields(config), _fields(model.config)
-    for name, value in wanted.items():
-        if found.get(name) != value:
+    expected, actual = _fields(config), _fields(model.config)
+    for name, value in expected.items():
+        if actual.get(name) != value:
             raise ValueError(
-                f"init_from must hold a model like the recipe's: {name} is {found.get(name)} in "
+                f"init_from must hold a model like the recipe's: {name} is {actual.get(name)} in "
                 f"{path}, {value} in the recipe"
             )
     return model

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from l2r import __version__
+from l2r.cli.old_names import with_new_names
 
 # Each module defines ``register(app)``; it imports its heavy dependencies inside the command.
 COMMANDS = (
@@ -18,6 +19,7 @@ COMMANDS = (
     "bench",
     "params",
     "swap",
+    "families",
     "upcycle",
     "export",
     "doctor",
@@ -56,7 +58,7 @@ def build_app() -> typer.Typer:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
     try:
-        build_app()(args=args, standalone_mode=True)
+        build_app()(args=with_new_names(sys.argv[1:] if args is None else args))
     except (ValueError, OSError) as error:
         if os.environ.get("L2R_TRACEBACK"):
             raise

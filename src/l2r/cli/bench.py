@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import AsJson, Device
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -17,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     name: Annotated[str, typer.Argument(help="router|memory|scaling|moe|step|inference")],
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="Time for one group of contenders.")] = 4.0,
     clock: Annotated[str, typer.Option(help="wall, or cpu for processor time.")] = "wall",
     compiled: Annotated[
@@ -25,22 +27,22 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Contenders take turns; medians, ranges and ratios. A wrong result gets no speed."""
     from rich.console import Console
 
-    from l2r.benchmarks.registry import run_bench
+    from l2r.benchmarks import run_bench
     from l2r.benchmarks.results import Settings
     from l2r.cli.console import print_table
     from l2r.report.performance import bench_table, write_bench_page
 
     settings = Settings(device, seconds, quick, compiled, clock)
     with Console(stderr=True).status(f"measuring {name}"):
-        found = run_bench(name, settings).as_dict()
-    print_table(bench_table(found), as_json=as_json)
+        result = run_bench(name, settings).as_dict()
+    print_table(bench_table(result), as_json=as_json)
     if out is not None:
         from l2r.benchmarks.results import save
 
-        save(found, out)
-        write_bench_page(found, out / f"{name}.html")
+        save(result, out)
+        write_bench_page(result, out / f"{name}.html")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import AsJson, Changes, Seeds
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -17,13 +19,13 @@ def register(app: typer.Typer) -> None:
 
 def compare(
     folder: Annotated[str, typer.Argument(help="Packaged folder of recipes, e.g. demo.")],
-    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value for all.")] = None,
+    changes: Changes = None,
     routers: Annotated[
         str | None, typer.Option(help="Only these routers, separated by commas.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Repeat each with this many seeds.", min=1)] = 1,
+    seeds: Seeds = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs [runs/FOLDER].")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table

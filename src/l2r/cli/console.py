@@ -1,9 +1,19 @@
 """Printing tables: for people with rich, for programs as JSON."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table as RichTable
 
 from l2r.report.tables import Table
@@ -21,3 +31,19 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
         grid.add_row(*(table.show(value) for value in row))
     width = None if Console().is_terminal else 200
     Console(width=width, markup=False, emoji=False).print(grid)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error for each name that is reported, with (name, done, total)."""
+    bars: dict[str, TaskID] = {}
+    name = TextColumn("{task.description}")
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(name, total=total)
+            progress.update(bars[name], completed=done)
+
+        yield report

@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from l2r.cli.options import AsJson
 
 if TYPE_CHECKING:
     from rich.progress import Progress as ProgressBar
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from l2r.data.mixture import ShardPlan
     from l2r.data.prepare import Progress
     from l2r.report.tables import Table
-
-Listing = Mapping[str, Sequence[str]]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +38,7 @@ def plan(
         typer.Option(help="Where shard names come from: 'hub', or a folder with all shards."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 11).
 
@@ -66,7 +65,7 @@ def prepare(
     out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
     *,
     plan: Annotated[Path | None, typer.Option(help="Plan from l2r data plan --out.")] = None,
-    source: Annotated[
+    data: Annotated[
         str, typer.Option(help="'hub', or a folder of shards: data/DOMAIN/NAME.json.gz, ...")
     ] = "hub",
     tokenizer: Annotated[
@@ -85,32 +84,24 @@ def prepare(
     on_bad_shard: Annotated[
         str, typer.Option(help="What to do with a corrupt shard: refuse or skip.")
     ] = "refuse",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokenize shards into memory-mapped token files; run again to resume after a kill.
 
     Example: l2r data prepare data/olmoe-mix-10B --plan plan.json --hold-out 0.001 --share 0.06
 
-    Example: l2r data prepare tokens --source my-shards --tokenizer tokenizer.json
+    Example: l2r data prepare tokens --data my-shards --tokenizer tokenizer.json
     """
     from l2r.cli.console import print_table
     from l2r.data import prepare as preparing
-    from l2r.data.listing import folder_listing, hub_listing
+    from l2r.data.listing import shard_source
     from l2r.data.mixture import read_plan
     from l2r.data.split import TRAIN, Split
 
     split = Split(hold_out=hold_out, share=share)
     chosen = read_plan(plan) if plan is not None else None
-    if source != "hub":
-        files: Listing = folder_listing(Path(source))
-        prefix, origin = f"{source}/", {"shards": Path(source).resolve().name}
-    elif chosen is not None:
-        files, revision = hub_listing(chosen.repository, revision=chosen.revision)
-        prefix = f"hf://datasets/{chosen.repository}@{revision}/"
-        origin = {"shards": chosen.repository, "revision": revision}
-    else:
-        raise ValueError("give --plan for the hub's shards, or --source with a folder of shards")
-    tasks = preparing.shard_tasks(files, prefix, plan=chosen)
+    shards = shard_source(data, chosen)
+    tasks = preparing.shard_tasks(shards.files, shards.prefix, plan=chosen)
     with _progress_bar() as bar:
         watch = _Watch(bar)
         manifests = preparing.prepare(
@@ -120,7 +111,7 @@ def prepare(
             split=split,
             workers=workers,
             on_bad_shard=on_bad_shard,  # type: ignore[arg-type]  # prepare names what is allowed
-            source=origin,
+            source=shards.origin,
             on_progress=watch.update,
         )
     for reason in manifests[TRAIN].source["skipped"].values():

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.options import AsJson, BatchSize, Device
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -37,7 +39,7 @@ def diagnose(
     ),
     instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
+    batch_size: BatchSize = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,
     certify: Annotated[
         int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
@@ -45,8 +47,8 @@ def diagnose(
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model, e.g. cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
     import torch

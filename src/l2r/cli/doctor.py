@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from l2r.cli.options import AsJson
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run every check and print one line each; exit code 1 when one failed."""
     from l2r.cli.console import print_table

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import AsJson, Changes
+
 _RECIPE, _SEEDS, _OUT = "demo/l2r-sips", 5, Path("runs/evidence")
 _QUICK = ("training.steps=20", "evaluation.every=0", "evaluation.max_batches=4")
 
@@ -21,13 +23,13 @@ def register(app: typer.Typer) -> None:
 
 
 def evidence(
-    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value for all.")] = None,
+    changes: Changes = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose router is varied.")] = _RECIPE,
     seeds: Annotated[int, typer.Option(help="Seeds per router.", min=2)] = _SEEDS,
     quick: Annotated[bool, typer.Option("--quick", help="20 steps, for a first look.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = _OUT,
     write: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train every router with every seed, measure, judge."""
     from l2r.cli.console import print_table

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import NEW_FOLDER
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -18,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Our OLMoE, a run, or a swapped OLMoE.")],
-    out: Annotated[Path, typer.Option(help="New folder for the checkpoint.")],
+    out: Annotated[Path, NEW_FOLDER],
 ) -> None:
     """Write weights, configuration, tokenizer and modeling file."""
     from l2r.checkpoints import load_causal_lm

@@ -34,16 +34,16 @@ def extras() -> dict[str, list[Requirement]]:
 
 def missing(requirements: Iterable[Requirement]) -> list[str]:
     """Those that are not installed, or in a version that does not do."""
-    found = []
+    lacking = []
     for requirement in requirements:
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(str(requirement).partition(";")[0].strip())
+            lacking.append(str(requirement).partition(";")[0].strip())
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name}{requirement.specifier} (found {version})")
-    return found
+            lacking.append(f"{requirement.name}{requirement.specifier} (found {version})")
+    return lacking
 
 
 def how_to_install(module: str) -> str:

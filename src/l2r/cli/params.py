@@ -1,11 +1,11 @@
 """``l2r params``: router parameters and cost as the paper counts them."""
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import astuple
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from l2r.report.tables import Table
+from l2r.cli.options import AsJson, positive_numbers
 
 
 def register(app: typer.Typer) -> None:
@@ -35,24 +35,29 @@ def params(
     cost: Annotated[
         bool, typer.Option("--cost", help="Multiply-adds of one token instead of parameters.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
     from l2r.cli.console import print_table
-    from l2r.cli.recipe_sizes import recipe_table
-    from l2r.report.paper_tables import cost_table, parameter_table
+    from l2r.experiments.recipe_sizes import recipe_sizes
+    from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 
     if cost and (vit or recipes is not None):
-        raise ValueError("cost must be asked without vit and recipes; --vit prints operations too")
+        raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
     if vit:
-        print_table(vit_table(), as_json=as_json)
+        from l2r.models.vit_cost import vit_s_costs
+
+        costs = {name: astuple(cost) for name, cost in vit_s_costs().items()}
+        print_table(vit_cost_table(costs), as_json=as_json)
         return
     if recipes is not None:
-        print_table(recipe_table(recipes), as_json=as_json)
+        rows = {name: (kind, *size) for name, (kind, size) in recipe_sizes(recipes).items()}
+        print_table(size_table(rows), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
-    rank_list, head_list = numbers("ranks", ranks), numbers("heads", heads)
+    rank_list = positive_numbers("ranks", ranks)
+    head_list = positive_numbers("heads", heads)
     count, table = (router_cost, cost_table) if cost else (router_parameters, parameter_table)
     linear = layers * count("linear", **sizes)
     cells = {
@@ -61,29 +66,3 @@ def params(
         for head in head_list
     }
     print_table(table(cells, linear), as_json=as_json)
-
-
-def vit_table() -> "Table":
-    """Parameters and operations of vit-s with every router, and of the dense ViT-S."""
-    import dataclasses
-
-    from l2r.models.vit import L2rViTConfig
-    from l2r.models.vit_cost import vit_cost
-    from l2r.report.paper_tables import vit_cost_table
-    from l2r.routers import router_names
-
-    configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
-    for kind in router_names():
-        configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
-    return vit_cost_table({n: dataclasses.astuple(vit_cost(c)) for n, c in configs.items()})
-
-
-def numbers(name: str, text: str) -> list[int]:
-    """Positive integers from a comma-separated list. Raises ValueError naming the option."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
-    return values

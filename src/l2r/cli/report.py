@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import AsJson
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -21,7 +23,7 @@ def report(
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the comparison table and write the page."""
     from l2r.cli.console import print_table

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from l2r.cli.options import AsJson, Changes, Recipe, Seeds
+
 if TYPE_CHECKING:
     from l2r.experiments.cells import Cell
     from l2r.experiments.run import Outcome
@@ -24,12 +26,12 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="Packaged recipe or YAML path.")],
-    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value for all.")] = None,
+    recipe: Recipe,
+    changes: Changes = None,
     grid: Annotated[
         list[str] | None, typer.Option(help="key.sub=value,value ...; give it once per field.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds per cell, from the recipe's on.", min=1)] = 1,
+    seeds: Seeds = 1,
     out: Annotated[Path | None, typer.Option(help="Folder [default: runs/sweep/RECIPE].")] = None,
     launch: Annotated[
         str | None,
@@ -40,7 +42,7 @@ def sweep(
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
     ] = True,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the grid; exit code 1 when a cell failed."""
     import os

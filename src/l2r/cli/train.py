@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import Changes
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "train",
         epilog="Example: l2r train demo/l2r-sips router.rank=8 training.steps=100",
-        help="Train a recipe. The same command goes on with an unfinished run.",
+        help="Train a recipe. The same command resumes an unfinished run.",
     )(train)
 
 
@@ -19,7 +21,7 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
     ] = None,
-    changes: Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")] = None,
+    changes: Changes = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,
@@ -47,5 +49,5 @@ def train(
     if result.finished:
         typer.echo(f"trained {result.steps} steps; run folder: {result.folder}")
         return
-    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to go on")
+    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to resume")
     raise typer.Exit(128 + (result.signal or 0))

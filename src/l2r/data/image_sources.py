@@ -67,16 +67,16 @@ class FolderImages:
     def __init__(self, root: Path, classes: Sequence[str] | None = None) -> None:
         if not root.is_dir():
             raise ValueError(f"image folder must exist; got {root}")
-        found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         self.root = root
-        self.classes = tuple(classes if classes is not None else found)
-        for name in found:
+        self.classes = tuple(classes if classes is not None else folders)
+        for name in folders:
             if name not in self.classes:
                 raise ValueError(f"{root} has the class {name!r}, which the training part has not")
         label_of = {name: label for label, name in enumerate(self.classes)}
         self.paths: list[str] = []
         labels: list[int] = []
-        for name in found:
+        for name in folders:
             files = sorted(_image_files(root / name))
             self.paths += [os.path.relpath(path, root) for path in files]
             labels += [label_of[name]] * len(files)

@@ -7,8 +7,12 @@ always listed, never made up.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from l2r.data.shards import SHARD_SUFFIXES
+
+if TYPE_CHECKING:
+    from l2r.data.mixture import ShardPlan
 
 
 def by_domain(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -33,7 +37,7 @@ def folder_listing(folder: Path) -> dict[str, list[str]]:
     Raises ValueError when there are none.
     """
     if not folder.is_dir():
-        raise ValueError(f"source must be a folder of shards; got {folder}")
+        raise ValueError(f"data must be a folder of shards; got {folder}")
     files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     domains = by_domain(p.relative_to(folder).as_posix() for p in files)
     if not domains:
@@ -62,3 +66,26 @@ def hub_listing(
         ) from error
     names = [sibling.rfilename for sibling in info.siblings or []]
     return by_domain(names), str(info.sha)
+
+
+class ShardSource(NamedTuple):
+    """Shards by domain, what to put before their paths to open them, and where they are from."""
+
+    files: dict[str, list[str]]
+    prefix: str
+    origin: dict[str, str]
+
+
+def shard_source(data: str, plan: "ShardPlan | None") -> ShardSource:
+    """Shards of a folder, or with ``hub`` those of the plan's dataset at its commit.
+
+    Raises ValueError for a folder without shards, and for the hub without a plan.
+    """
+    if data != "hub":
+        folder = Path(data)
+        return ShardSource(folder_listing(folder), f"{data}/", {"shards": folder.resolve().name})
+    if plan is None:
+        raise ValueError("give --plan for the hub's shards, or --data with a folder of shards")
+    files, revision = hub_listing(plan.repository, revision=plan.revision)
+    prefix = f"hf://datasets/{plan.repository}@{revision}/"
+    return ShardSource(files, prefix, {"shards": plan.repository, "revision": revision})

@@ -38,9 +38,9 @@ def paper_row(results: Mapping[str, TaskResult]) -> PaperRow:
             accuracy[task.column] = 100 * results[task.name].accuracy
             error[task.column] = 100 * results[task.name].standard_error
     for column, tasks in MEANS.items():
-        found = [results[task.name] for task in tasks if task.name in results]
-        if len(found) == len(tasks):
-            accuracy[column] = 100 * sum(r.accuracy for r in found) / len(found)
-            squares = sum(r.standard_error**2 for r in found)
-            error[column] = 100 * math.sqrt(squares) / len(found)
+        parts = [results[task.name] for task in tasks if task.name in results]
+        if len(parts) == len(tasks):
+            accuracy[column] = 100 * sum(r.accuracy for r in parts) / len(parts)
+            squares = sum(r.standard_error**2 for r in parts)
+            error[column] = 100 * math.sqrt(squares) / len(parts)
     return PaperRow(accuracy, error)

@@ -1,4 +1,4 @@
-"""Keeps scored requests on disk, so that a killed evaluation goes on where it stopped."""
+"""Keeps scored requests on disk, so that a killed evaluation resumes where it stopped."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -62,9 +62,9 @@ def select_tasks(names: str | Sequence[str]) -> tuple[Task, ...]:
 
     Raises ValueError for an unknown name.
     """
-    wanted = names.split(",") if isinstance(names, str) else list(names)
+    given = names.split(",") if isinstance(names, str) else list(names)
     chosen: list[Task] = []
-    for name in wanted:
+    for name in given:
         if name not in _NAMED:
             close = difflib.get_close_matches(name, _NAMED, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""

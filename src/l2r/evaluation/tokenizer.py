@@ -78,9 +78,9 @@ def task_tokenizer(tokenizer: Any, *, vocab_size: int) -> Tokenizer:
         return HFTokenizer(
             "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json", pad_token_id=1, eos_token_id=50279
         )
-    found = tokenizer if isinstance(tokenizer, Tokenizer) else TaskTokenizer(tokenizer)
-    if found.vocab_size > vocab_size:
+    reader = tokenizer if isinstance(tokenizer, Tokenizer) else TaskTokenizer(tokenizer)
+    if reader.vocab_size > vocab_size:
         raise ValueError(
-            f"tokenizer must have at most the model's {vocab_size} entries; got {found.vocab_size}"
+            f"tokenizer must have at most the model's {vocab_size} entries; got {reader.vocab_size}"
         )
-    return found
+    return reader

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from l2r.checkpoints.device import pick_device
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalised_entropy
+from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe

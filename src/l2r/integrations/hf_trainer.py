@@ -109,7 +109,7 @@ class RouterLosses(TrainerCallback):
         return task + extra.to(task.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to go on where a subclass of Trainer computes its loss in another way."""
+        """Refuse where a subclass of Trainer computes its loss in another way."""
         if not self._called and (self.balance or self.z):
             raise ValueError(
                 f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from l2r.models.size import model_size
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
-from l2r.routers import Router
+from l2r.routers import Router, router_names
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,14 @@ def vit_cost(config: L2rViTConfig) -> VitCost:
         flops=counter.get_total_flops(),
         router_flops=sum(sum(per_module[f"{prefix}.{name}"].values()) for name in routers),
     )
+
+
+def vit_s_costs() -> dict[str, VitCost]:
+    """The paper's ViT-S, dense and with every router of the paper."""
+    configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
+    for kind in router_names():
+        configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
+    return {name: vit_cost(config) for name, config in configs.items()}
 
 
 def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:

@@ -85,7 +85,7 @@ class ByRow(NamedTuple):
 def assign(
     x: Float[Tensor, "T D"], indices: Int[Tensor, "T K"], num_experts: int
 ) -> ByExpert | ByRow:
-    """The way to the chosen experts and back: rows sorted by expert, or one by one if few."""
+    """The dispatch plan of a layer: rows sorted by expert, or one by one if few."""
     if x.device.type == "cpu" and 0 < indices.numel() <= num_experts and _only_inference(x):
         return ByRow(indices.flatten(), indices.flatten().tolist())
     return by_expert(indices, num_experts)

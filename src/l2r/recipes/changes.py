@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from l2r.routers.registry import options_of, router_class
 
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
@@ -43,6 +45,17 @@ def set_field(values: Mapping[str, Any], field: str, value: Any) -> dict[str, An
     for parent in reversed(parents):
         nested = {parent: nested}
     return merge(values, nested)
+
+
+def read_change(change: str) -> tuple[str, Any]:
+    """Field and value of ``key.sub=value``. Raises ValueError unless it is that, in YAML."""
+    field, separator, text = change.partition("=")
+    if not separator or not field:
+        raise ValueError(f"changes must look like key.sub=value; got {change!r}")
+    try:
+        return field, yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
 
 
 def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:

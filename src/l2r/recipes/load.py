@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from l2r.recipes.changes import merge, set_field
+from l2r.recipes.changes import merge, read_change, set_field
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
@@ -57,7 +57,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     values = _read(_find(name))
     # The router first: the options given for it hold for the new one, wherever they stand.
     for change in sorted(changes, key=lambda change: not change.startswith("router.kind=")):
-        values = _changed(values, change)
+        values = set_field(values, *read_change(change))
     return parse_recipe(values, source=name)
 
 
@@ -105,17 +105,6 @@ def _read(path: Path, depth: int = 0) -> dict[str, Any]:
     if depth >= _MAX_BASES:
         raise ValueError(f"recipe {path} has more than {_MAX_BASES} bases; is one its own base?")
     return merge(_read(_find(str(base)), depth + 1), values)
-
-
-def _changed(values: dict[str, Any], change: str) -> dict[str, Any]:
-    field, separator, text = change.partition("=")
-    if not separator or not field:
-        raise ValueError(f"changes must look like key.sub=value; got {change!r}")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
-    return set_field(values, field, value)
 
 
 def _first_problem(error: ValidationError, recipe: type[AnyRecipe]) -> str:

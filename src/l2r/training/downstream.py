@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from l2r.checkpoints.loading import load_tokenizer
+from l2r.checkpoints.loading import hugging_face_tokenizer
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.tasks import select_tasks
@@ -21,8 +21,8 @@ class Questions:
     def __init__(self, section: EvaluationSection, tokenizer: Path | None, vocab_size: int) -> None:
         self.section = section
         self.names = [task.name for task in select_tasks(section.tasks)]
-        found = None if tokenizer is None else load_tokenizer(tokenizer)
-        self.tokenizer = task_tokenizer(found, vocab_size=vocab_size)
+        loaded = None if tokenizer is None else hugging_face_tokenizer(tokenizer)
+        self.tokenizer = task_tokenizer(loaded, vocab_size=vocab_size)
 
     def ask(self, model: nn.Module) -> dict[str, float]:
         """Accuracy by task, as shares of 1, and ``mmlu`` and ``overall`` where all of it ran.

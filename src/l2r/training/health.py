@@ -17,12 +17,12 @@ def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: 
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(_local(parameter)).all()):
             return f"{head}; parameter {name} is not finite"
-    found: list[str] = []
+    first_bad: list[str] = []
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and any(not bool(torch.isfinite(t).all()) for t in _floats(output)):
-                found.append(f"first non-finite output: {name} ({type(module).__name__})")
+            if not first_bad and any(not bool(torch.isfinite(t).all()) for t in _floats(output)):
+                first_bad.append(f"first non-finite output: {name} ({type(module).__name__})")
 
         return hook
 
@@ -33,7 +33,9 @@ def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: 
     finally:
         for handle in handles:
             handle.remove()
-    return f"{head}; {found[0] if found else 'every module output is finite, the loss is not'}"
+    return (
+        f"{head}; {first_bad[0] if first_bad else 'every module output is finite, the loss is not'}"
+    )
 
 
 def explain_gradient(model: nn.Module, step: int, norm: float) -> str:

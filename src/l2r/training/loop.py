@@ -31,15 +31,14 @@ from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (
     accumulate,
     gathered_weights,
+    parallelize,
     precision,
-    spread,
     unchanged_buffers,
     whole_model,
 )
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
-from l2r.training.task import Batch, Task
-from l2r.training.tasks import build_task
+from l2r.training.task import Batch, Task, build_task
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def train(
     report: Callable[[str], None] = lambda line: None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> RunResult:
-    """Train a recipe into a run folder, going on from its newest checkpoint if it has one.
+    """Train a recipe into a run folder, resuming from its newest checkpoint if it has one.
 
     Under torchrun every rank calls this. ``on_step`` gets the number of every step, from 0,
     before the step is taken; what it raises ends the run.
@@ -115,7 +114,7 @@ class _Trainer:
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)
-        self.model = spread(model, training.parallel, ranks)
+        self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         decay = training.ema_decay
         speed = recipe.losses.bias_speed
@@ -256,8 +255,8 @@ class _Trainer:
             numbers = self.task.validate(whole_model(self.model), self.ranks.device)
             if self.average is not None:
                 with self.average.applied(self.model):
-                    found = self.task.validate(whole_model(self.model), self.ranks.device)
-                numbers |= {f"ema/{name}": value for name, value in found.items()}
+                    averaged = self.task.validate(whole_model(self.model), self.ranks.device)
+                numbers |= {f"ema/{name}": value for name, value in averaged.items()}
             answers = self.task.downstream(whole_model(self.model))
         if monitor is not None:
             position = {"step": step, self.task.unit: step * self.units_per_step}
@@ -274,7 +273,7 @@ class _Trainer:
         if self.ranks.first:
             self.run.cut_metrics(step)
         if monitor is not None and step:
-            monitor.say(f"going on from step {step} of {self.steps}")
+            monitor.say(f"resuming from step {step} of {self.steps}")
             monitor.advance(step, "")
         return step
 

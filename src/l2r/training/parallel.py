@@ -1,4 +1,4 @@
-"""Spread a model over the ranks: DDP, or FSDP2 per block; and the switches of both."""
+"""Parallelize a model over the ranks: DDP, or FSDP2 per block; and the switches of both."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from l2r.training.ranks import Ranks
 
 
-def spread(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
+def parallelize(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
     """The model ready for training on this rank's device; unchanged in a single process."""
     model = model.to(ranks.device)
     if ranks.world == 1:

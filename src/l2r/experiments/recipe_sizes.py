@@ -7,17 +7,14 @@ if TYPE_CHECKING:
     from l2r.recipes.load import AnyRecipe
     from l2r.recipes.schema import LanguageRecipe
     from l2r.recipes.vision import VisionRecipe
-    from l2r.report.tables import Table
 
 
-def recipe_table(folder: str) -> "Table":
-    """A row per recipe of a packaged folder. Raises ValueError for an unknown folder."""
+def recipe_sizes(folder: str) -> "dict[str, tuple[str, ModelSize]]":
+    """Router and size by recipe of a packaged folder. Raises ValueError for an unknown folder."""
     from l2r.recipes.load import load_recipe, recipes_in
-    from l2r.report.paper_tables import size_table
 
     recipes = {name: load_recipe(name) for name in recipes_in(folder)}
-    kinds = {name: recipe.router_config().kind for name, recipe in recipes.items()}
-    return size_table({n: (kinds[n], *recipe_size(recipe)) for n, recipe in recipes.items()})
+    return {n: (recipe.router_config().kind, recipe_size(recipe)) for n, recipe in recipes.items()}
 
 
 def recipe_size(recipe: "AnyRecipe") -> "ModelSize":

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from l2r.cli.app import build_app
 from l2r.report.paper_tables import accuracy_table
 from l2r.runs.statistics import mean_interval
 
@@ -20,14 +18,12 @@ SHORT = [
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(l2r, tmp_path_factory):
     root = tmp_path_factory.mktemp("compare") / "runs"
     command = ["compare", "demo-vision", *SHORT, "--routers", "linear,l2r_sips"]
-    result = CliRunner().invoke(
-        build_app(), [*command, "--seeds", "2", "--out", str(root), "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    return root, json.loads(result.stdout)
+    code, out, err = l2r(*command, "--seeds", 2, "--out", root, "--json")
+    assert code == 0, err
+    return root, json.loads(out)
 
 
 def test_table_has_the_papers_layout_and_the_mean_over_seeds(compared):
@@ -58,12 +54,12 @@ def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
     assert not (root / "linear.seed-1" / "patches.npz").exists()
 
 
-def test_report_command_reads_the_same_runs(compared, tmp_path):
+def test_report_command_reads_the_same_runs(l2r, compared, tmp_path):
     root, rows = compared
     page = tmp_path / "page.html"
-    result = CliRunner().invoke(build_app(), ["report", str(root), "--out", str(page), "--json"])
-    assert result.exit_code == 0, result.output
-    by_method = {row["Method"]: row for row in json.loads(result.stdout)}
+    code, out, err = l2r("report", root, "--out", page, "--json")
+    assert code == 0, err
+    by_method = {row["Method"]: row for row in json.loads(out)}
     assert by_method == {row["Method"]: row for row in rows}
     assert "Patches and experts" in page.read_text(encoding="utf-8")
 
@@ -74,24 +70,20 @@ def test_one_seed_is_called_one_seed():
     assert table.rows == (("Linear", 50.0, 0.0, 90.0, 0.0, 1),)
 
 
-def invoke(*command):
-    return CliRunner().invoke(build_app(), [str(part) for part in command])
-
-
-def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(compared, tmp_path):
+def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(l2r, compared, tmp_path):
     root, _ = compared
-    result = invoke("eval", root / "linear", "--out", tmp_path, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)[0]["images"] == 359
+    code, out, err = l2r("eval", root / "linear", "--out", tmp_path, "--json")
+    assert code == 0, err
+    assert json.loads(out)[0]["images"] == 359
     saved = json.loads((tmp_path / "evaluation.json").read_text())
-    assert saved["top1"] == pytest.approx(json.loads(result.stdout)[0]["Top-1 (%)"] / 100)
+    assert saved["top1"] == pytest.approx(json.loads(out)[0]["Top-1 (%)"] / 100)
     lines = (root / "linear" / "metrics.jsonl").read_text().splitlines()
     recorded = [r for r in map(json.loads, lines) if r["kind"] == "validation"][-1]
-    result = invoke("eval", root / "linear", "--limit", 60, "--out", tmp_path, "--json")
+    code, out, err = l2r("eval", root / "linear", "--limit", 60, "--out", tmp_path, "--json")
     assert json.loads((tmp_path / "evaluation.json").read_text())["top1"] == recorded["top1"]
     model = root / "linear" / "model"
-    result = invoke("eval", model, "--data", "digits", "--out", tmp_path, "--json")
-    assert json.loads(result.stdout)[0]["images"] == 359
+    code, out, err = l2r("eval", model, "--data", "digits", "--out", tmp_path, "--json")
+    assert json.loads(out)[0]["images"] == 359
 
 
 @pytest.mark.parametrize(
@@ -99,21 +91,21 @@ def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(compared, tmp_
     [
         (["linear/model"], "is no run folder, so --data must name images"),
         (["linear", "--average"], "holds no averaged weights"),
+        (["linear", "--split", "val"], "--split is for a language model; "),
+        (["linear", "--length", "9"], "--length is for a language model; "),
         (["linear", "--data", "digit"], "must be 'digits', 'fashion-mnist' or a folder"),
     ],
 )
-def test_eval_refuses_in_one_line(compared, options, words):
+def test_eval_refuses_in_one_line(l2r, compared, options, words):
     root, _ = compared
-    result = invoke("eval", root / options[0], *options[1:])
-    assert isinstance(result.exception, ValueError)
-    assert words in str(result.exception) and "\n" not in str(result.exception)
+    assert words in l2r("eval", root / options[0], *options[1:]).refusal()
 
 
-def test_diagnose_reads_image_classifiers_and_draws_patches(compared, tmp_path):
+def test_diagnose_reads_image_classifiers_and_draws_patches(l2r, compared, tmp_path):
     root, _ = compared
     command = ["diagnose", root / "linear", root / "l2r_sips", "--out", tmp_path]
-    result = invoke(*command, "--instances", 40, "--sample", 64, "--certify", 0, "--json")
-    assert result.exit_code == 0, result.output
+    code, _, err = l2r(*command, "--instances", 40, "--sample", 64, "--certify", 0, "--json")
+    assert code == 0, err
     assert (tmp_path / "index.html").is_file()
     assert "Which expert each patch goes to" in (tmp_path / "linear" / "patches.html").read_text()
     info = json.loads((tmp_path / "linear" / "diagnosis.json").read_text())["info"]
@@ -121,8 +113,8 @@ def test_diagnose_reads_image_classifiers_and_draws_patches(compared, tmp_path):
     assert info["domains"] == [str(digit) for digit in range(10)]
 
 
-def test_params_prints_the_whole_vit_for_every_router():
-    rows = {row["router"]: row for row in json.loads(invoke("params", "--vit", "--json").stdout)}
+def test_params_prints_the_whole_vit_for_every_router(l2r):
+    rows = {row["router"]: row for row in json.loads(l2r("params", "--vit", "--json").out)}
     assert rows["dense"]["parameters"] == 22_050_664
     assert rows["linear"]["in routers"] == 4 * 16 * 384
     assert rows["l2r_sips"]["active"] == 26_780_528

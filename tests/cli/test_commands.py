@@ -6,30 +6,17 @@ import sys
 
 import pytest
 
-from l2r.cli import main
-
-
-def run(capsys, *args):
-    """Exit code, standard output and standard error of one command, in this process."""
-    with pytest.raises(SystemExit) as done:
-        main([str(arg) for arg in args])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
-
 
 def assert_refused(result, *words):
-    code, _, err = result
-    assert code == 2, err
-    assert "Traceback" not in err
-    line = err.strip().splitlines()[-1]
+    line = result.refusal()
     for word in words:
         assert word in line, line
 
 
 def test_compare_trains_every_router_and_writes_one_self_contained_page(
-    capsys, tiny_changes, tmp_path
+    l2r, tiny_changes, tmp_path
 ):
-    code, out, err = run(capsys, "compare", "demo", *tiny_changes, "--out", tmp_path, "--json")
+    code, out, err = l2r("compare", "demo", *tiny_changes, "--out", tmp_path, "--json")
     assert code == 0, err
     rows = json.loads(out)
     names = ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips"]
@@ -42,31 +29,31 @@ def test_compare_trains_every_router_and_writes_one_self_contained_page(
         assert words in page
     assert page.count("plotly.js v") >= 1 and "<script src=" not in page
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/model/model.safetensors")}
-    assert run(capsys, "compare", "demo", *tiny_changes, "--out", tmp_path)[0] == 0
+    assert l2r("compare", "demo", *tiny_changes, "--out", tmp_path)[0] == 0
     assert before == {p: p.stat().st_mtime_ns for p in before}
-    code, out, _ = run(capsys, "report", tmp_path, "--json", "--out", tmp_path / "again.html")
+    code, out, _ = l2r("report", tmp_path, "--json", "--out", tmp_path / "again.html")
     assert code == 0 and json.loads(out) == json.loads(json.dumps(rows))
 
 
-def test_train_show_prints_every_field_and_list_every_recipe(capsys):
-    code, out, _ = run(capsys, "train", "demo/l2r-sips", "router.rank=8", "--show")
+def test_train_show_prints_every_field_and_list_every_recipe(l2r):
+    code, out, _ = l2r("train", "demo/l2r-sips", "router.rank=8", "--show")
     assert code == 0 and "rank: 8" in out and "balance_scope: microbatch" in out
-    code, out, _ = run(capsys, "train", "--list")
+    code, out, _ = l2r("train", "--list")
     assert code == 0 and "demo/l2r-sips" in out and "olmoe-1b-7b/l2r-sips-heads-64" in out
 
 
-def test_params_prints_the_papers_table(capsys):
-    code, out, _ = run(capsys, "params", "--json")
+def test_params_prints_the_papers_table(l2r):
+    code, out, _ = l2r("params", "--json")
     rows = json.loads(out)
     assert code == 0 and len(rows) == 5 and rows[0]["16"] == "131.072K (6.25%)"
 
 
-def test_params_prints_the_cost_of_a_token(capsys):
-    code, out, _ = run(capsys, "params", "--cost", "--ranks", 2, "--heads", "1,16", "--json")
+def test_params_prints_the_cost_of_a_token(l2r):
+    code, out, _ = l2r("params", "--cost", "--ranks", 2, "--heads", "1,16", "--json")
     assert code == 0
     (row,) = json.loads(out)  # 16 (2048 x 2 + 64 H x 2) of 16 x 2048 x 64
     assert row["1"] == "67.584K (3.22%)" and row["16"] == "98.304K (4.69%)"
-    assert_refused(run(capsys, "params", "--cost", "--vit"), "without vit and recipes")
+    assert_refused(l2r("params", "--cost", "--vit"), "without vit and recipes")
 
 
 @pytest.mark.parametrize(
@@ -96,39 +83,37 @@ def test_params_prints_the_cost_of_a_token(capsys):
         (["fly"], ["No such command"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys, tmp_path, monkeypatch):
+def test_bad_input_is_one_line_and_exit_code_2(args, words, l2r, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, err = run(capsys, *args)
+    code, _, err = l2r(*args)
     assert code == 2 and "Traceback" not in err and list(tmp_path.iterdir()) == []
     text = " ".join(err.replace("│", " ").split())
     for word in words:
         assert word in text, text
 
 
-def test_empty_corpus_folder_and_unwritable_output(capsys, tiny_changes, tmp_path):
+def test_empty_corpus_folder_and_unwritable_output(l2r, tiny_changes, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     changes = [*tiny_changes, f"data.corpus={empty}"]
     out = tmp_path / "run"
-    assert_refused(
-        run(capsys, "train", "demo/linear", *changes, "--out", out), "*.txt files", str(empty)
-    )
+    assert_refused(l2r("train", "demo/linear", *changes, "--out", out), "*.txt files", str(empty))
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert_refused(
-        run(capsys, "train", "demo/linear", *tiny_changes, "--out", blocked / "run"),
+        l2r("train", "demo/linear", *tiny_changes, "--out", blocked / "run"),
         "cannot write to output folder",
         str(blocked),
     )
 
 
-def test_a_yaml_file_that_is_not_a_mapping_or_runs_code_is_refused(capsys, tmp_path):
+def test_a_yaml_file_that_is_not_a_mapping_or_runs_code_is_refused(l2r, tmp_path):
     for text in ("- 1\n- 2\n", "a: [", "seed: !!python/object/apply:os.system ['echo hi']"):
         path = tmp_path / "recipe.yaml"
         path.write_text(text)
-        assert_refused(run(capsys, "train", path), "recipe", "recipe.yaml")
+        assert_refused(l2r("train", path), "recipe", "recipe.yaml")
     path.write_text(f"base: {path}\n")
-    assert_refused(run(capsys, "train", path), "its own base")
+    assert_refused(l2r("train", path), "its own base")
 
 
 def test_a_real_process_ends_with_code_2_and_one_line(tmp_path):
@@ -138,11 +123,11 @@ def test_a_real_process_ends_with_code_2_and_one_line(tmp_path):
     assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_every_command_has_help_with_an_example(capsys):
+def test_every_command_has_help_with_an_example(l2r):
     from l2r.cli.app import COMMANDS
 
     for name in COMMANDS:
-        code, out, _ = run(capsys, name, "--help")
+        code, out, _ = l2r(name, "--help")
         assert code == 0 and "Example" in out, name
 
 

@@ -1,0 +1,83 @@
+"""``l2r families``: every supported model family through a swap, as a table."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from l2r.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from l2r.report.tables import Table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "families",
+        epilog="Example: l2r families --only olmoe,mixtral --json",
+        help="Swap the routers of tiny random models of all supported families, and check them.",
+    )(families)
+
+
+def families(
+    only: Annotated[str | None, typer.Option(help="Families to check, by commas.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Also write the page as Markdown.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the families one after another and print the table."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from l2r.checkpoints.family_check import COLUMNS, check_families
+    from l2r.checkpoints.loading import hide_progress_bars
+    from l2r.cli.console import print_table
+    from l2r.report.tables import Table
+    from l2r.runs.atomic import write_text
+    from l2r.swap.families import FAMILIES
+
+    names = list(FAMILIES) if only is None else only.split(",")
+    hide_progress_bars()
+    results = track(
+        check_families(names), "families", total=len(names), console=Console(stderr=True)
+    )
+    rows = []
+    for result in results:
+        outcome = [getattr(result, column) for column in COLUMNS[1:]]
+        rows.append((result.family, *("yes" if works else "no" for works in outcome)))
+    table = Table("Router swap by model family", COLUMNS, tuple(rows))
+    if write is not None:
+        write_text(write, _page(table))
+    print_table(table, as_json=as_json)
+
+
+def _page(table: "Table") -> str:
+    """docs/families.md."""
+    from importlib.metadata import version
+
+    from l2r.swap.families import REFUSED
+
+    versions = f"transformers {version('transformers')}, torch {version('torch')}"
+    refused = "".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items())
+    return _PAGE.format(versions=versions, table=table.to_markdown(), refused=refused)
+
+
+_PAGE = """# Model families
+
+Made by `l2r families --write docs/families.md` with {versions} on a CPU. Every column was
+run with a small random model of the family:
+
+- `same_rule`: a linear router of ours with the old router's weights gives the old model's logits
+  (to 1e-5), so the family's selection rule was kept.
+- `swap`: the L2R router is seen by `capture`, and `output_router_logits=True` returns its logits.
+- `train_step`: one SGD step on the language-modelling loss moves every router parameter and
+  lowers the loss.
+- `generate`: greedy generation with the cache equals generation without.
+- `reload`: `save_pretrained`, then `l2r.load_pretrained` in another process: bit-equal logits.
+- `compile`: `torch.compile(fullgraph=True)` gives the same logits (traced by AOTAutograd, experts
+  as `batched_mm`, which compiles on CPUs in fp32).
+
+{table}
+Refused, with the reason the error gives:
+
+{refused}"""

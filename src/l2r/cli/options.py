@@ -1,0 +1,67 @@
+"""Options and arguments that several commands have: one name, one meaning, declared once."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from l2r.routers import RouterConfig
+
+
+def _device(name: str) -> str:
+    from l2r.machine import pick_device
+
+    return pick_device(name)
+
+
+Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
+RouterChanges = Annotated[
+    list[str] | None,
+    typer.Argument(help="router.kind=l2r_sips rank=8 ...: the new router [l2r_sips]."),
+]
+Recipe = Annotated[str, typer.Argument(help="Packaged recipe (see l2r train --list) or YAML path.")]
+NEW_FOLDER = typer.Option("--out", help="New folder for the checkpoint.")
+Seeds = Annotated[int, typer.Option(help="Seeds, from the recipe's on.", min=1)]
+Layers = Annotated[str | None, typer.Option(help="Indices like 0,3,5 [all].")]
+BatchSize = Annotated[int, typer.Option(help="Rows, answers or images per forward pass.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, ... or auto: a GPU where there is one.", callback=_device)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]
+
+
+def read_router(changes: Sequence[str] | None) -> "RouterConfig":
+    """The router that ``router.kind=xmoe rank=8 ...`` describes: l2r_sips unless it says another.
+
+    Raises ValueError for unknown names, fields and values.
+    """
+    from l2r.recipes.changes import read_change
+    from l2r.routers import make_config
+
+    options: dict[str, Any] = {"kind": "l2r_sips"}
+    for change in changes or ():
+        field, value = read_change(change)
+        options[field.removeprefix("router.")] = value
+    return make_config(**options)
+
+
+def read_layers(text: str | None) -> list[int] | None:
+    """Layer indices from ``"0,3,5"``; None for ``all`` or nothing. Raises ValueError otherwise."""
+    if text is None or text == "all":
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"layers must be 'all' or indices like 0,3,5; got {text!r}") from None
+
+
+def positive_numbers(name: str, text: str) -> list[int]:
+    """Positive integers from a comma-separated list. Raises ValueError naming the option."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
+    return values

@@ -1,0 +1,125 @@
+"""Evaluate a checkpoint folder and write evaluation.json: downstream tasks, or images."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from l2r.checkpoints import load_causal_lm, load_image_classifier
+from l2r.checkpoints.image_input import open_image_input
+from l2r.checkpoints.pretrained import checkpoint_folder
+from l2r.evaluation.accuracy import Accuracy, evaluate_accuracy
+from l2r.evaluation.downstream import evaluate_tasks
+from l2r.evaluation.results import paper_row
+from l2r.evaluation.scoring import TaskResult
+from l2r.evaluation.store import TaskStore
+from l2r.evaluation.tasks import select_tasks
+from l2r.runs.atomic import write_json
+
+RESULT = "evaluation.json"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What an accuracy depends on beside the weights; as for :func:`evaluate_tasks`."""
+
+    split: str = "val"
+    limit: int | None = None
+    requests: int | None = None
+    max_length: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.split not in ("val", "test"):
+            raise ValueError(f"split must be val or test; got {self.split!r}")
+
+
+def evaluate_language(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tasks: str,
+    settings: TaskSettings,
+    batch_size: int,
+    device: str,
+    on_progress: Callable[[str, int, int], None],
+) -> dict[str, TaskResult]:
+    """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
+    select_tasks(tasks)  # a misspelt name should not cost loading a model
+    values = asdict(settings)
+    identity = {**values, "weights": _fingerprint(checkpoint_folder(checkpoint))}
+    dtype = values.pop("dtype")
+    model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, dtype))
+    results = evaluate_tasks(
+        model.to(device),
+        tokenizer,
+        tasks,
+        batch_size=batch_size,
+        store=TaskStore(out / "evaluation", identity),
+        on_progress=on_progress,
+        **values,
+    )
+    row = paper_row(results)
+    write_json(
+        out / RESULT,
+        {
+            "checkpoint": checkpoint.resolve().name,
+            "settings": asdict(settings),
+            "tasks": {name: result.to_dict() for name, result in results.items()},
+            "accuracy": row.accuracy,
+            "standard_error": row.standard_error,
+        },
+    )
+    return results
+
+
+def evaluate_images(
+    checkpoint: Path,
+    out: Path,
+    *,
+    data: str | None,
+    averaged: bool,
+    limit: int | None,
+    batch_size: int,
+    device: str,
+    dtype: str,
+    on_progress: Callable[[int, int], None],
+) -> Accuracy:
+    """Accuracy on the images of the checkpoint's run or on ``data``, also in ``out``.
+
+    Raises ValueError without images, or when the images are of other classes.
+    """
+    model = load_image_classifier(checkpoint, averaged=averaged, dtype=getattr(torch, dtype))
+    model.to(device)
+    images = open_image_input(checkpoint, model.config, data)
+    accuracy = evaluate_accuracy(
+        model,
+        images.dataset,
+        mean=images.section.mean,
+        deviation=images.section.deviation,
+        batch_size=batch_size,
+        max_images=limit,
+        progress=on_progress,
+    )
+    record = {
+        "checkpoint": checkpoint.resolve().name,
+        "averaged": averaged,
+        "top1": accuracy.top1,
+        "top5": accuracy.top5,
+        "ce": accuracy.loss,
+        "images": accuracy.images,
+        "skipped": list(accuracy.skipped),
+    }
+    write_json(out / RESULT, record)
+    return accuracy
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes when the checkpoint's files are written again; reads no weights."""
+    weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+    files = sorted([*weights, folder / "config.json"])
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()

@@ -18,8 +18,7 @@ import yaml
 
 from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe, parse_recipe
-from l2r.routers.config import nearest
-from l2r.routers.registry import options_of
+from l2r.routers.config import nearest, options_of
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.loop import train

@@ -1,10 +1,12 @@
-"""What every router configuration shares: its fields, their checks and the plain-dict form."""
+"""Configurations of routers: shared fields, their checks, their names and the plain-dict form."""
 
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from l2r.runs.router_names import PAPER_ROUTERS
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -38,9 +40,10 @@ class RouterConfig:
     @property
     def kind(self) -> str:
         """Registered name of the router that this configuration builds, e.g. ``l2r_sips``."""
-        from l2r.routers.registry import kind_of
-
-        return kind_of(self)
+        for name, (cls, preset) in KINDS.items():
+            if cls is type(self) and all(getattr(self, k) == v for k, v in preset.items()):
+                return name
+        raise ValueError(f"no router is registered for {type(self).__name__}; use @register_router")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict with ``kind`` first; ``from_dict`` reads it back."""
@@ -49,8 +52,6 @@ class RouterConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
         """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
-        from l2r.routers.registry import make_config
-
         options = dict(values)
         if not isinstance(options.get("kind"), str):
             raise ValueError(
@@ -58,6 +59,55 @@ class RouterConfig:
                 "add kind: l2r_sips"
             )
         return make_config(options.pop("kind"), **options)
+
+
+# Name -> the class of its configuration and the fields that the name fixes (register_router).
+KINDS: dict[str, tuple[type[RouterConfig], dict[str, Any]]] = {}
+
+
+def router_names() -> list[str]:
+    """Registered names: the paper's six in the paper's order, then others by name."""
+    return [*PAPER_ROUTERS, *sorted(set(KINDS) - set(PAPER_ROUTERS))]
+
+
+def make_config(kind: str, **options: Any) -> RouterConfig:
+    """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
+    cls, preset = named(kind)
+    fields = [f.name for f in dataclasses.fields(cls)]
+    for name in options:
+        if name not in fields:
+            known = options_of(kind)
+            raise ValueError(
+                f"router {kind!r} has no option {name!r}{nearest(name, known)}; "
+                f"it takes: {', '.join(known)}"
+            )
+    for name, value in preset.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"router {kind!r} fixes {name}={value!r}; got {options[name]!r}")
+    return cls(**{**preset, **options})
+
+
+def options_of(kind: str) -> list[str]:
+    """Options that the router ``kind`` reads: not those that its name fixes or leaves without use.
+
+    Raises ValueError for an unknown name.
+    """
+    cls, preset = named(kind)
+    unread = {
+        field
+        for field, conditions in cls.read_with.items()
+        if any(preset.get(other, values[0]) not in values for other, values in conditions.items())
+    }
+    fields = [f.name for f in dataclasses.fields(cls)]
+    return [name for name in fields if name not in preset and name not in unread]
+
+
+def named(kind: str) -> tuple[type[RouterConfig], dict[str, Any]]:
+    """Entry of ``KINDS``; raises ValueError for an unknown name."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        hint, known = nearest(str(kind), KINDS), ", ".join(router_names())
+        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
+    return KINDS[kind]
 
 
 def check_types(config: RouterConfig) -> None:

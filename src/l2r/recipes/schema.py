@@ -1,6 +1,7 @@
 """The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -175,6 +176,8 @@ class CheckpointSection(Section):
 class Recipe(Section):
     """What every recipe has, whatever its task."""
 
+    read_router: ClassVar[Callable[[Mapping[str, Any]], RouterConfig]] = RouterConfig.from_dict
+
     seed: NonNegativeInt = 0
     router: dict[str, Any] = {"kind": "l2r_sips"}
     training: TrainingSection
@@ -182,15 +185,16 @@ class Recipe(Section):
     losses: LossSection = LossSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    _router_config: RouterConfig
 
     @model_validator(mode="after")
     def _router_is_known(self) -> Self:
-        self.router_config()
+        self._router_config = type(self).read_router(self.router)
         return self
 
     def router_config(self) -> RouterConfig:
-        """The router section as a configuration."""
-        return RouterConfig.from_dict(self.router)
+        """The router section as a configuration, with the settings of the task where it is mute."""
+        return self._router_config
 
 
 class LanguageRecipe(Recipe):
@@ -199,3 +203,14 @@ class LanguageRecipe(Recipe):
     task: Literal["language"]
     model: OlmoeSection = OlmoeSection()
     data: TextSection = TextSection()
+
+    def model_options(self, vocab_size: int) -> dict[str, Any]:
+        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none."""
+        options = self.model.model_dump(exclude={"init_from", "rope_theta"})
+        return {
+            **options,
+            "vocab_size": self.model.vocab_size or vocab_size,
+            "max_position_embeddings": self.data.sequence_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.model.rope_theta},
+            "router": self.router_config().to_dict(),
+        }

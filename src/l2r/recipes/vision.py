@@ -1,11 +1,10 @@
 """The fields of a vision recipe; defaults are the paper's ViT table."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from l2r.recipes.schema import Fraction, Recipe, Section
-from l2r.routers import RouterConfig
 from l2r.routers.vision import vision_router
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
@@ -101,6 +100,8 @@ class ImageSection(Section):
 class VisionRecipe(Recipe):
     """Image classifier."""
 
+    read_router: ClassVar = vision_router  # the paper's vision settings, where it says nothing
+
     task: Literal["vision"]
     model: VitSection = VitSection()
     data: ImageSection = ImageSection()
@@ -126,6 +127,7 @@ class VisionRecipe(Recipe):
             raise ValueError("training.tokens is for language; give steps or epochs")
         return self
 
-    def router_config(self) -> RouterConfig:
-        """The router section with the paper's vision settings where it says nothing."""
-        return vision_router(self.router)
+    def model_options(self) -> dict[str, Any]:
+        """Keyword arguments of L2rViTConfig, without its labels."""
+        options = self.model.model_dump(exclude={"num_labels", "dense"})
+        return {**options, "router": self.router_config().to_dict()}

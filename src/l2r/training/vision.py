@@ -64,10 +64,9 @@ class VisionTask:
         """Model configuration of the recipe with the names of the classes."""
         names = dict(enumerate(self.train.classes))
         return L2rViTConfig(
-            **self.recipe.model.model_dump(exclude={"num_labels", "dense"}),
+            **self.recipe.model_options(),
             id2label=names,
             label2id={name: label for label, name in names.items()},
-            router=self.recipe.router_config().to_dict(),
         )
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:

@@ -91,11 +91,3 @@ def test_recipe_builds_the_full_model_without_memory(name):
     assert model.model.layers[0].mlp.experts.act_fn(torch.ones(1)).item() == pytest.approx(
         0.7311, abs=1e-4
     )
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_opens_with_what_how_where_and_what_to_expect(name):
-    header = recipe_header(name)
-    assert "Command: " in header and "Hardware: " in header
-    assert "Expected" in header or "The paper" in header
-    assert f"train {name}" in header

@@ -49,13 +49,19 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     one given last holds.
 
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
-    the nearest known name) or a value out of its limits.
+    the nearest known name), a value out of its limits or a setting that nothing reads.
     """
-    values = _read(name)
+    values, given = _read(name), dict(_values(name))
+    given.pop("base", None)
     # The router first: the options given for it hold for the new one, wherever they stand.
     for change in sorted(changes, key=lambda change: not change.startswith("router.kind=")):
-        values = _changed(values, change)
-    return parse_recipe(values, source=name)
+        values, given = _changed(values, change), _changed(given, change)
+    recipe = parse_recipe(values, source=name)
+    try:
+        recipe.check_read(given)  # not what a base says: another base may read it
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {error}") from error
+    return recipe
 
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:

@@ -15,14 +15,33 @@ from pydantic import (
 )
 
 from l2r.routers import RouterConfig
+from l2r.routers.config import OtherThan, ReadWith, check_read
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown fields, no NaN."""
+    """Base of all sections: frozen, no unknown fields, no NaN.
+
+    read_with: fields that are read only beside some values of others, as in RouterConfig.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    read_with: ClassVar[ReadWith] = {}
+
+    def check_read(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for a field off its default that was ``given`` and that nothing reads.
+
+        A section that is given whole was written by a run, whose base had what its run did not use.
+        """
+        fields = type(self).model_fields
+        for name, values in given.items():
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                section.check_read(values)
+        if fields.keys() - given.keys():
+            defaults = {n: fields[n].get_default(call_default_factory=True) for n in given}
+            check_read(self, self.read_with, defaults)
 
 
 class OlmoeSection(Section):
@@ -31,6 +50,8 @@ class OlmoeSection(Section):
     init_from: folder of a model to start from, such as ``l2r upcycle`` or a run writes; its sizes
     and its routers must be those of the recipe.
     """
+
+    read_with: ClassVar = {"initializer_range": {"init_from": (None,)}}
 
     init_from: str | None = None
     hidden_size: PositiveInt = 2048
@@ -65,6 +86,11 @@ class TextSection(Section):
     corpus: "embedded", or a folder of text files. tokens: folders written by l2r data prepare;
     validation_tokens: the same for validation; tokenizer: its folder or tokenizer.json.
     """
+
+    read_with: ClassVar = {
+        **{name: {"tokens": ([],)} for name in ("corpus", "vocab_size", "characters_per_domain")},
+        "tokenizer": {"tokens": OtherThan([])},
+    }
 
     sequence_length: Annotated[int, Field(ge=8)] = 4096
     corpus: str = "embedded"
@@ -124,6 +150,11 @@ class OptimizerSection(Section):
     and the norms and biases (OLMoE decays everything; the paper does not say for anchors).
     """
 
+    read_with: ClassVar = {
+        **{name: {"weight_decay": OtherThan(0)} for name in ("decay_anchors", "decay_norms")},
+        "warmup_start": {"warmup": OtherThan(0)},
+    }
+
     lr: PositiveFloat = 4e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -158,6 +189,8 @@ class EvaluationSection(Section):
 
     tasks: downstream tasks to run as well, with ``task_limit`` documents each.
     """
+
+    read_with: ClassVar = {"task_limit": {"tasks": OtherThan([])}}
 
     every: NonNegativeInt = 0
     batch_size: PositiveInt = 8

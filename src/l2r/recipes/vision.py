@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from l2r.recipes.schema import Fraction, Recipe, Section
+from l2r.routers.config import OtherThan
 from l2r.routers.vision import vision_router
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
@@ -17,6 +18,11 @@ class VitSection(Section):
     expert, null for the MLP's. num_labels: null for the classes of the data. dense: folder of a
     dense ViT to start from, every expert a copy of its MLP.
     """
+
+    read_with: ClassVar = {
+        name: {"moe_layers": OtherThan([])}
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    }
 
     image_size: PositiveInt = 224
     patch_size: PositiveInt = 16
@@ -60,6 +66,8 @@ class VitSection(Section):
 
 class AugmentationSection(Section):
     """What happens to training images; zero switches a step off (l2r.data.augment)."""
+
+    read_with: ClassVar = {"magnitude": {"randaugment": OtherThan(0)}}
 
     flip: Fraction = 0.5
     randaugment: NonNegativeInt = 2

@@ -11,6 +11,20 @@ from l2r.runs.router_names import PAPER_ROUTERS
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherThan:
+    """Every value but one, as the values in ``read_with``."""
+
+    value: object
+
+    def __contains__(self, value: object) -> bool:
+        return value != self.value
+
+
+# field -> {other field: its values beside which the field is read}
+ReadWith = Mapping[str, Mapping[str, tuple[object, ...] | OtherThan]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Fields that every router understands.
@@ -24,7 +38,7 @@ class RouterConfig:
     its values}; beside other values it must keep its default, so that no setting is without effect.
     """
 
-    read_with: ClassVar[Mapping[str, Mapping[str, tuple[object, ...]]]] = {}
+    read_with: ClassVar[ReadWith] = {}
 
     normalize_weights: bool = False
     temperature: float = 1.0
@@ -35,7 +49,8 @@ class RouterConfig:
         check_types(self)
         check(math.isfinite(self.temperature) and self.temperature > 0, self, "temperature", "> 0")
         check(self.dtype in DTYPES, self, "dtype", f"one of {', '.join(DTYPES)}")
-        check_read(self)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        check_read(self, self.read_with, defaults)
 
     @property
     def kind(self) -> str:
@@ -96,7 +111,7 @@ def options_of(kind: str) -> list[str]:
     unread = {
         field
         for field, conditions in cls.read_with.items()
-        if any(preset.get(other, values[0]) not in values for other, values in conditions.items())
+        if any(other in preset and preset[other] not in v for other, v in conditions.items())
     }
     fields = [f.name for f in dataclasses.fields(cls)]
     return [name for name in fields if name not in preset and name not in unread]
@@ -129,16 +144,23 @@ def check_types(config: RouterConfig) -> None:
             check(math.isfinite(value), config, field.name, "finite")
 
 
-def check_read(config: RouterConfig) -> None:
-    """Raise ValueError for a field off its default that nothing reads beside the other values."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for field, conditions in config.read_with.items():
+def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for a field off its default that nothing reads beside the other values.
+
+    ``defaults`` are those of the fields to check.
+    """
+    for field, conditions in read_with.items():
+        if field not in defaults:
+            continue
         for other, values in conditions.items():
             given, beside = getattr(config, field), getattr(config, other)
             if given != defaults[field] and beside not in values:
-                wanted = " or ".join(map(repr, values))
+                if isinstance(values, OtherThan):
+                    wanted = f" other than {values.value!r}"
+                else:
+                    wanted = "=" + " or ".join(map(repr, values))
                 raise ValueError(
-                    f"{field} is read only with {other}={wanted}; "
+                    f"{field} is read only with {other}{wanted}; "
                     f"got {field}={given!r} with {other}={beside!r}; leave {field} out"
                 )
 

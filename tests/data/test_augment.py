@@ -7,11 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
-from l2r.data.augment import Augmentation, augment, erase, mix, smooth_targets
+from l2r.data.augment import augment, erase, mix, smooth_targets
 from l2r.data.randaugment import DRAWS_PER_OPERATION, OPERATIONS, rand_augment
 from l2r.data.random_streams import uniform_draws
+from l2r.recipes.vision import ImageSection
 
-OFF = {"flip": 0.0, "randaugment": 0, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
+OFF = {
+    "flip": 0.0,
+    "randaugment": 0,
+    "magnitude": 9.0,
+    "erasing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "label_smoothing": 0.0,
+}
 PLAIN = {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}
 
 
@@ -24,8 +33,8 @@ def photos(count=6, size=24, seed=0):
 def run(pixels, positions=None, *, labels=None, seed=0, **options):
     positions = np.arange(len(pixels)) if positions is None else positions
     labels = torch.arange(len(pixels)) % 5 if labels is None else labels
-    choice = Augmentation(**{**OFF, "label_smoothing": 0.0, **PLAIN, **options})
-    return augment(pixels, labels, positions, classes=5, options=choice, seed=seed)
+    choice = {**OFF, **PLAIN, **options}
+    return augment(pixels, labels, positions, classes=5, **choice, seed=seed)
 
 
 def pillow(name, image, level, sign):
@@ -184,8 +193,8 @@ def test_erased_boxes_have_the_stated_frequency_area_and_aspect():
 def mixed(count, **options):
     """Images that are constant (value = index) and one-hot targets, mixed."""
     images = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 1, 16, 16)
-    choice = Augmentation(**{**OFF, **options})
-    return mix(images, torch.eye(count), np.arange(count), options=choice, seed=3)
+    alphas = {"mixup": 0.0, "cutmix": 0.0, **options}
+    return mix(images, torch.eye(count), np.arange(count), **alphas, seed=3)
 
 
 def test_mixup_mixes_pixels_as_it_mixes_targets_with_beta_shares():
@@ -225,10 +234,9 @@ def test_targets_stay_distributions(first, pairs, seed):
     count = 2 * pairs
     labels = torch.arange(count)
     positions = np.arange(2 * first, 2 * first + count)
-    options = Augmentation(label_smoothing=0.1)
-    _, targets = augment(
-        photos(count, size=8), labels, positions, classes=7, options=options, seed=seed
-    )
+    data = ImageSection()
+    options = {**data.augmentation.model_dump(), "mean": data.mean, "deviation": data.deviation}
+    _, targets = augment(photos(count, size=8), labels, positions, classes=7, **options, seed=seed)
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
     assert targets.min() > 0
 

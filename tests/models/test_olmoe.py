@@ -21,7 +21,7 @@ from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
-from l2r.routers.registry import PAPER_ROUTERS
+from l2r.runs.router_names import PAPER_ROUTERS
 
 SIZES = {
     "vocab_size": 120,

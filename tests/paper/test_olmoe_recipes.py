@@ -82,9 +82,8 @@ def test_recipes_of_rows_without_a_number_of_heads_say_so_and_claim_nothing(name
 @pytest.mark.parametrize("name", ALL)
 def test_recipe_builds_the_full_model_without_memory(name):
     recipe = load_recipe(f"olmoe-1b-7b/{name}")
-    sizes = recipe.model.model_dump(exclude={"rope_theta"})
     with torch.device("meta"):
-        model = L2rOlmoeForCausalLM(L2rOlmoeConfig(**sizes, router=recipe.router))
+        model = L2rOlmoeForCausalLM(L2rOlmoeConfig(**recipe.model_options(vocab_size=1)))
     total = sum(p.numel() for p in model.parameters())
     routers = [m for m in model.modules() if isinstance(m, Router)]
     assert round(total / 1e9, 2) == 6.92 and len(routers) == 16
@@ -92,11 +91,3 @@ def test_recipe_builds_the_full_model_without_memory(name):
     assert model.model.layers[0].mlp.experts.act_fn(torch.ones(1)).item() == pytest.approx(
         0.7311, abs=1e-4
     )
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_opens_with_what_how_where_and_what_to_expect(name):
-    header = recipe_header(name)
-    assert "Command: " in header and "Hardware: " in header
-    assert "Expected" in header or "The paper" in header
-    assert f"train {name}" in header

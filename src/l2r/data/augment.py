@@ -5,37 +5,15 @@ and runs on the device of the pixels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from l2r.data.images import IMAGENET_DEVIATION, IMAGENET_MEAN, standardise
+from l2r.data.images import standardise
 from l2r.data.randaugment import DRAWS_PER_OPERATION, rand_augment
 from l2r.data.random_streams import uniform_draws
-
-
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """What happens to training images; zero switches a step off.
-
-    flip, erasing: probabilities. randaugment: number of operations, of ``magnitude`` 0 to 10.
-    mixup, cutmix: alpha of the Beta distribution of the share; where both are on, each pair of
-    images takes one of them at random. label_smoothing: share given to all classes alike.
-    mean, deviation: per channel, of pixels in [0, 1].
-    """
-
-    flip: float = 0.5
-    randaugment: int = 2
-    magnitude: float = 9.0
-    erasing: float = 0.25
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    label_smoothing: float = 0.1
-    mean: Sequence[float] = IMAGENET_MEAN
-    deviation: Sequence[float] = IMAGENET_DEVIATION
 
 
 def augment(
@@ -44,27 +22,39 @@ def augment(
     positions: Int[np.ndarray, " B"],
     *,
     classes: int,
-    options: Augmentation,
+    flip: float,
+    randaugment: int,
+    magnitude: float,
+    erasing: float,
+    mixup: float,
+    cutmix: float,
+    label_smoothing: float,
+    mean: Sequence[float],
+    deviation: Sequence[float],
     seed: int,
 ) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B classes"]]:
-    """Augmented, normalised images and their soft targets.
+    """Augmented, normalised images and their soft targets; zero switches a step off.
 
+    flip, erasing: probabilities. randaugment: number of operations, of ``magnitude`` 0 to 10.
+    mixup, cutmix: alpha of the Beta distribution of the share; where both are on, each pair of
+    images takes one of them at random. label_smoothing: share given to all classes alike.
+    mean, deviation: per channel, of pixels in [0, 1].
     ``positions`` are places in the training stream, in the order of the batch. With mixing on,
     neighbours (2i, 2i + 1) form pairs. Raises ValueError if a pair is cut by the batch.
     """
     images = pixels / 255
-    columns = 6 + DRAWS_PER_OPERATION * options.randaugment
+    columns = 6 + DRAWS_PER_OPERATION * randaugment
     draws = torch.from_numpy(uniform_draws(positions, columns, seed=seed, purpose="image"))
-    flipped = (draws[:, 0] < options.flip).to(images.device).view(-1, 1, 1, 1)
+    flipped = (draws[:, 0] < flip).to(images.device).view(-1, 1, 1, 1)
     images = torch.where(flipped, images.flip(-1), images)
-    if options.randaugment:
-        images = rand_augment(images, draws[:, 6:], magnitude=options.magnitude)
-    images = standardise(images, options.mean, options.deviation)
-    if options.erasing > 0:
-        images = erase(images, draws[:, 1:6], probability=options.erasing)
-    targets = smooth_targets(labels, classes, options.label_smoothing)
-    if options.mixup > 0 or options.cutmix > 0:
-        images, targets = mix(images, targets, positions, options=options, seed=seed)
+    if randaugment:
+        images = rand_augment(images, draws[:, 6:], magnitude=magnitude)
+    images = standardise(images, mean, deviation)
+    if erasing > 0:
+        images = erase(images, draws[:, 1:6], probability=erasing)
+    targets = smooth_targets(labels, classes, label_smoothing)
+    if mixup > 0 or cutmix > 0:
+        images, targets = mix(images, targets, positions, mixup=mixup, cutmix=cutmix, seed=seed)
     return images, targets
 
 
@@ -101,7 +91,8 @@ def mix(
     targets: Float[Tensor, "B classes"],
     positions: Int[np.ndarray, " B"],
     *,
-    options: Augmentation,
+    mixup: float,
+    cutmix: float,
     seed: int,
 ) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B classes"]]:
     """Mixup or CutMix of each pair of neighbours, with one share and one box per pair.
@@ -117,9 +108,9 @@ def mix(
     from scipy.special import betaincinv  # type: ignore[import-untyped]
 
     draws = uniform_draws(even, 4, seed=seed, purpose="mix").repeat(2, axis=0)
-    both = options.mixup > 0 and options.cutmix > 0
-    cut = draws[:, 0] < (0.5 if both else float(options.cutmix > 0))
-    alpha = np.where(cut, options.cutmix, options.mixup)
+    both = mixup > 0 and cutmix > 0
+    cut = draws[:, 0] < (0.5 if both else float(cutmix > 0))
+    alpha = np.where(cut, cutmix, mixup)
     share = torch.from_numpy(betaincinv(alpha, alpha, draws[:, 1]))
     height, width = images.shape[-2:]
     row, column = torch.from_numpy(draws[:, 2:]).T

@@ -17,8 +17,6 @@ from l2r.data.shuffling import epoch_order
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
 _MODES = {1: "L", 3: "RGB"}
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
 Box = tuple[int | float, int | float, int | float, int | float]
 
 

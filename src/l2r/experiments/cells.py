@@ -16,8 +16,7 @@ from l2r.experiments.claims import VARIANTS
 from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
 from l2r.routers import router_names
-from l2r.routers.config import nearest
-from l2r.routers.registry import options_of
+from l2r.routers.config import nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
 
 _ROUTER = "router."

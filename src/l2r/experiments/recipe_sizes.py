@@ -32,12 +32,11 @@ def _language(recipe: "LanguageRecipe") -> Any:
     from l2r.data.tokens import TokenDataset
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 
-    vocabulary = recipe.model.vocab_size or recipe.data.vocab_size
+    vocabulary = recipe.data.vocab_size
     if recipe.data.tokens and recipe.model.vocab_size is None:
         tokens: Any = recipe.data.tokens
         vocabulary = TokenDataset(tokens, recipe.data.sequence_length).tokenizer.vocab_size
-    section = recipe.model.model_dump(exclude={"rope_theta", "vocab_size"})
-    config = L2rOlmoeConfig(**section, vocab_size=vocabulary, router=recipe.router)
+    config = L2rOlmoeConfig(**recipe.model_options(vocabulary))
     return lambda: L2rOlmoeForCausalLM(config)
 
 
@@ -46,9 +45,7 @@ def _vision(recipe: "VisionRecipe") -> Any:
     from l2r.models import L2rViTConfig, L2rViTForImageClassification
 
     classes = recipe.model.num_labels or len(open_images(recipe.data.images)[0].classes)
-    section = recipe.model.model_dump(exclude={"num_labels", "dense"})
-    router = recipe.router_config().to_dict()
-    config = L2rViTConfig(**section, num_labels=classes, router=router)
+    config = L2rViTConfig(**recipe.model_options(), num_labels=classes)
     return lambda: L2rViTForImageClassification(config)
 
 

@@ -55,11 +55,13 @@ class L2rOlmoeConfig(OlmoeConfig):
         super().__post_init__(**kwargs)
         # A stock OLMoE configuration carries its own type, which would hide our key mapping.
         self.model_type = type(self).model_type
-        self.router = self.router_config().to_dict()
+        self.complete()
 
-    def router_config(self) -> RouterConfig:
-        """The ``router`` dictionary, checked; the default router where there is none."""
-        return RouterConfig.from_dict(self.router or {"kind": DEFAULT_ROUTER})
+    def complete(self) -> RouterConfig:
+        """Check ``router``, write it out in full and return it as a configuration."""
+        router = RouterConfig.from_dict(self.router or {"kind": DEFAULT_ROUTER})
+        self.router = router.to_dict()
+        return router
 
 
 class _RouterWeights:
@@ -94,9 +96,8 @@ class L2rOlmoeModel(_RouterWeights, OlmoeModel):
 
     def __init__(self, config: L2rOlmoeConfig) -> None:
         super().__init__(config)
-        # from_pretrained(..., router=...) sets the field after the check: check and complete it.
-        router_config = config.router_config()
-        config.router = router_config.to_dict()
+        # from_pretrained(..., router=...) sets the field after the config's own check.
+        router_config = config.complete()
         for index, layer in enumerate(self.layers):
             layer.mlp.gate = attach_router(
                 router_config,

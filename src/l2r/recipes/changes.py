@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from l2r.routers.registry import options_of, router_class
+from l2r.routers.config import named, options_of
 
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
@@ -62,6 +62,6 @@ def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:
     """A router section without the options of its kind that another kind does not read."""
     if router["kind"] == kind:
         return router
-    own = {field.name for field in dataclasses.fields(router_class(router["kind"]).Config)}
+    own = {field.name for field in dataclasses.fields(named(router["kind"])[0])}
     dropped = own - set(options_of(kind))
     return {name: value for name, value in router.items() if name not in dropped}

@@ -1,7 +1,6 @@
 """Read a recipe: a packaged name or a YAML path, its base, then ``key.sub=value`` changes."""
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from l2r.recipes.changes import merge, read_change, set_field
+from l2r.recipes.packaged import packaged_recipes, settings
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
@@ -19,30 +19,27 @@ _MAX_BASES = 5
 
 
 def recipe_names() -> list[str]:
-    """Packaged recipes, e.g. ``demo/l2r-sips``; files that start with ``_`` are bases."""
-    root = Path(str(files("l2r.recipes")))
-    paths = sorted(root.rglob("*.yaml"))
-    return [str(p.relative_to(root).with_suffix("")) for p in paths if p.name[0] != "_"]
+    """Packaged recipes, e.g. ``demo/l2r-sips``."""
+    return list(packaged_recipes())
 
 
 def recipes_in(folder: str) -> list[str]:
     """Packaged recipes directly inside ``folder``. Raises ValueError when there are none."""
-    names = [name for name in recipe_names() if str(Path(name).parent) == folder]
+    names = [name for name in recipe_names() if name.rpartition("/")[0] == folder]
     if not names:
-        folders = sorted({str(Path(name).parent) for name in recipe_names()})
+        folders = sorted({name.rpartition("/")[0] for name in recipe_names()})
         raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(folders)}")
     return names
 
 
 def recipe_header(name: str) -> str:
-    """The comment lines that open a packaged recipe: what it reproduces and how."""
-    lines = _find(name).read_text(encoding="utf-8").splitlines()
-    header = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        header.append(line.lstrip("# ").rstrip())
-    return "\n".join(header)
+    """What a packaged recipe is, its command, its hardware and what to expect, in lines.
+
+    Raises ValueError for an unknown recipe.
+    """
+    if name not in packaged_recipes():
+        raise _unknown(name)
+    return packaged_recipes()[name].header
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
@@ -52,13 +49,20 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     one given last holds.
 
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
-    the nearest known name) or a value out of its limits.
+    the nearest known name), a value out of its limits or a setting that nothing reads.
     """
-    values = _read(_find(name))
+    values, given = _read(name), dict(_values(name))
+    given.pop("base", None)
     # The router first: the options given for it hold for the new one, wherever they stand.
     for change in sorted(changes, key=lambda change: not change.startswith("router.kind=")):
-        values = set_field(values, *read_change(change))
-    return parse_recipe(values, source=name)
+        field, value = read_change(change)
+        values, given = set_field(values, field, value), set_field(given, field, value)
+    recipe = parse_recipe(values, source=name)
+    try:
+        recipe.check_read(given)  # not what a base says: another base may read it
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {error}") from error
+    return recipe
 
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:
@@ -78,33 +82,43 @@ def dump_recipe(recipe: AnyRecipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
-def _find(name: str) -> Path:
+def _read(name: str, depth: int = 0) -> dict[str, Any]:
+    """Values of a packaged recipe or a file over those of the recipe its ``base`` names."""
+    values = dict(_values(name))
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if depth >= _MAX_BASES:
+        raise ValueError(f"recipe {name} has more than {_MAX_BASES} bases; is one its own base?")
+    return merge(_read(str(base), depth + 1), values)
+
+
+def _values(name: str) -> dict[str, Any]:
     if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"recipe file {name} does not exist")
-        return path
-    path = Path(str(files("l2r.recipes"))) / f"{name}.yaml"
-    if ".." in Path(name).parts or not path.is_file():
-        hint = nearest(name, recipe_names())
-        raise ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
-    return path
+        return _file_values(Path(name))
+    if name in packaged_recipes():
+        return packaged_recipes()[name].values
+    values = settings(name)
+    if values is None:
+        raise _unknown(name)
+    return values
 
 
-def _read(path: Path, depth: int = 0) -> dict[str, Any]:
-    """Values of a file over those of the recipe its ``base`` names."""
+def _file_values(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"recipe file {path} does not exist")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"recipe {path} must be a mapping of fields; got {type(values).__name__}")
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if depth >= _MAX_BASES:
-        raise ValueError(f"recipe {path} has more than {_MAX_BASES} bases; is one its own base?")
-    return merge(_read(_find(str(base)), depth + 1), values)
+    return values
+
+
+def _unknown(name: str) -> ValueError:
+    hint = nearest(name, recipe_names())
+    return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
 
 
 def _first_problem(error: ValidationError, recipe: type[AnyRecipe]) -> str:

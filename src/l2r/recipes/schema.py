@@ -1,6 +1,7 @@
 """The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,14 +15,33 @@ from pydantic import (
 )
 
 from l2r.routers import RouterConfig
+from l2r.routers.config import OtherThan, ReadWith, check_read
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown fields, no NaN."""
+    """Base of all sections: frozen, no unknown fields, no NaN.
+
+    read_with: fields that are read only beside some values of others, as in RouterConfig.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    read_with: ClassVar[ReadWith] = {}
+
+    def check_read(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for a field off its default that was ``given`` and that nothing reads.
+
+        A section that is given whole was written by a run, whose base had what its run did not use.
+        """
+        fields = type(self).model_fields
+        for name, values in given.items():
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                section.check_read(values)
+        if fields.keys() - given.keys():
+            defaults = {n: fields[n].get_default(call_default_factory=True) for n in given}
+            check_read(self, self.read_with, defaults)
 
 
 class OlmoeSection(Section):
@@ -30,6 +50,8 @@ class OlmoeSection(Section):
     init_from: folder of a model to start from, such as ``l2r upcycle`` or a run writes; its sizes
     and its routers must be those of the recipe.
     """
+
+    read_with: ClassVar = {"initializer_range": {"init_from": (None,)}}
 
     init_from: str | None = None
     hidden_size: PositiveInt = 2048
@@ -64,6 +86,11 @@ class TextSection(Section):
     corpus: "embedded", or a folder of text files. tokens: folders written by l2r data prepare;
     validation_tokens: the same for validation; tokenizer: its folder or tokenizer.json.
     """
+
+    read_with: ClassVar = {
+        **{name: {"tokens": ([],)} for name in ("corpus", "vocab_size", "characters_per_domain")},
+        "tokenizer": {"tokens": OtherThan([])},
+    }
 
     sequence_length: Annotated[int, Field(ge=8)] = 4096
     corpus: str = "embedded"
@@ -123,6 +150,11 @@ class OptimizerSection(Section):
     and the norms and biases (OLMoE decays everything; the paper does not say for anchors).
     """
 
+    read_with: ClassVar = {
+        **{name: {"weight_decay": OtherThan(0)} for name in ("decay_anchors", "decay_norms")},
+        "warmup_start": {"warmup": OtherThan(0)},
+    }
+
     lr: PositiveFloat = 4e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -158,6 +190,8 @@ class EvaluationSection(Section):
     tasks: downstream tasks to run as well, with ``task_limit`` documents each.
     """
 
+    read_with: ClassVar = {"task_limit": {"tasks": OtherThan([])}}
+
     every: NonNegativeInt = 0
     batch_size: PositiveInt = 8
     max_batches: PositiveInt = 16
@@ -175,6 +209,8 @@ class CheckpointSection(Section):
 class Recipe(Section):
     """What every recipe has, whatever its task."""
 
+    read_router: ClassVar[Callable[[Mapping[str, Any]], RouterConfig]] = RouterConfig.from_dict
+
     seed: NonNegativeInt = 0
     router: dict[str, Any] = {"kind": "l2r_sips"}
     training: TrainingSection
@@ -182,15 +218,16 @@ class Recipe(Section):
     losses: LossSection = LossSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    _router_config: RouterConfig
 
     @model_validator(mode="after")
     def _router_is_known(self) -> Self:
-        self.router_config()
+        self._router_config = type(self).read_router(self.router)
         return self
 
     def router_config(self) -> RouterConfig:
-        """The router section as a configuration."""
-        return RouterConfig.from_dict(self.router)
+        """The router section as a configuration, with the settings of the task where it is mute."""
+        return self._router_config
 
 
 class LanguageRecipe(Recipe):
@@ -199,3 +236,14 @@ class LanguageRecipe(Recipe):
     task: Literal["language"]
     model: OlmoeSection = OlmoeSection()
     data: TextSection = TextSection()
+
+    def model_options(self, vocab_size: int) -> dict[str, Any]:
+        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none."""
+        options = self.model.model_dump(exclude={"init_from", "rope_theta"})
+        return {
+            **options,
+            "vocab_size": self.model.vocab_size or vocab_size,
+            "max_position_embeddings": self.data.sequence_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.model.rope_theta},
+            "router": self.router_config().to_dict(),
+        }

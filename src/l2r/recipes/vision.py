@@ -1,11 +1,11 @@
 """The fields of a vision recipe; defaults are the paper's ViT table."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from l2r.recipes.schema import Fraction, Recipe, Section
-from l2r.routers import RouterConfig
+from l2r.routers.config import OtherThan
 from l2r.routers.vision import vision_router
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
@@ -18,6 +18,11 @@ class VitSection(Section):
     expert, null for the MLP's. num_labels: null for the classes of the data. dense: folder of a
     dense ViT to start from, every expert a copy of its MLP.
     """
+
+    read_with: ClassVar = {
+        name: {"moe_layers": OtherThan([])}
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    }
 
     image_size: PositiveInt = 224
     patch_size: PositiveInt = 16
@@ -62,6 +67,8 @@ class VitSection(Section):
 class AugmentationSection(Section):
     """What happens to training images; zero switches a step off (l2r.data.augment)."""
 
+    read_with: ClassVar = {"magnitude": {"randaugment": OtherThan(0)}}
+
     flip: Fraction = 0.5
     randaugment: NonNegativeInt = 2
     magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
@@ -101,6 +108,8 @@ class ImageSection(Section):
 class VisionRecipe(Recipe):
     """Image classifier."""
 
+    read_router: ClassVar = vision_router  # the paper's vision settings, where it says nothing
+
     task: Literal["vision"]
     model: VitSection = VitSection()
     data: ImageSection = ImageSection()
@@ -126,6 +135,7 @@ class VisionRecipe(Recipe):
             raise ValueError("training.tokens is for language; give steps or epochs")
         return self
 
-    def router_config(self) -> RouterConfig:
-        """The router section with the paper's vision settings where it says nothing."""
-        return vision_router(self.router)
+    def model_options(self) -> dict[str, Any]:
+        """Keyword arguments of L2rViTConfig, without its labels."""
+        options = self.model.model_dump(exclude={"num_labels", "dense"})
+        return {**options, "router": self.router_config().to_dict()}

@@ -1,18 +1,18 @@
 """Routers: parameters plus a call into l2r.kernels.dispatch, a file per router."""
 
-from l2r.routers.attention import AttentionConfig, AttentionRouter
 from l2r.routers.base import Router, RouterOutput
 from l2r.routers.capture import Captured, capture
-from l2r.routers.config import RouterConfig
+from l2r.routers.config import RouterConfig, make_config, router_names
 from l2r.routers.constrain import constrain
 from l2r.routers.l2r import L2RConfig, L2RRouter
 from l2r.routers.linear import LinearConfig, LinearRouter
 from l2r.routers.linear_sips import LinearSipsConfig, LinearSipsRouter
-from l2r.routers.mixture import MixtureConfig, MixtureRouter
-from l2r.routers.perturbed_cosine import PerturbedCosineConfig, PerturbedCosineRouter
-from l2r.routers.registry import build_router, make_config, register_router, router_names
-from l2r.routers.sigmoid import SigmoidConfig, SigmoidRouter, update_selection_bias
+from l2r.routers.registry import build_router, register_router
 from l2r.routers.xmoe import XMoEConfig, XMoERouter
+from l2r.routers.zoo.attention import AttentionConfig, AttentionRouter
+from l2r.routers.zoo.mixture import MixtureConfig, MixtureRouter
+from l2r.routers.zoo.perturbed_cosine import PerturbedCosineConfig, PerturbedCosineRouter
+from l2r.routers.zoo.sigmoid import SigmoidConfig, SigmoidRouter, update_selection_bias
 
 __all__ = [
     "AttentionConfig",

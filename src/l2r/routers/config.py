@@ -1,4 +1,4 @@
-"""What every router configuration shares: its fields, their checks and the plain-dict form."""
+"""Configurations of routers: shared fields, their checks, their names and the plain-dict form."""
 
 import dataclasses
 import difflib
@@ -6,7 +6,23 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from l2r.runs.router_names import PAPER_ROUTERS
+
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherThan:
+    """Every value but one, as the values in ``read_with``."""
+
+    value: object
+
+    def __contains__(self, value: object) -> bool:
+        return value != self.value
+
+
+# field -> {other field: its values beside which the field is read}
+ReadWith = Mapping[str, Mapping[str, tuple[object, ...] | OtherThan]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +38,7 @@ class RouterConfig:
     its values}; beside other values it must keep its default, so that no setting is without effect.
     """
 
-    read_with: ClassVar[Mapping[str, Mapping[str, tuple[object, ...]]]] = {}
+    read_with: ClassVar[ReadWith] = {}
 
     normalize_weights: bool = False
     temperature: float = 1.0
@@ -33,14 +49,16 @@ class RouterConfig:
         check_types(self)
         check(math.isfinite(self.temperature) and self.temperature > 0, self, "temperature", "> 0")
         check(self.dtype in DTYPES, self, "dtype", f"one of {', '.join(DTYPES)}")
-        check_read(self)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        check_read(self, self.read_with, defaults)
 
     @property
     def kind(self) -> str:
         """Registered name of the router that this configuration builds, e.g. ``l2r_sips``."""
-        from l2r.routers.registry import kind_of
-
-        return kind_of(self)
+        for name, (cls, preset) in KINDS.items():
+            if cls is type(self) and all(getattr(self, k) == v for k, v in preset.items()):
+                return name
+        raise ValueError(f"no router is registered for {type(self).__name__}; use @register_router")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict with ``kind`` first; ``from_dict`` reads it back."""
@@ -49,8 +67,6 @@ class RouterConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
         """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
-        from l2r.routers.registry import make_config
-
         options = dict(values)
         if not isinstance(options.get("kind"), str):
             raise ValueError(
@@ -58,6 +74,55 @@ class RouterConfig:
                 "add kind: l2r_sips"
             )
         return make_config(options.pop("kind"), **options)
+
+
+# Name -> the class of its configuration and the fields that the name fixes (register_router).
+KINDS: dict[str, tuple[type[RouterConfig], dict[str, Any]]] = {}
+
+
+def router_names() -> list[str]:
+    """Registered names: the paper's six in the paper's order, then others by name."""
+    return [*PAPER_ROUTERS, *sorted(set(KINDS) - set(PAPER_ROUTERS))]
+
+
+def make_config(kind: str, **options: Any) -> RouterConfig:
+    """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
+    cls, preset = named(kind)
+    fields = [f.name for f in dataclasses.fields(cls)]
+    for name in options:
+        if name not in fields:
+            known = options_of(kind)
+            raise ValueError(
+                f"router {kind!r} has no option {name!r}{nearest(name, known)}; "
+                f"it takes: {', '.join(known)}"
+            )
+    for name, value in preset.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"router {kind!r} fixes {name}={value!r}; got {options[name]!r}")
+    return cls(**{**preset, **options})
+
+
+def options_of(kind: str) -> list[str]:
+    """Options that the router ``kind`` reads: not those that its name fixes or leaves without use.
+
+    Raises ValueError for an unknown name.
+    """
+    cls, preset = named(kind)
+    unread = {
+        field
+        for field, conditions in cls.read_with.items()
+        if any(other in preset and preset[other] not in v for other, v in conditions.items())
+    }
+    fields = [f.name for f in dataclasses.fields(cls)]
+    return [name for name in fields if name not in preset and name not in unread]
+
+
+def named(kind: str) -> tuple[type[RouterConfig], dict[str, Any]]:
+    """Entry of ``KINDS``; raises ValueError for an unknown name."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        hint, known = nearest(str(kind), KINDS), ", ".join(router_names())
+        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
+    return KINDS[kind]
 
 
 def check_types(config: RouterConfig) -> None:
@@ -79,16 +144,23 @@ def check_types(config: RouterConfig) -> None:
             check(math.isfinite(value), config, field.name, "finite")
 
 
-def check_read(config: RouterConfig) -> None:
-    """Raise ValueError for a field off its default that nothing reads beside the other values."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for field, conditions in config.read_with.items():
+def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for a field off its default that nothing reads beside the other values.
+
+    ``defaults`` are those of the fields to check.
+    """
+    for field, conditions in read_with.items():
+        if field not in defaults:
+            continue
         for other, values in conditions.items():
             given, beside = getattr(config, field), getattr(config, other)
             if given != defaults[field] and beside not in values:
-                wanted = " or ".join(map(repr, values))
+                if isinstance(values, OtherThan):
+                    wanted = f" other than {values.value!r}"
+                else:
+                    wanted = "=" + " or ".join(map(repr, values))
                 raise ValueError(
-                    f"{field} is read only with {other}={wanted}; "
+                    f"{field} is read only with {other}{wanted}; "
                     f"got {field}={given!r} with {other}={beside!r}; leave {field} out"
                 )
 

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.routers.config import RouterConfig
-from l2r.routers.registry import make_config
+from l2r.routers.config import RouterConfig, make_config
 
 # BatchNorm of |q| instead of RMSNorm of the input (Section 3.3), 4 anchors (Section 4.3).
 _DEFAULTS = {"query_norm": "batchnorm", "heads": 4}

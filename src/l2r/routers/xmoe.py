@@ -19,7 +19,7 @@ from l2r.routers.base import KernelWeights, Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection import Selection
-from l2r.routers.xmoe_presets import PRESETS
+from l2r.routers.zoo.xmoe_presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

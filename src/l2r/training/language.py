@@ -67,15 +67,10 @@ class LanguageTask:
     def model_config(self) -> L2rOlmoeConfig:
         """Model configuration of the recipe with the tokenizer's vocabulary."""
         identity = self.train.tokenizer
-        section = self.recipe.model.model_dump(exclude={"rope_theta", "vocab_size", "init_from"})
         return L2rOlmoeConfig(
-            **section,
-            vocab_size=self.recipe.model.vocab_size or identity.vocab_size,
-            max_position_embeddings=self.recipe.data.sequence_length,
-            rope_parameters={"rope_type": "default", "rope_theta": self.recipe.model.rope_theta},
+            **self.recipe.model_options(identity.vocab_size),
             eos_token_id=identity.eos_token_id,
             pad_token_id=1,
-            router=self.recipe.router_config().to_dict(),
         )
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:

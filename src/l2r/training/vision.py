@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.data.augment import Augmentation, augment
+from l2r.data.augment import augment
 from l2r.data.image_loader import ImageLoader
 from l2r.data.image_sources import open_images
 from l2r.data.images import CentreCrop, ImageDataset, RandomCrop
@@ -47,9 +47,6 @@ class VisionTask:
             channels=model.num_channels,
             crop=CentreCrop(share=data.centre),
         )
-        self.options = Augmentation(
-            **data.augmentation.model_dump(), mean=data.mean, deviation=data.deviation
-        )
         self.items = len(self.train)
         self.skipped: set[str] = set()
         self._loader: ImageLoader | None = None
@@ -64,21 +61,20 @@ class VisionTask:
         """Model configuration of the recipe with the names of the classes."""
         names = dict(enumerate(self.train.classes))
         return L2rViTConfig(
-            **self.recipe.model.model_dump(exclude={"num_labels", "dense"}),
+            **self.recipe.model_options(),
             id2label=names,
             label2id={name: label for label, name in names.items()},
-            router=self.recipe.router_config().to_dict(),
         )
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
-        training = self.recipe.training
+        training, data = self.recipe.training, self.recipe.data
         if self._loader is None:
             self._loader = ImageLoader(
                 self.train,
                 training.global_batch,
                 rank=ranks.rank,
                 world_size=ranks.world,
-                workers=self.recipe.data.workers,
+                workers=data.workers,
             )
         batch = self._loader.batch(step)
         self._note(batch.skipped)
@@ -87,7 +83,9 @@ class VisionTask:
             batch.labels.to(ranks.device),
             batch.positions,
             classes=len(self.train.classes),
-            options=self.options,
+            **data.augmentation.model_dump(),
+            mean=data.mean,
+            deviation=data.deviation,
             seed=self.recipe.seed,
         )
         size = training.micro_batch

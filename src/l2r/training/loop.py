@@ -19,6 +19,7 @@ from l2r.routers import capture, constrain
 from l2r.runs.folder import RunFolder
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
+from l2r.training.build_task import build_task
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim, lock
 from l2r.training.environment import describe_environment
@@ -38,7 +39,7 @@ from l2r.training.parallel import (
 )
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
-from l2r.training.task import Batch, Task, build_task
+from l2r.training.task import Batch, Task
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from l2r import build_router
 from l2r.diagnostics import robustness
+from l2r.runs import statistics as intervals
 
 
 def _router(kind="l2r_sips", **options):

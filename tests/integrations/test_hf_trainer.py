@@ -263,7 +263,7 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch
-from tests.models.test_hf_trainer import olmoe, texts, train
+from tests.integrations.test_hf_trainer import olmoe, texts, train
 
 torch.manual_seed(0)
 trainer, watch, batches = train(olmoe(), texts(8), Path(sys.argv[1]) / "trainer")

@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, capture
 from l2r.checkpoints.family_check import compiles, generates, keeps_rule, sample_tokens, tiny_model
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, families
+from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.checkpointing import checkpoint_activations
-from l2r.swap import swap_routers
+from l2r.swap import families, swap_routers
 from l2r.swap.families import FAMILIES, TINY
 from l2r.swap.swap import router_sites
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.report.tables import Table
+from l2r.runs.atomic import write_text
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1180px;margin:2rem auto;
@@ -55,8 +56,5 @@ def write_page(path: Path, *, title: str, summary: str, sections: Sequence[Secti
         f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>{body}"
         "</body></html>"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, text)
     return path

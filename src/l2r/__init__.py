@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
     from l2r.swap import swap_routers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # These need transformers: imported on first use.
 _LAZY = {

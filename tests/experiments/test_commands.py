@@ -44,6 +44,15 @@ def test_every_command_ends_alike(
     assert ("failed: " in captured.err) == ("error" in ending)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_the_command_under_torchrun_is_refused(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--out", str(tmp_path)])
+    assert done.value.code == 2 and not list(tmp_path.iterdir())
+    assert '--launch "torchrun --nproc-per-node N"' in capsys.readouterr().err
+
+
 def test_seeds_have_one_name_and_the_first_of_a_comparison_has_none():
     cells = folder_cells("demo", ["seed=3"], ["l2r_sips", "linear"], 2)
     assert [cell.name for cell in cells] == [

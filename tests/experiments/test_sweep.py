@@ -195,12 +195,6 @@ def test_cells_can_be_processes_of_their_own(tiny_changes, tmp_path):
     assert again.error is None and not again.trained
 
 
-def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = command(capsys, "--grid", "router.rank=2")
-    assert code == 2 and '--launch "torchrun --nproc-per-node N"' in err
-
-
 def finished_run(folder, *, mmlu, loss=3.0):
     """A run folder with the numbers that a long run would have."""
     run = RunFolder(folder)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import Launch, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Seeds
 
 
@@ -25,18 +26,18 @@ def compare(
     ] = None,
     seeds: Seeds = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs [runs/FOLDER].")] = None,
+    launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:
     """Train, diagnose and report; runs that are finished are not trained again."""
     from l2r.cli.console import print_table
-    from l2r.cli.experiment import diagnose_all, end, run_all
     from l2r.experiments.cells import folder_cells
     from l2r.report.comparison import comparison_table, write_report
     from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder
-    finished, failed = run_all(cells, root)
+    finished, failed = run_all(cells, root, launch=launch)
     runs = [outcome.run for outcome in finished]
     shown = first_seeds(runs)
     if shown:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import Launch, end, run_all, say
 from l2r.cli.options import AsJson, Changes
 
 _RECIPE, _SEEDS, _OUT = "demo/l2r-sips", 5, Path("runs/evidence")
@@ -29,18 +30,18 @@ def evidence(
     quick: Annotated[bool, typer.Option("--quick", help="20 steps, for a first look.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = _OUT,
     write: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
+    launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:
     """Train every router with every seed, measure, judge."""
     from l2r.cli.console import print_table
-    from l2r.cli.experiment import end, run_all, say
     from l2r.experiments.cells import claim_cells
     from l2r.experiments.claims import CLAIMS, judge
     from l2r.experiments.measure import measure
     from l2r.report.evidence import claims_table, write_claims
 
     cells = claim_cells(recipe, [*(_QUICK if quick else ()), *(changes or [])], seeds)
-    finished, failed = run_all(cells, out)
+    finished, failed = run_all(cells, out, launch=launch)
     end(failed, cells)
     runs = {outcome.cell.name: outcome.run for outcome in finished}
     numbers: dict[str, list[dict[str, float]]] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,15 +10,28 @@ if TYPE_CHECKING:
     from l2r.experiments.cells import Cell
     from l2r.experiments.run import Outcome
 
+Launch = Annotated[
+    str | None,
+    typer.Option(help='Start each run by this, e.g. "torchrun --nproc-per-node 8".'),
+]
+
 
 def run_all(
-    cells: "Sequence[Cell]", root: Path, *, launch: str | None = None
+    cells: "Sequence[Cell]", root: Path, *, launch: str | None
 ) -> "tuple[list[Outcome], dict[str, str]]":
     """Train the cells; those that are finished, and the error of each that failed, by its name.
 
-    A signal ends the command with exit code 128 + signal.
+    A signal ends the command with exit code 128 + signal. Raises ValueError under torchrun.
     """
+    import os
+
     from l2r.experiments.run import run_cells
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "this command is one process; start its runs with "
+            '--launch "torchrun --nproc-per-node N"'
+        )
 
     finished, failed = [], {}
     for outcome in run_cells(cells, root, launch=launch, report=say):

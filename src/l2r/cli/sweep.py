@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from l2r.cli.experiment import Launch, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Recipe, Seeds
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def sweep(
     ] = None,
     seeds: Seeds = 1,
     out: Annotated[Path | None, typer.Option(help="Folder [default: runs/sweep/RECIPE].")] = None,
-    launch: Annotated[
-        str | None,
-        typer.Option(help='Start each cell by this, e.g. "torchrun --nproc-per-node 8".'),
-    ] = None,
+    launch: Launch = None,
     usage: Annotated[
         bool,
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
@@ -45,18 +43,11 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Run the grid; exit code 1 when a cell failed."""
-    import os
-
     from l2r.cli.console import print_table
-    from l2r.cli.experiment import diagnose_all, end, run_all
     from l2r.experiments.cells import grid_cells, read_grid
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            'l2r sweep is one process; start its cells with --launch "torchrun --nproc-per-node N"'
-        )
     cells = grid_cells(recipe, changes or [], read_grid(grid or []), seeds)
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     root = out or Path("runs") / "sweep" / name

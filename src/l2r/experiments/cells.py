@@ -26,9 +26,9 @@ Grid = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: what is trained, by which all seeds of it share ``arm``, with one seed.
+    """One run: a recipe with one seed. Runs that differ in the seed alone share ``arm``.
 
-    settings: the grid's values in force in this arm, by field.
+    settings: the grid's values in force here, by field.
     """
 
     arm: str

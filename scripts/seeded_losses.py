@@ -3,8 +3,8 @@
     python scripts/seeded_losses.py BEFORE AFTER [--steps 30] [--only demo/linear]
 
 BEFORE and AFTER are checkouts of this repository. Every demo recipe is trained for a few steps by
-each checkout's own `l2r train`, one thread, on one machine; every number of metrics.jsonl that
-training and validation wrote must be the same float. Exit code 1 names what differs.
+each checkout's own `l2r train`, one thread, on one machine; every number that both wrote
+into metrics.jsonl must be the same float. Exit code 1 names what differs.
 """
 
 import argparse
@@ -21,18 +21,16 @@ RECIPES = [f"{demo}/{router}" for demo in ("demo", "demo-vision") for router in 
 NUMBERS = ("ce", "balance", "z", "grad_norm", "ce/mean", "top1")
 
 
-def losses(checkout: Path, recipe: str, steps: int) -> list[tuple[Any, ...]]:
-    """Rows (kind, step, name, value) of one run."""
+def losses(checkout: Path, recipe: str, steps: int) -> dict[tuple[Any, ...], float]:
+    """(kind, step, name) -> number of one run."""
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"training.steps={steps}", "training.log_every=1", "evaluation.every=0"]
         command = [sys.executable, "-m", "l2r", "train", recipe, *changes, "--out", "run"]
         environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    rows = []
-    for record in map(json.loads, lines):
-        rows += [(record["kind"], record["step"], n, record[n]) for n in NUMBERS if n in record]
-    return rows
+    records = list(map(json.loads, lines))
+    return {(r["kind"], r["step"], n): r[n] for r in records for n in NUMBERS if n in r}
 
 
 def main() -> int:
@@ -47,14 +45,19 @@ def main() -> int:
     failed = False
     for recipe in options.only or RECIPES:
         old, new = losses(before, recipe, options.steps), losses(after, recipe, options.steps)
-        different = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
-        if len(old) != len(new) or different:
-            failed = True
-            first = different[0] if different else f"{len(old)} and {len(new)} numbers"
-            print(f"{recipe:24} differs in {len(different)} of {len(old)}, first: {first}")
+        both = [key for key in old if key in new]
+        different = [key for key in both if old[key] != new[key]]
+        failed |= bool(different) or not both
+        if different:
+            key, names = different[0], sorted({name for _, _, name in different})
+            largest = max(abs(old[key] - new[key]) / abs(old[key]) for key in different)
+            print(
+                f"{recipe:24} {len(different)} of {len(both)} numbers differ ({', '.join(names)}), "
+                f"relatively by {largest:.1e} at most; first {key}: {old[key]!r}, {new[key]!r}"
+            )
         else:
-            last = [row for row in old if row[2] == "ce"][-1]
-            print(f"{recipe:24} {len(old)} numbers identical; last training loss {last[3]!r}")
+            last = max(key for key in both if key[2] == "ce" and key[0] == "train")
+            print(f"{recipe:24} {len(both)} numbers identical; last training loss {old[last]!r}")
     return int(failed)
 
 

@@ -62,12 +62,12 @@ class Bench:
         return asdict(self)
 
 
-def save(bench: dict[str, Any], folder: Path) -> Path:
+def save(found: dict[str, Any], folder: Path) -> Path:
     """Write ``as_dict``'s form to ``<name>.json``, under a temporary name first."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{bench['name']}.json"
+    path = folder / f"{found['name']}.json"
     temporary = path.with_suffix(".json.part")
-    temporary.write_text(json.dumps(bench, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return path
 

@@ -98,11 +98,11 @@ def _text_sources(path: Path) -> dict[str, Iterable[str]]:
 def _pack(documents: Iterable[str], tokenizer: Any, instances: int, length: int) -> Tensor:
     """Documents joined by end-of-text and cut into rows [at most ``instances``, length]."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    budget = instances * length
+    wanted = instances * length
     ids: list[int] = []
     for document in documents:
-        if len(ids) >= budget:
+        if len(ids) >= wanted:
             break
         ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
-    count = min(len(ids), budget) // length
+    count = min(len(ids), wanted) // length
     return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)

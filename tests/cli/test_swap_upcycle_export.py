@@ -59,6 +59,7 @@ def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     [
         (["--out", "{tmp}/new", "router.kind=l2r_sipps"], "did you mean 'l2r_sips'?"),
         (["--out", "{tmp}/new", "rank"], "changes must look like key.sub=value; got 'rank'"),
+        (["--out", "{tmp}/new", "kind="], "kind is missing from the router configuration"),
         (["--out", "{tmp}/new", "--layers", "a,b"], "layers must be 'all' or indices"),
         (["--out", "{tmp}/new", "--layers", "9"], "layers must name layers"),
         (["--out", "{tmp}/new", "--selection", "mine"], "selection must be family or router"),

@@ -37,13 +37,13 @@ def read_router(changes: Sequence[str] | None) -> "RouterConfig":
     Raises ValueError for unknown names, fields and values.
     """
     from l2r.recipes.changes import read_change
-    from l2r.routers import make_config
+    from l2r.routers import RouterConfig
 
     options: dict[str, Any] = {"kind": "l2r_sips"}
     for change in changes or ():
         field, value = read_change(change)
         options[field.removeprefix("router.")] = value
-    return make_config(**options)
+    return RouterConfig.from_dict(options)
 
 
 def read_layers(text: str | None) -> list[int] | None:

@@ -59,7 +59,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
         values, given = set_field(values, field, value), set_field(given, field, value)
     recipe = parse_recipe(values, source=name)
     try:
-        recipe.check_read(given)  # not what a base says: another base may read it
+        recipe.check_read(given)  # alone: what a base says may be for other recipes
     except ValueError as error:
         raise ValueError(f"recipe {name}: {error}") from error
     return recipe

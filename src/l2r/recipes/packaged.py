@@ -48,14 +48,14 @@ def packaged_recipes() -> dict[str, Packaged]:
     routers = _documents(_root() / "_routers.yaml")[0]
     found = {}
     for path in _files():
-        base = f"{path.parent.name}/{path.stem}"
-        prefix = base.removesuffix("_base") if path.stem == "_base" else base.replace("_", "") + "-"
+        folder, part = path.parent.name, path.stem.removeprefix("_")
+        prefix = f"{folder}/" if part == "base" else f"{folder}/{part}-"
         for table in _documents(path)[1:]:
             entries = table.pop("recipes")
             for key, changes in entries.items():
-                entry = changes or {}
+                entry, name = changes or {}, prefix + key
                 shared = {} if "base" in entry else routers.get(key, {})
-                found[prefix + key] = _recipe(prefix + key, base, [table, shared, entry])
+                found[name] = _recipe(name, f"{folder}/{path.stem}", [table, shared, entry])
     return dict(sorted(found.items(), key=lambda item: item[0].split("/")))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 EPS = 1e-6
 
 
-def rms_normalised(x, gain, eps=1e-5):
+def rms_normalized(x, gain, eps=1e-5):
     out = np.empty_like(x)
     for t, row in enumerate(x):
         out[t] = row / math.sqrt(sum(v * v for v in row) / len(row) + eps) * gain

@@ -14,7 +14,7 @@ _INTRODUCTION = """\
 Written by `make peers`. The first table runs transformers' own test classes against its models
 and, in the same way, against ours; a model of ours must not fail a test that its stock sibling
 passes. The classes are those of the source distribution of transformers {version}: common model
-tests (saving, loading, dtypes, initialisation, attention kernels, checkpointing, outputs),
+tests (saving, loading, dtypes, initialization, attention kernels, checkpointing, outputs),
 training, tensor parallel and expert parallel, the last two with two processes.
 
 Not run: transformers' generation and export tests. Its source distribution leaves

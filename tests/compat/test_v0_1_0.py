@@ -83,3 +83,14 @@ def test_a_run_of_0_1_0_is_finished_for_recipes_that_mean_the_same(old_run: Path
     for other in (text.replace("seed: 0", "seed: 1"), text.replace("heads: 4", "heads: 2")):
         path.write_text(other)
         assert not is_finished(RunFolder(old_run), recipe)
+
+
+@pytest.mark.parametrize("change", [[], ["data.centre=0.5"]])
+def test_a_vision_recipe_of_0_1_0_is_read(change: list[str], tmp_path: Path) -> None:
+    from l2r.recipes.load import dump_recipe, load_recipe
+
+    text = dump_recipe(load_recipe("demo-vision/linear", ["data.center=0.9"]))
+    (tmp_path / "old.yaml").write_text(text.replace("center:", "centre:"))
+    recipe = load_recipe(str(tmp_path / "old.yaml"), change)
+    assert recipe.data.center == (0.5 if change else 0.9)
+    assert "centre" not in dump_recipe(recipe)

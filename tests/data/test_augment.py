@@ -45,7 +45,7 @@ def pillow(name, image, level, sign):
         "invert": ImageOps.invert,
         "posterize": lambda i: ImageOps.posterize(i, max(1, 4 - int(4 * level))),
         "solarize": lambda i: ImageOps.solarize(i, 256 - 256 * level),
-        "colour": lambda i: ImageEnhance.Color(i).enhance(factor),
+        "color": lambda i: ImageEnhance.Color(i).enhance(factor),
         "contrast": lambda i: ImageEnhance.Contrast(i).enhance(factor),
         "brightness": lambda i: ImageEnhance.Brightness(i).enhance(factor),
         "sharpness": lambda i: ImageEnhance.Sharpness(i).enhance(factor),
@@ -56,7 +56,7 @@ def pillow(name, image, level, sign):
 # Pixel steps of 255: pillow rounds to bytes at every stage, kornia does not.
 # One stage is less than a step off where it truncates, two stages less than two, the mean of nine
 # pixels and the blend less than three; 0.01 for fp32 and ties of the histogram.
-TOLERANCE = {"auto_contrast": 2, "sharpness": 3, "contrast": 2, "colour": 2}
+TOLERANCE = {"auto_contrast": 2, "sharpness": 3, "contrast": 2, "color": 2}
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
@@ -68,13 +68,13 @@ TOLERANCE = {"auto_contrast": 2, "sharpness": 3, "contrast": 2, "colour": 2}
         "invert",
         "posterize",
         "solarize",
-        "colour",
+        "color",
         "contrast",
         "brightness",
         "sharpness",
     ],
 )
-def test_colour_operations_equal_pillows(name, sign):
+def test_color_operations_equal_pillows(name, sign):
     pixels, level = photos(), 0.603
     out = OPERATIONS[name](pixels / 255, torch.full((6,), level), torch.full((6,), sign))
     got = (out.clamp(0, 1) * 255).permute(0, 2, 3, 1).numpy()
@@ -92,7 +92,7 @@ def test_solarize_add_brightens_the_dark_half_only():
 
 
 @pytest.mark.parametrize(("name", "axis"), [("translate_x", 3), ("translate_y", 2)])
-def test_translation_moves_by_a_share_of_the_size_and_fills_with_grey(name, axis):
+def test_translation_moves_by_a_share_of_the_size_and_fills_with_gray(name, axis):
     x = torch.rand(2, 3, 20, 40)
     size = x.shape[axis]
     level = torch.full((2,), 8 / (0.45 * size))  # eight pixels
@@ -109,9 +109,9 @@ def test_translation_moves_by_a_share_of_the_size_and_fills_with_grey(name, axis
     assert (out[1].index_select(axis - 1, torch.arange(size - 8, size)) - 0.5).abs().max() < 1e-4
 
 
-def test_rotation_is_about_the_centre_by_at_most_30_degrees():
+def test_rotation_is_about_the_center_by_at_most_30_degrees():
     x = torch.zeros(1, 1, 41, 41)
-    x[0, 0, 20, 36] = 1.0  # 16 pixels right of the centre
+    x[0, 0, 20, 36] = 1.0  # 16 pixels right of the center
     out = OPERATIONS["rotate"](x, torch.ones(1), torch.ones(1))[0, 0]
     out[out == 0.5] = 0.0  # the filled corners
     row, column = divmod(int(out[10:31, 20:].argmax()), 21)
@@ -149,7 +149,7 @@ def test_half_of_the_operations_are_left_out():
     assert torch.isfinite(out).all() and out.min() >= 0 and out.max() <= 1
 
 
-def test_everything_off_is_normalisation_alone():
+def test_everything_off_is_normalization_alone():
     pixels = photos()
     images, targets = run(pixels, mean=(0.1, 0.2, 0.3), deviation=(0.5, 0.6, 0.7))
     expected = pixels.double() / 255 - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)
@@ -218,7 +218,7 @@ def test_cutmix_weights_are_the_areas_of_the_boxes():
     other = (images[:, 0] == (index ^ 1).view(-1, 1, 1)).float().mean(dim=(1, 2))
     torch.testing.assert_close(own + other, torch.ones(400))
     torch.testing.assert_close(targets[index, index], own)
-    # A box of side sqrt(u) about a uniform centre, cut at the border: its area has the mean
+    # A box of side sqrt(u) about a uniform center, cut at the border: its area has the mean
     # E[(sqrt(u) - u / 4)^2] = 0.32; whole pixels take a little off.
     assert 0.65 < own.mean() < 0.74 and own.min() < 0.15 and own.max() > 0.95
 

@@ -98,7 +98,7 @@ def test_embedded_text_is_there_without_a_network():
 
 def test_a_killed_build_leaves_no_corpus(text_folder, tmp_path):
     def stop(line: str) -> None:
-        if line.startswith("tokenising"):
+        if line.startswith("tokenizing"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

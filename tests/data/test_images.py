@@ -9,7 +9,7 @@ from PIL import Image
 
 from l2r.data.image_loader import ImageLoader
 from l2r.data.image_sources import ArrayImages, FolderImages, hold_out, open_images, read_idx
-from l2r.data.images import CentreCrop, ImageDataset, RandomCrop
+from l2r.data.images import CenterCrop, ImageDataset, RandomCrop
 
 
 def write_idx(path, array):
@@ -20,7 +20,7 @@ def write_idx(path, array):
 
 
 def photo(seed, size=(60, 40)):
-    """Smooth coloured image, so that JPEG and scaling change it little."""
+    """Smooth colored image, so that JPEG and scaling change it little."""
     small = np.random.default_rng(seed).integers(0, 255, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def numbered():
-    """40 grey images whose every pixel is the image's own number."""
+    """40 gray images whose every pixel is the image's own number."""
     pixels = np.repeat(np.arange(40, dtype=np.uint8), 36).reshape(40, 6, 6)
     return ArrayImages(pixels, np.arange(40) % 4, "abcd")
 
@@ -136,7 +136,7 @@ def test_missing_fashion_mnist_says_what_to_do(monkeypatch):
 
 
 def test_an_epoch_shows_every_image_once_and_ranks_share_a_batch(numbered):
-    dataset = ImageDataset(numbered, size=6, channels=1, crop=CentreCrop(share=1.0), seed=5)
+    dataset = ImageDataset(numbered, size=6, channels=1, crop=CenterCrop(share=1.0), seed=5)
     steps = [dataset.training_batch(step, 8) for step in range(5)]
     seen = [int(v) for batch in steps for v in batch.pixels[:, 0, 0, 0]]
     assert sorted(seen) == list(range(40))
@@ -190,9 +190,9 @@ def test_random_crops_keep_to_their_ranges():
     assert crop.box(1000, 4, draws[0]) == (496, 0, 504, 4)  # nothing fits: the middle
 
 
-def test_centre_crop_equals_pillow_by_hand(folder):
+def test_center_crop_equals_pillow_by_hand(folder):
     train, _ = open_images(str(folder))
-    dataset = ImageDataset(train, size=32, crop=CentreCrop(share=0.875))
+    dataset = ImageDataset(train, size=32, crop=CenterCrop(share=0.875))
     got = dataset.rows(np.array([1])).pixels[0].numpy()
     with train.open(1) as image:
         box = (12.5, 2.5, 47.5, 37.5)
@@ -205,7 +205,7 @@ def test_fast_jpeg_decoding_stays_close_to_full_decoding(tmp_path):
     photo(3, size=(512, 384)).save(tmp_path / "a" / "x.jpg", quality=95)
     photo(3, size=(512, 384)).save(tmp_path / "a" / "y.png")
     source = FolderImages(tmp_path)
-    batch = ImageDataset(source, size=32, crop=CentreCrop()).rows(np.array([0, 1]))
+    batch = ImageDataset(source, size=32, crop=CenterCrop()).rows(np.array([0, 1]))
     with source.open(0) as image:
         image.draft("RGB", (96, 72))
         assert image.size[0] < 512  # pillow really decodes at a smaller scale
@@ -218,7 +218,7 @@ def test_corrupt_images_are_named_and_replaced_in_training(folder):
     broken.write_bytes(broken.read_bytes()[:40])
     (folder / "train" / "cat" / "2.JPEG").write_bytes(b"not an image")
     train, _ = open_images(str(folder))
-    dataset = ImageDataset(train, size=24, crop=CentreCrop())
+    dataset = ImageDataset(train, size=24, crop=CenterCrop())
     batch = dataset.training_batch(0, 10)
     assert batch.pixels.shape == (10, 3, 24, 24)
     assert {name.split("/")[-1] for name in batch.skipped} == {"1.png", "2.JPEG"}
@@ -232,7 +232,7 @@ def test_corrupt_images_are_named_and_replaced_in_training(folder):
 def test_corrupt_images_are_left_out_of_evaluation(folder):
     (folder / "val" / "dog" / "0.jpg").write_bytes(b"")
     _, validation = open_images(str(folder))
-    batch = ImageDataset(validation, size=24, crop=CentreCrop()).rows(np.arange(4))
+    batch = ImageDataset(validation, size=24, crop=CenterCrop()).rows(np.arange(4))
     assert batch.labels.tolist() == [0, 0, 1]
     assert batch.positions.tolist() == [0, 1, 3]
     assert [name.split("/")[-2:] for name in batch.skipped] == [["dog", "0.jpg"]]
@@ -241,19 +241,19 @@ def test_corrupt_images_are_left_out_of_evaluation(folder):
 def test_nothing_readable_is_one_clear_line(folder):
     for path in (folder / "train").rglob("*.*"):
         path.write_bytes(b"x")
-    dataset = ImageDataset(open_images(str(folder))[0], size=8, crop=CentreCrop())
+    dataset = ImageDataset(open_images(str(folder))[0], size=8, crop=CenterCrop())
     with pytest.raises(ValueError, match="10 images in a row are unreadable"):
         dataset.training_batch(0, 2)
 
 
-def test_grey_and_transparent_images_become_the_wanted_mode(tmp_path):
+def test_gray_and_transparent_images_become_the_wanted_mode(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGBA", (20, 20), (255, 0, 0, 0)).save(tmp_path / "a" / "0.png")
     Image.new("L", (20, 20), 7).save(tmp_path / "a" / "1.png")
     source = FolderImages(tmp_path)
-    colour = ImageDataset(source, size=8, crop=CentreCrop()).rows(np.arange(2)).pixels
-    assert colour.shape == (2, 3, 8, 8)
-    assert colour[1].unique().tolist() == [7]
-    grey = ImageDataset(source, size=8, channels=1, crop=CentreCrop()).rows(np.arange(2)).pixels
-    assert grey.shape == (2, 1, 8, 8)
-    assert grey[0].unique().tolist() == [76]  # luma of red
+    color = ImageDataset(source, size=8, crop=CenterCrop()).rows(np.arange(2)).pixels
+    assert color.shape == (2, 3, 8, 8)
+    assert color[1].unique().tolist() == [7]
+    gray = ImageDataset(source, size=8, channels=1, crop=CenterCrop()).rows(np.arange(2)).pixels
+    assert gray.shape == (2, 1, 8, 8)
+    assert gray[0].unique().tolist() == [76]  # luma of red

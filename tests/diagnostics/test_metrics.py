@@ -154,20 +154,20 @@ def test_domain_information_equals_a_loop_and_knows_its_ends():
     prior = -sum(p * math.log2(p) for p in joint.sum(1))
     got = metrics.expert_domain_information(indices, domains, 7, 3)
     assert got["mutual_information"] == pytest.approx(bits, rel=1e-9)
-    assert got["normalised"] == pytest.approx(bits / prior, rel=1e-9)
+    assert got["normalized"] == pytest.approx(bits / prior, rel=1e-9)
     assert got["by_chance_low"] <= got["by_chance"] <= got["by_chance_high"]
 
     told = metrics.expert_domain_information(domains[:, None], domains, 3, 3)
-    assert told["normalised"] == pytest.approx(1)
+    assert told["normalized"] == pytest.approx(1)
     alone = metrics.expert_domain_information(indices, torch.zeros_like(domains), 7, 1)
-    assert alone["normalised"] == 0
+    assert alone["normalized"] == 0
 
 
 def _rows_that_ignore_domains(generator, *, rows=124, length=40, experts=8, k=2, domains=4):
     """Routing in which a row keeps to its own few experts and its domain decides nothing."""
-    favour = 3 * torch.randn(rows, 1, experts, generator=generator)
+    favor = 3 * torch.randn(rows, 1, experts, generator=generator)
     noise = torch.randn(rows, length, experts, generator=generator)
-    indices = (favour + noise).topk(k, dim=-1).indices.view(-1, k)
+    indices = (favor + noise).topk(k, dim=-1).indices.view(-1, k)
     row = torch.arange(rows).repeat_interleave(length)
     domain = torch.randperm(rows, generator=generator)[row] % domains
     return indices, domain, row

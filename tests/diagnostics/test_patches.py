@@ -71,7 +71,7 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
     heatmaps = [trace for trace in figure.data if trace.type == "heatmap"]
     assert len(heatmaps) == 2 * 2  # images x layers
     assert np.array_equal(heatmaps[1].z, routing.experts[1, 0, ..., 0])
-    assert list(heatmaps[0].x) == [1.5, 5.5, 9.5, 13.5]  # centres of 4-pixel patches
+    assert list(heatmaps[0].x) == [1.5, 5.5, 9.5, 13.5]  # centers of 4-pixel patches
     first, weight = routing.experts[0, 1, 2, 3, 0], routing.weights[0, 1, 2, 3, 0]
     assert heatmaps[2].text[2][3].startswith(f"expert {first}: {weight:.3f}<br>expert ")
     titles = [note.text for note in figure.layout.annotations]

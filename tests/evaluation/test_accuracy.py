@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from l2r.data.image_sources import ArrayImages
-from l2r.data.images import CentreCrop, ImageDataset, sample_indices
+from l2r.data.images import CenterCrop, ImageDataset, sample_indices
 from l2r.evaluation.accuracy import evaluate_accuracy
 
 
@@ -33,7 +33,7 @@ class Broken(ArrayImages):
 def dataset(labels, kind=ArrayImages):
     pixels = np.repeat(np.arange(len(labels), dtype=np.uint8), 16).reshape(-1, 4, 4)
     source = kind(pixels, np.asarray(labels), [f"c{i}" for i in range(max(labels) + 1)])
-    return ImageDataset(source, size=4, channels=1, crop=CentreCrop(share=1.0))
+    return ImageDataset(source, size=4, channels=1, crop=CenterCrop(share=1.0))
 
 
 def evaluate(model, data, **options):

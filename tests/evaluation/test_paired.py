@@ -21,9 +21,9 @@ def test_difference_and_interval_by_hand():
     found = paired_difference(first, second)
     assert found.difference == pytest.approx(second.accuracy - first.accuracy) == 0.2
     # Half a document more in each outcome: 3.5 against 1.5 of 12.
-    centre, error = 2 / 12, (5 - 2**2 / 12) ** 0.5 / 12
-    assert found.low == pytest.approx(centre - 1.959964 * error, abs=1e-6)
-    assert found.high == pytest.approx(centre + 1.959964 * error, abs=1e-6)
+    center, error = 2 / 12, (5 - 2**2 / 12) ** 0.5 / 12
+    assert found.low == pytest.approx(center - 1.959964 * error, abs=1e-6)
+    assert found.high == pytest.approx(center + 1.959964 * error, abs=1e-6)
     turned = paired_difference(second, first)
     assert turned == pytest.approx((-found.difference, -found.high, -found.low))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from olmo_eval import HFTokenizer, ICLMetric, build_task
 
-from l2r.evaluation.scoring import Request, TaskResult, answer_logits, score_batch, summarise
+from l2r.evaluation.scoring import Request, TaskResult, answer_logits, score_batch, summarize
 from l2r.evaluation.tasks import build_requests, select_tasks
 from l2r.evaluation.tokenizer import task_tokenizer
 
@@ -40,7 +40,7 @@ def test_scores_and_accuracy_are_the_librarys_on_full_logits(model, name):
     short = [x for _, _, x in metric.loglikelihoods_no_leading_space]
     assert [r.score_without_space for r in ours] == pytest.approx(short, rel=1e-5, abs=1e-6)
     library = metric.compute()[f"{dataset.metric_type}_v2"].item()
-    assert summarise(name, ours).accuracy == pytest.approx(library, abs=1e-6)
+    assert summarize(name, ours).accuracy == pytest.approx(library, abs=1e-6)
 
 
 def test_requests_are_build_tasks_own(model):
@@ -102,10 +102,10 @@ def request(document, answer, label, score, short=None):
 
 def test_ties_go_to_the_first_answer_and_repeats_count_once():
     constant = [request(0, a, 3, -1.0) for a in range(4)]  # SciQ's gold is always the last
-    assert summarise("sciq", constant).accuracy == 0
+    assert summarize("sciq", constant).accuracy == 0
     requests = [request(0, 0, 0, -1.0), request(0, 1, 0, -2.0), request(1, 1, 0, -1.0)]
     requests += [request(1, 0, 0, -3.0), request(1, 0, 0, -3.0)]
-    result = summarise("piqa", requests)
+    result = summarize("piqa", requests)
     assert (result.accuracy, result.documents) == (0.5, 2)
 
 
@@ -117,19 +117,19 @@ def test_standard_error_is_of_a_mean_over_documents():
         for a in range(2)
     ]
     values = torch.tensor(scores, dtype=torch.float64)
-    result = summarise("piqa", requests)
+    result = summarize("piqa", requests)
     assert result.accuracy == values.mean().item()
     assert result.standard_error == pytest.approx(values.std(unbiased=True).item() / math.sqrt(8))
 
 
 def test_space_in_the_length_can_change_the_answer():
     requests = [request(0, 0, 0, -1.0, short=-1.5), request(0, 1, 0, -1.1, short=-1.2)]
-    result = summarise("piqa", requests)
+    result = summarize("piqa", requests)
     assert (result.accuracy, result.accuracy_without_space) == (1.0, 0.0)
 
 
 def test_result_survives_json():
-    result = summarise("piqa", [request(0, 0, 0, -1.0), request(0, 1, 0, -2.0)])
+    result = summarize("piqa", [request(0, 0, 0, -1.0), request(0, 1, 0, -2.0)])
     assert math.isnan(result.standard_error)
     assert result.to_dict()["standard_error"] is None
     assert math.isnan(TaskResult.from_dict(result.to_dict()).standard_error)
@@ -141,7 +141,7 @@ def test_result_survives_json():
 )
 def test_impossible_scores_are_refused(requests, message):
     with pytest.raises(ValueError, match=message):
-        summarise("piqa", requests)
+        summarize("piqa", requests)
 
 
 def test_any_hugging_face_tokenizer_is_read(small_tokenizer, olmoe_tokenizer):

@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
-from l2r.functional import low_rank_query, magnitude, rms_norm, standardise_magnitude
+from l2r.functional import low_rank_query, magnitude, rms_norm, standardize_magnitude
 from tests import reference
 
 
 def test_rms_norm_equals_loops():
     rng = np.random.default_rng(0)
     x, gain = rng.normal(size=(5, 9)) * 30, rng.normal(size=9)
-    expected = reference.rms_normalised(x, gain)
+    expected = reference.rms_normalized(x, gain)
     np.testing.assert_allclose(rms_norm(torch.tensor(x), torch.tensor(gain)), expected, rtol=1e-12)
 
 
@@ -20,12 +20,12 @@ def test_rms_norm_makes_the_query_blind_to_input_scale():
     torch.testing.assert_close(low_rank_query(rms_norm(x * 1e3, eps=1e-12), weight), one)
 
 
-def test_standardised_magnitude_can_be_negative():
+def test_standardized_magnitude_can_be_negative():
     q = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     rho = magnitude(q)
     assert rho.tolist() == [5.0, 1.0]
     one, zero = torch.tensor(1.0), torch.tensor(0.0)
-    hat = standardise_magnitude(rho, rho.mean(), rho.var(unbiased=False), one, zero, eps=0.0)
+    hat = standardize_magnitude(rho, rho.mean(), rho.var(unbiased=False), one, zero, eps=0.0)
     assert hat.tolist() == [1.0, -1.0]
 
 

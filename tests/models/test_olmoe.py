@@ -1,4 +1,4 @@
-"""OLMoE with our routers inside transformers: save, load, generate, record, initialise."""
+"""OLMoE with our routers inside transformers: save, load, generate, record, initialize."""
 
 import math
 import subprocess

@@ -141,7 +141,7 @@ def test_upcycled_model_computes_what_the_dense_one_does(tmp_path):
         for source in (dense, tmp_path):
             model = L2rViTForImageClassification.from_dense(source, config).eval()
             torch.testing.assert_close(model(images).logits, expected, atol=1e-5, rtol=1e-5)
-        # The paper's unnormalised weights shrink the blocks' outputs, so this must differ.
+        # The paper's unnormalized weights shrink the blocks' outputs, so this must differ.
         plain = L2rViTForImageClassification.from_dense(dense).eval()
         assert plain.config.moe_layers == [0, 1, 2]
         assert not torch.allclose(plain(images).logits, expected, atol=1e-3)

@@ -103,7 +103,7 @@ def test_eq_7_dot_is_norms_times_cosine(q, k):
     torch.testing.assert_close(dot_scores(q, k), norms * cosine_scores(q, k))
 
 
-def test_eq_8_and_12_sips_factorises(q, k):
+def test_eq_8_and_12_sips_factorizes(q, k):
     factors = phi(q.norm(dim=1), gamma=1.3, beta=0.7)[:, None, None] * psi(k.norm(dim=2), p=3.0)
     expected = factors * dot_scores(q, k) / (q.norm(dim=1)[:, None, None] * k.norm(dim=2))
     torch.testing.assert_close(sips_scores(q, k, gamma=1.3, beta=0.7, p=3.0), expected)

@@ -11,13 +11,13 @@ RNG = np.random.default_rng(0)
 def test_principal_axes_equal_a_singular_value_decomposition():
     points = RNG.normal(size=(50, 6)) * [5, 1, 3, 0.2, 0.1, 2] + 7
     flat, shares = geometry.principal_axes(points)
-    centred = points - points.mean(axis=0)
-    u, s, _ = np.linalg.svd(centred, full_matrices=False)
+    centerd = points - points.mean(axis=0)
+    u, s, _ = np.linalg.svd(centerd, full_matrices=False)
     np.testing.assert_allclose(np.abs(flat), np.abs(u[:, :2] * s[:2]), atol=1e-9)
     np.testing.assert_allclose(shares, s[:2] ** 2 / (s**2).sum())
 
 
-def test_scatter_has_a_panel_per_cloud_and_colours_64_experts():
+def test_scatter_has_a_panel_per_cloud_and_colors_64_experts():
     cloud = geometry.Cloud("x, layer 0", RNG.normal(size=(900, 5)), np.arange(900) % 64)
     figure = geometry.pca_scatter([[cloud, cloud, cloud], [cloud, cloud, cloud]], 64)
     assert len(figure.data) == 6
@@ -25,7 +25,7 @@ def test_scatter_has_a_panel_per_cloud_and_colours_64_experts():
     axis = figure.layout.coloraxis
     assert (axis.cmin, axis.cmax) == (-0.5, 63.5)
     assert len(axis.colorbar.tickvals) <= 16
-    assert len({colour for _, colour in axis.colorscale}) == 64
+    assert len({color for _, color in axis.colorscale}) == 64
     assert figure.layout.xaxis.title.text.startswith("PC1 (")
 
 

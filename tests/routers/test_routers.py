@@ -25,7 +25,7 @@ def reference_logits(router, x):
         return x @ state["weight"].T
     hidden = x
     if "norm.weight" in state:
-        hidden = reference.rms_normalised(x, state["norm.weight"], config.norm_eps)
+        hidden = reference.rms_normalized(x, state["norm.weight"], config.norm_eps)
     query = hidden @ state["projection.weight"].T if "projection.weight" in state else hidden
     options = {"eps": config.eps}
     kind = getattr(config, "scoring", "cosine")
@@ -200,7 +200,7 @@ def test_temperature_divides_logits_and_can_be_learned():
     assert router.log_temperature.grad.abs() > 0
 
 
-def test_normalised_weights_sum_to_one():
+def test_normalized_weights_sum_to_one():
     router = build_router("linear", hidden_size=8, num_experts=6, top_k=3, normalize_weights=True)
     sums = router(torch.randn(5, 8)).weights.sum(dim=1)
     torch.testing.assert_close(sums, torch.ones(5))

@@ -89,7 +89,7 @@ def test_a_bias_held_by_the_router_is_found_by_its_path_and_replaces_the_passed_
     assert weights.flatten().tolist() == [0.5, 0.5, 0.5]  # the bias is not in the weights
 
 
-def test_a_normalised_softmax_is_the_softmax_of_the_chosen_logits():
+def test_a_normalized_softmax_is_the_softmax_of_the_chosen_logits():
     logits = torch.tensor([[3.0, -1.0, 2.0, 0.0]], dtype=torch.float64)
     weights, indices = Selection(normalize=True)(_Stub(2), logits)
     assert indices.tolist() == [[0, 2]]

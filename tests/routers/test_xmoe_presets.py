@@ -24,7 +24,7 @@ def unit(rows, eps):
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), eps)
 
 
-def test_torchscale_normalises_anchors_only_and_keeps_them_at_norm_1_5():
+def test_torchscale_normalizes_anchors_only_and_keeps_them_at_norm_1_5():
     router, x, q, k = build("torchscale")
     output = router(x)
     np.testing.assert_allclose(output.logits.detach(), q @ unit(k, 1e-6).T, atol=1e-10)

@@ -181,7 +181,7 @@ def test_our_own_olmoe_takes_the_new_router_into_its_configuration():
     assert families == {None}
 
 
-def test_renormalisation_is_left_to_the_family():
+def test_renormalization_is_left_to_the_family():
     with pytest.raises(ValueError, match="normalize_weights is decided by the model's family"):
         swap_routers(tiny_model(FAMILIES["olmoe"]), L2RConfig(normalize_weights=True))
 

@@ -14,7 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from l2r import capture
 from l2r.checkpoints import load_image_classifier
-from l2r.data.images import CentreCrop, ImageDataset
+from l2r.data.images import CenterCrop, ImageDataset
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
@@ -247,7 +247,7 @@ def test_an_image_folder_trains_and_broken_files_are_named_and_counted(folder, t
     # A model of one data set on another: too many classes is one clear line.
     model = load_image_classifier(tmp_path / "run")
     digits = ImageDataset(
-        VisionTask(recipe(), print).validation.source, size=8, crop=CentreCrop(share=1.0)
+        VisionTask(recipe(), print).validation.source, size=8, crop=CenterCrop(share=1.0)
     )
     with pytest.raises(ValueError, match="the model has 2 classes; got an image of class"):
         evaluate_accuracy(model, digits, mean=[0.5] * 3, deviation=[0.3] * 3)

@@ -148,8 +148,8 @@ class _Distance:
 
     def to(self, cells: Cells) -> Tensor:
         """Distance [T, C] of every token to every cell; infinity where it cannot be reached."""
-        centre, half, low, high = _in_row_space(cells, self.back)
-        turn = (_between(self.angle[:, None], centre) - half).clamp_min(0)
+        center, half, low, high = _in_row_space(cells, self.back)
+        turn = (_between(self.angle[:, None], center) - half).clamp_min(0)
         own = self.size[:, None]
         if self.scale is None:
             best = torch.minimum(torch.maximum(own * turn.cos(), low), high)

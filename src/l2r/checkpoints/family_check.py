@@ -100,7 +100,7 @@ def keeps_rule(model: Any) -> bool:
 
 
 def trains(model: Any) -> bool:
-    """A step on language modelling moves every router parameter and lowers the loss."""
+    """A step on language modeling moves every router parameter and lowers the loss."""
     model = copy.deepcopy(model).eval()  # evaluation mode: no sampled routing, no dropout
     ids = sample_tokens()
     with capture(model) as record:

@@ -10,7 +10,7 @@ import yaml
 from torch import Tensor
 
 from l2r.data.image_sources import open_images
-from l2r.data.images import CentreCrop, ImageDataset, sample_indices, standardise
+from l2r.data.images import CenterCrop, ImageDataset, sample_indices, standardize
 from l2r.recipes.load import parse_recipe
 from l2r.recipes.vision import ImageSection, VisionRecipe
 from l2r.runs.folder import RunFolder
@@ -43,14 +43,14 @@ class ImageInput:
 
     def standard(self, pixels: Tensor) -> Tensor:
         """Bytes as the model wants them."""
-        return standardise(pixels / 255, self.section.mean, self.section.deviation)
+        return standardize(pixels / 255, self.section.mean, self.section.deviation)
 
 
 def open_image_input(checkpoint: str | Path, config: Any, source: str | None) -> ImageInput:
     """Validation images for the model with ``config``: ``source``, or those of its run.
 
     A checkpoint that is no run of ours is taken to want ImageNet's mean and deviation, or 0.5
-    for grey images. Raises ValueError without images.
+    for gray images. Raises ValueError without images.
     """
     run = RunFolder(checkpoint)
     if run.is_run():
@@ -68,6 +68,6 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
         open_images(source or section.images)[1],
         size=config.image_size,
         channels=config.num_channels,
-        crop=CentreCrop(share=section.centre),
+        crop=CenterCrop(share=section.center),
     )
     return ImageInput(dataset, section)

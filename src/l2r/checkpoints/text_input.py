@@ -45,7 +45,7 @@ def open_text(
     file, or None for the held-out files of the embedded corpus.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
-    a tokenizer where text must be tokenised, or too little text.
+    a tokenizer where text must be tokenized, or too little text.
     """
     if source is not None and (Path(source) / "manifest.json").is_file():
         return _from_token_files(Path(source), vocab_size, instances, length)

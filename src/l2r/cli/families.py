@@ -70,7 +70,7 @@ run with a small random model of the family:
 - `same_rule`: a linear router of ours with the old router's weights gives the old model's logits
   (to 1e-5), so the family's selection rule was kept.
 - `swap`: the L2R router is seen by `capture`, and `output_router_logits=True` returns its logits.
-- `train_step`: one SGD step on the language-modelling loss moves every router parameter and
+- `train_step`: one SGD step on the language-modeling loss moves every router parameter and
   lowers the loss.
 - `generate`: greedy generation with the cache equals generation without.
 - `reload`: `save_pretrained`, then `l2r.load_pretrained` in another process: bit-equal logits.

@@ -1,4 +1,4 @@
-"""Training images: flip, RandAugment, normalisation, random erasing, mixup and CutMix.
+"""Training images: flip, RandAugment, normalization, random erasing, mixup and CutMix.
 
 Everything is decided by the images' positions in the training stream (random_streams.py)
 and runs on the device of the pixels.
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from l2r.data.images import standardise
+from l2r.data.images import standardize
 from l2r.data.randaugment import DRAWS_PER_OPERATION, rand_augment
 from l2r.data.random_streams import uniform_draws
 
@@ -33,14 +33,14 @@ def augment(
     deviation: Sequence[float],
     seed: int,
 ) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B classes"]]:
-    """Augmented, normalised images and their soft targets; zero switches a step off.
+    """Augmented, normalized images and their soft targets; zero switches a step off.
 
     flip, erasing: probabilities. randaugment: number of operations, of ``magnitude`` 0 to 10.
     mixup, cutmix: alpha of the Beta distribution of the share; where both are on, each pair of
     images takes one of them at random. label_smoothing: share given to all classes alike.
     mean, deviation: per channel, of pixels in [0, 1].
     ``positions`` are places in the training stream, in the order of the batch. With mixing on,
-    neighbours (2i, 2i + 1) form pairs. Raises ValueError if a pair is cut by the batch.
+    neighbors (2i, 2i + 1) form pairs. Raises ValueError if a pair is cut by the batch.
     """
     images = pixels / 255
     columns = 6 + DRAWS_PER_OPERATION * randaugment
@@ -49,7 +49,7 @@ def augment(
     images = torch.where(flipped, images.flip(-1), images)
     if randaugment:
         images = rand_augment(images, draws[:, 6:], magnitude=magnitude)
-    images = standardise(images, mean, deviation)
+    images = standardize(images, mean, deviation)
     if erasing > 0:
         images = erase(images, draws[:, 1:6], probability=erasing)
     targets = smooth_targets(labels, classes, label_smoothing)
@@ -64,7 +64,7 @@ def erase(
     """Random erasing: a box of 2% to 33% of the area and aspect 0.3 to 3.3, set to zero.
 
     The columns of ``draws`` decide: whether, area, aspect, row, column.
-    NOTE: the paper does not say what fills the box; after normalisation zero is the mean colour.
+    NOTE: the paper does not say what fills the box; after normalization zero is the mean color.
     """
     height, width = images.shape[-2:]
     area = (0.02 + (0.33 - 0.02) * draws[:, 1]) * height * width
@@ -95,14 +95,14 @@ def mix(
     cutmix: float,
     seed: int,
 ) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B classes"]]:
-    """Mixup or CutMix of each pair of neighbours, with one share and one box per pair.
+    """Mixup or CutMix of each pair of neighbors, with one share and one box per pair.
 
     kornia's mixup draws its share uniformly; the recipe asks for Beta(0.8, 0.8).
     """
     even = positions[0::2]
     if len(positions) % 2 or np.any(even % 2) or np.any(positions[1::2] != even + 1):
         raise ValueError(
-            f"mixup and CutMix pair neighbours in the stream, so the micro-batch of every rank "
+            f"mixup and CutMix pair neighbors in the stream, so the micro-batch of every rank "
             f"must be even; got {len(positions)} images from position {positions[0]}"
         )
     from scipy.special import betaincinv  # type: ignore[import-untyped]
@@ -121,18 +121,18 @@ def mix(
     cuts = torch.from_numpy(cut)
     share = torch.where(cuts, kept, share).to(images)
     cuts, box = cuts.to(images.device), box.to(images.device)
-    partner = _swap_neighbours(images)
-    other = _swap_neighbours(targets)
+    partner = _swap_neighbors(images)
+    other = _swap_neighbors(targets)
     blend = share.view(-1, 1, 1, 1)
     pasted = torch.where(box.unsqueeze(1), partner, images)
     mixed = torch.where(cuts.view(-1, 1, 1, 1), pasted, blend * images + (1 - blend) * partner)
     return mixed, share.view(-1, 1) * targets + (1 - share.view(-1, 1)) * other
 
 
-def _interval(centre: Tensor, share: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Start and end of a piece of ``share`` of the size around a centre, cut at the border."""
+def _interval(center: Tensor, share: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Start and end of a piece of ``share`` of the size around a center, cut at the border."""
     length = (share * size).floor()
-    start = (centre * size).floor() - length.div(2, rounding_mode="floor")
+    start = (center * size).floor() - length.div(2, rounding_mode="floor")
     return start.clamp_min(0), (start + length).clamp_max(size)
 
 
@@ -147,5 +147,5 @@ def _box(
     return inside[0][:, :, None] & inside[1][:, None, :]
 
 
-def _swap_neighbours(values: Tensor) -> Tensor:
+def _swap_neighbors(values: Tensor) -> Tensor:
     return values.view(-1, 2, *values.shape[1:]).flip(1).reshape(values.shape)

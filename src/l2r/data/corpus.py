@@ -122,7 +122,7 @@ def _build(
         sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"),
     )
     for split, domains in splits.items():
-        report(f"tokenising {split}")
+        report(f"tokenizing {split}")
         encoded = {
             domain: (encoding.ids for encoding in tokenizer.encode_batch_fast(texts))
             for domain, texts in domains.items()

@@ -24,7 +24,7 @@ _IDX_BYTE = 0x08
 
 @runtime_checkable
 class ImageSource(Protocol):
-    """Labelled images that are opened one by one."""
+    """Labeled images that are opened one by one."""
 
     classes: tuple[str, ...]
     labels: Int[np.ndarray, " n"]
@@ -37,7 +37,7 @@ class ImageSource(Protocol):
 
 
 class ArrayImages:
-    """Images in memory: ``pixels`` [n, H, W] grey or [n, H, W, 3] colour, bytes."""
+    """Images in memory: ``pixels`` [n, H, W] gray or [n, H, W, 3] color, bytes."""
 
     def __init__(
         self,

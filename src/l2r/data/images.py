@@ -47,7 +47,7 @@ class RandomCrop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentreCrop:
+class CenterCrop:
     """The central square whose side is this share of the shorter side."""
 
     draws: ClassVar[int] = 0
@@ -77,7 +77,7 @@ class ImageBatch:
 class ImageDataset:
     """Images of one size from a source.
 
-    crop: random for training, central for evaluation. channels: 1 grey or 3 colour.
+    crop: random for training, central for evaluation. channels: 1 gray or 3 color.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ImageDataset:
         *,
         size: int,
         channels: int = 3,
-        crop: RandomCrop | CentreCrop,
+        crop: RandomCrop | CenterCrop,
         seed: int = 0,
     ) -> None:
         if channels not in _MODES:
@@ -175,15 +175,15 @@ class ImageDataset:
         return pixels[:, :, None] if self.channels == 1 else pixels
 
 
-def standardise(
+def standardize(
     images: Float[Tensor, "B C H W"], mean: Sequence[float], deviation: Sequence[float]
 ) -> Float[Tensor, "B C H W"]:
     """Pixels in [0, 1] minus the channels' mean, over their deviation."""
-    centre, scale = (
+    center, scale = (
         torch.tensor(values, dtype=images.dtype, device=images.device).view(1, -1, 1, 1)
         for values in (mean, deviation)
     )
-    return (images - centre) / scale
+    return (images - center) / scale
 
 
 def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:

@@ -44,8 +44,8 @@ def rand_augment(
     ``draws`` are uniform numbers on the CPU; ``magnitude`` goes to 10. Images that drew the same
     operation go through it together.
     """
-    grey = images.shape[1] == 1
-    table = [f for name, f in OPERATIONS.items() if not (grey and name == "colour")]
+    gray = images.shape[1] == 1
+    table = [f for name, f in OPERATIONS.items() if not (gray and name == "color")]
     for which, whether, strength, direction in torch.split(draws.T, DRAWS_PER_OPERATION):
         noise = torch.special.ndtri(strength.clamp(1e-6, 1 - 1e-6))
         level = ((magnitude + deviation * noise) / 10).clamp(0, 1).to(images)
@@ -61,7 +61,7 @@ def rand_augment(
 
 
 def _factor(adjust: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    """Colour, contrast, brightness and sharpness: a factor of 1 -/+ 0.9 at full level."""
+    """Color, contrast, brightness and sharpness: a factor of 1 -/+ 0.9 at full level."""
     return lambda images, level, sign: adjust(images, 1 + 0.9 * level * sign)
 
 
@@ -80,7 +80,7 @@ def _solarize_add(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
 
 
 def _geometric(entries: Mapping[tuple[int, int], Callable[[Tensor], Tensor]]) -> Operation:
-    """Affine map about the centre, in units of the image size; grey where nothing is.
+    """Affine map about the center, in units of the image size; gray where nothing is.
 
     ``entries`` maps (row, column) of the 2 x 3 matrix to a function of level * sign; column 2
     shifts by a fraction of width (row 0) or height (row 1).
@@ -92,10 +92,10 @@ def _geometric(entries: Mapping[tuple[int, int], Callable[[Tensor], Tensor]]) ->
         for (row, column), function in entries.items():
             matrix[:, row, column] = function(level * sign)
         size = torch.tensor([width, height], device=images.device, dtype=images.dtype)
-        centre = (size - 1) / 2
-        matrix[:, :, 2] = matrix[:, :, 2] * size + centre - matrix[:, :, :2] @ centre
-        grey = torch.full((channels,), 0.5, device=images.device, dtype=images.dtype)
-        return warp_affine(images, matrix, (height, width), padding_mode="fill", fill_value=grey)
+        center = (size - 1) / 2
+        matrix[:, :, 2] = matrix[:, :, 2] * size + center - matrix[:, :, :2] @ center
+        gray = torch.full((channels,), 0.5, device=images.device, dtype=images.dtype)
+        return warp_affine(images, matrix, (height, width), padding_mode="fill", fill_value=gray)
 
     return apply
 
@@ -119,7 +119,7 @@ OPERATIONS: dict[str, Operation] = {
     "posterize": _posterize,
     "solarize": _solarize,
     "solarize_add": _solarize_add,
-    "colour": _factor(adjust_saturation_with_gray_subtraction),
+    "color": _factor(adjust_saturation_with_gray_subtraction),
     "contrast": _factor(adjust_contrast_with_mean_subtraction),
     "brightness": _factor(adjust_contrast),  # kornia's adjust_contrast multiplies
     "sharpness": _factor(sharpness),

@@ -94,7 +94,7 @@ def _docstring_files(root: Path, skipped: str) -> Files:
         if any(skipped in part for part in path.relative_to(root).parts):
             continue
         text = "\n\n".join(_docstrings(path))
-        if len(text) > 500:  # shorter ones are licence lines and one-word stubs
+        if len(text) > 500:  # shorter ones are license lines and one-word stubs
             yield str(path.relative_to(root)), text
 
 

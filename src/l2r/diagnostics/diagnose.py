@@ -86,7 +86,7 @@ def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], d
     if "domain" in record.sums:
         told = metrics.domain_information_from_sums(record.sums["domain"])
         numbers["domain_information"] = told["mutual_information"]
-        numbers["domain_information_share"] = told["normalised"]
+        numbers["domain_information_share"] = told["normalized"]
         for end in ("", "_low", "_high"):
             numbers[f"domain_information_by_chance{end}"] = told[f"by_chance{end}"]
     arrays: dict[str, Tensor] = metrics.usage_from_sums(record.sums["usage"])._asdict()

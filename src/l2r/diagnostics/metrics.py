@@ -94,17 +94,17 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
     load, importance = sums["topk"], sums["importance"]
     mean = load.mean()
     return {
-        "entropy": normalised_entropy(load),
+        "entropy": normalized_entropy(load),
         "cv": _cv(load),
         "max_over_mean": (load.max() / mean).item(),
         "min_over_mean": (load.min() / mean).item(),
         "dead_experts": float((load == 0).sum()),
-        "importance_entropy": normalised_entropy(importance),
+        "importance_entropy": normalized_entropy(importance),
         "importance_cv": _cv(importance),
     }
 
 
-def normalised_entropy(counts: Float[Tensor, " N"]) -> float:
+def normalized_entropy(counts: Float[Tensor, " N"]) -> float:
     """Entropy of counts as shares, divided by log N; 1 for one entry or an empty count."""
     total = counts.sum().item()
     if len(counts) < 2 or total <= 0:
@@ -145,7 +145,7 @@ def expert_domain_information(
 ) -> dict[str, float]:
     """Mutual information between the domain of a token and the experts that it chose.
 
-    mutual_information in bits, counted over all T K assignments. normalised: divided by the
+    mutual_information in bits, counted over all T K assignments. normalized: divided by the
     entropy of the domains (0 experts say nothing, 1 they tell the domain; 0 for one domain).
     by_chance: what the same choices show when domains are dealt anew to whole rows (sequences
     or images, numbered by ``rows``; each token its own without it), a mean of 200 permutations;
@@ -169,7 +169,7 @@ def domain_information_from_sums(sums: Sums, *, permutations: int = 200) -> dict
     low, high = chance.quantile(torch.tensor([0.025, 0.975], dtype=chance.dtype)).tolist()
     return {
         "mutual_information": bits,
-        "normalised": bits / known if known > 0 else 0.0,
+        "normalized": bits / known if known > 0 else 0.0,
         "by_chance": chance.mean().item(),
         "by_chance_low": low,
         "by_chance_high": high,

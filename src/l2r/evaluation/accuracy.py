@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from l2r.data.image_loader import batches_of
-from l2r.data.images import ImageDataset, sample_indices, standardise
+from l2r.data.images import ImageDataset, sample_indices, standardize
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def evaluate_accuracy(
             skipped += batch.skipped
             if len(batch.labels) == 0:
                 continue
-            output = model(standardise(batch.pixels.to(device) / 255, mean, deviation))
+            output = model(standardize(batch.pixels.to(device) / 255, mean, deviation))
             logits = getattr(output, "logits", output).float()
             labels = batch.labels.to(device)
             if int(labels.max()) >= logits.shape[1]:

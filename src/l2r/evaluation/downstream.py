@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from l2r.evaluation.scoring import Request, TaskResult, score_batch, summarise
+from l2r.evaluation.scoring import Request, TaskResult, score_batch, summarize
 from l2r.evaluation.store import TaskStore
 from l2r.evaluation.tasks import Split, Task, build_requests, select_tasks
 from l2r.evaluation.tokenizer import task_tokenizer
@@ -126,7 +126,7 @@ def _evaluate(
         done = sum(len(b) for b in batches[: step + ranks])
         on_progress(task.name, len(seen) + done, len(samples))
     cut = sum(s["ctx_len"] < len(s["ctx"]) for s in samples)
-    result = summarise(task.name, _from_all_ranks(scored), truncated=cut)
+    result = summarize(task.name, _from_all_ranks(scored), truncated=cut)
     if store is not None:
         store.finish(task.name, result)
     return result

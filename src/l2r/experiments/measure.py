@@ -8,7 +8,7 @@ import torch
 
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
-from l2r.diagnostics.metrics import normalised_entropy
+from l2r.diagnostics.metrics import normalized_entropy
 from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
@@ -33,7 +33,7 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
 def measure(run: RunFolder, recipe: AnyRecipe) -> dict[str, float]:
     """What claims are about: routing means over layers, and the losses at the end."""
     diagnosis = diagnose_run(run, recipe)
-    top1 = [normalised_entropy(torch.from_numpy(layer)) for layer in diagnosis.usage("top1")]
+    top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.usage("top1")]
     return {**diagnosis.mean(), **final_losses(run), "top1_entropy": sum(top1) / len(top1)}
 
 

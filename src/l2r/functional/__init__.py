@@ -7,7 +7,7 @@ from l2r.functional.losses import (
     router_z_loss,
 )
 from l2r.functional.pooling import pool_anchors
-from l2r.functional.projection import low_rank_query, magnitude, rms_norm, standardise_magnitude
+from l2r.functional.projection import low_rank_query, magnitude, rms_norm, standardize_magnitude
 from l2r.functional.scoring import cosine_scores, dot_scores, phi, psi, sips_scores, unit
 from l2r.functional.selection import routing_probs, select_experts
 
@@ -27,6 +27,6 @@ __all__ = [
     "routing_probs",
     "select_experts",
     "sips_scores",
-    "standardise_magnitude",
+    "standardize_magnitude",
     "unit",
 ]

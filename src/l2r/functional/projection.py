@@ -16,10 +16,10 @@ def rms_norm(
 ) -> Float[Tensor, "T D"]:
     """RMSNorm of the router input: x / sqrt(mean(x^2) + eps), times an optional gain.
 
-    The paper normalises the router input of language models this way, before W_q.
+    The paper normalizes the router input of language models this way, before W_q.
     """
-    normalised = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
-    return normalised if gain is None else normalised * gain
+    normalized = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return normalized if gain is None else normalized * gain
 
 
 def low_rank_query(
@@ -35,7 +35,7 @@ def magnitude(query: Float[Tensor, "T R"]) -> Float[Tensor, " T"]:
     return torch.linalg.vector_norm(query, dim=-1)
 
 
-def standardise_magnitude(
+def standardize_magnitude(
     rho: Float[Tensor, " T"],
     mean: Float[Tensor, ""],
     variance: Float[Tensor, ""],

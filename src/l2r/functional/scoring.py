@@ -41,7 +41,7 @@ def sips_scores(
 ) -> Float[Tensor, "T N H"]:
     r"""Saturated inner-product scoring, Eq. 8 and 12: phi(|q|) psi(|k|) cos(q, k).
 
-    ``rho_hat`` is the normalised query norm that phi sees; |q| itself when not given.
+    ``rho_hat`` is the normalized query norm that phi sees; |q| itself when not given.
     Bounded by gamma * (1 + beta) * psi(|k|), whatever the size of the query.
     """
     if rho_hat is None:

@@ -28,7 +28,7 @@ def add_router_losses(
     balance_variant: BalanceVariant = "paper",
     z_variant: ZVariant = "paper",
 ) -> "RouterLosses":
-    """Make ``trainer`` minimise its task loss + balance * L_bal + z * L_z (Eq. 14).
+    """Make ``trainer`` minimize its task loss + balance * L_bal + z * L_z (Eq. 14).
 
     The router losses of a step are the mean over its micro-batches and over the ranks, whatever
     the accumulation; tokens outside a 2-D ``attention_mask`` do not count. Both are logged

@@ -2,7 +2,7 @@
 
 A backend is a module with two functions, see ``Backend``. Both take a call in stages, project
 (x to query), score (query to logits) and select (logits to weights), of which any run of
-neighbours may be given; the tensors of the others are None.
+neighbors may be given; the tensors of the others are None.
 
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
 """
@@ -189,7 +189,7 @@ def backward_in_stages(
 
 
 def empty(*shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised memory for a result (sizes may be symbols); the tests fill it with NaN."""
+    """Uninitialized memory for a result (sizes may be symbols); the tests fill it with NaN."""
     if dtype is None or dtype is like.dtype:
         return like.new_empty(*shape)  # half a microsecond less
     return like.new_empty(shape, dtype=dtype)

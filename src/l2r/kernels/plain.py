@@ -40,7 +40,7 @@ def routing_query(
     gain: Float[Tensor, " D"] | None = None,
     score: Score = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
-    """Query of the router input, Eq. 6; RMS-normalised with ``gain`` first when it is given.
+    """Query of the router input, Eq. 6; RMS-normalized with ``gain`` first when it is given.
 
     Computed in the dtype of the parameters, whatever that of x.
     """

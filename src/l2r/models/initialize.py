@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from l2r.routers import Router, RouterConfig, build_router
 
-_STREAM_STEP = 1_000_003  # keeps the streams of neighbouring seeds and layers apart
+_STREAM_STEP = 1_000_003  # keeps the streams of neighboring seeds and layers apart
 
 
 def attach_router(config: RouterConfig, *, stream: int, **sizes: int) -> Router:
@@ -29,7 +29,7 @@ def attach_router(config: RouterConfig, *, stream: int, **sizes: int) -> Router:
 
 @torch.no_grad()
 def reset_missing(router: Router) -> None:
-    """Initialise a router after loading, leaving alone what the checkpoint filled."""
+    """Initialize a router after loading, leaving alone what the checkpoint filled."""
     state: dict[str, Any] = dict(router.named_parameters()) | dict(router.named_buffers())
     loaded = {n: t.clone() for n, t in state.items() if getattr(t, "_is_hf_initialized", False)}
     if len(loaded) == len(state):

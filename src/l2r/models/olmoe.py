@@ -65,7 +65,7 @@ class L2rOlmoeConfig(OlmoeConfig):
 
 
 class _RouterWeights:
-    """Initialisation that both nested classes need: OLMoE's, and the routers' own."""
+    """Initialization that both nested classes need: OLMoE's, and the routers' own."""
 
     config_class = L2rOlmoeConfig
     # transformers looks for a decorator in the source of this very file; the experts are its own.

@@ -76,7 +76,7 @@ class L2rViTConfig(ViTConfig):
 
 
 class _MoEWeights:
-    """Initialisation that both nested classes need: ViT's, the experts' and the routers'."""
+    """Initialization that both nested classes need: ViT's, the experts' and the routers'."""
 
     config_class = L2rViTConfig
     _keep_in_fp32_modules_strict = ("mlp.router",)

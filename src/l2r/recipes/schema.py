@@ -24,17 +24,28 @@ class Section(BaseModel):
     """Base of all sections: frozen, no unknown fields, no NaN.
 
     read_with: fields that are read only beside some values of others, as in RouterConfig.
+    old_names: fields that an earlier version called otherwise, to their names now.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     read_with: ClassVar[ReadWith] = {}
+    old_names: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_new_names(cls, values: Any) -> Any:
+        return cls._renamed(values) if isinstance(values, Mapping) else values
+
+    @classmethod
+    def _renamed(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {cls.old_names.get(name, name): value for name, value in values.items()}
 
     def check_read(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError for a field off its default that was ``given`` and that nothing reads.
 
         A section that is given whole was written by a run, whose base had what its run did not use.
         """
-        fields = type(self).model_fields
+        fields, given = type(self).model_fields, self._renamed(given)
         for name, values in given.items():
             section = getattr(self, name)
             if isinstance(section, Section):

@@ -83,15 +83,17 @@ class ImageSection(Section):
 
     images: "digits", "fashion-mnist" or a folder (l2r.data.image_sources). workers: processes
     that read ahead, 0 to read in the training process; the images are the same either way.
-    crop_scale, crop_aspect: random resized crop of training images. centre: share of the
+    crop_scale, crop_aspect: random resized crop of training images. center: share of the
     shorter side that evaluation looks at. mean, deviation: of pixels in [0, 1], per channel.
     """
+
+    old_names: ClassVar = {"centre": "center"}  # of version 0.1.0
 
     images: str = "digits"
     workers: NonNegativeInt = 0
     crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    centre: PositiveFraction = 0.875
+    center: PositiveFraction = 0.875
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     deviation: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
     augmentation: AugmentationSection = AugmentationSection()

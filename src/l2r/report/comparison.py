@@ -7,7 +7,7 @@ from typing import Any
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
-from l2r.report.style import ROUTER_COLOURS
+from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
@@ -28,7 +28,7 @@ PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
 
 def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """Runs named after routers in the paper's order, then the others by name."""
-    order = list(ROUTER_COLOURS)
+    order = list(ROUTER_COLORS)
     last = len(order)
     return sorted(runs, key=lambda r: (order.index(r.name) if r.name in order else last, r.name))
 
@@ -118,7 +118,7 @@ def write_report(
                 "Expert usage by domain",
                 "The same layer's experts under text of different domains or images of "
                 "different classes; an expert that is red in one row and blue in the others has "
-                "specialised.",
+                "specialized.",
                 [usage_by_domain(views)],
             )
         )

@@ -97,7 +97,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
         Section(
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
-            "the router input x and of the routing query q; colour is the first expert.",
+            "the router input x and of the routing query q; color is the first expert.",
             [cosine_variance_bars(_per_layer(views, "cosine_variance"))],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colours, layout, router_colour
+from l2r.report.style import expert_colors, layout, router_color
 
 _POINTS = 600  # tokens drawn per panel
 _ISOTROPIC_2D = 0.5
@@ -42,16 +42,16 @@ def principal_axes(
     points: Float[np.ndarray, "S D"],
 ) -> tuple[Float[np.ndarray, "S 2"], Float[np.ndarray, " 2"]]:
     """Coordinates on the first two principal axes, and their shares of the variance."""
-    centred = np.asarray(points, dtype=np.float64)
-    centred = centred - centred.mean(axis=0)
-    values, vectors = np.linalg.eigh(centred.T @ centred)
+    centerd = np.asarray(points, dtype=np.float64)
+    centerd = centerd - centerd.mean(axis=0)
+    values, vectors = np.linalg.eigh(centerd.T @ centerd)
     order = values.argsort()[::-1][:2]
     shares = values[order] / max(values.sum(), 1e-300)
-    return centred @ vectors[:, order], shares
+    return centerd @ vectors[:, order], shares
 
 
 def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
-    """A panel per cloud, a row of panels per inner sequence; colour is the first expert.
+    """A panel per cloud, a row of panels per inner sequence; color is the first expert.
 
     Axes leave out the outermost percent on each side (scroll or double-click to see it).
     """
@@ -159,7 +159,7 @@ def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
     figure.add_bar(
         x=list(labels.values()),
         y=means,
-        marker_color=[router_colour(name, i) for i, name in enumerate(names)],
+        marker_color=[router_color(name, i) for i, name in enumerate(names)],
         opacity=0.75,
         showlegend=False,
     )
@@ -183,10 +183,10 @@ def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
 
 
 def _expert_axis(count: int, title: str) -> dict[str, Any]:
-    """Colour axis with one flat colour per expert, readable at 64 experts and more."""
+    """Color axis with one flat color per expert, readable at 64 experts and more."""
     scale: list[list[Any]] = []
-    for expert, colour in enumerate(expert_colours(count)):
-        scale += [[expert / count, colour], [(expert + 1) / count, colour]]
+    for expert, color in enumerate(expert_colors(count)):
+        scale += [[expert / count, color], [(expert + 1) / count, color]]
     every = max(1, -(-count // 16))
     ticks = list(range(0, count, every))
     return {

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colours, layout
+from l2r.report.style import expert_colors, layout
 from l2r.runs.patches import PatchRouting
 
 _TILE = 150  # pixels per drawn image
@@ -38,7 +38,7 @@ def compare_patches(routings: Mapping[str, PatchRouting], *, images: int = 6) ->
 def _figure(
     panels: Sequence[tuple[str, PatchRouting, int]], row_titles: Sequence[str]
 ) -> go.Figure:
-    """Every patch in the colour of its heaviest expert; pointing at it shows all and weights."""
+    """Every patch in the color of its heaviest expert; pointing at it shows all and weights."""
     routing = panels[0][1]
     count = len(row_titles)
     figure = make_subplots(
@@ -91,7 +91,7 @@ def _overlay(routing: PatchRouting, layer: int, row: int, shape: tuple[int, ...]
         ]
         for p in range(down)
     ]
-    # An image's pixel i covers [i - 0.5, i + 0.5]; patch centres follow from that.
+    # An image's pixel i covers [i - 0.5, i + 0.5]; patch centers follow from that.
     high, wide = shape[0] / down, shape[1] / across
     return go.Heatmap(
         z=experts[..., 0],
@@ -110,16 +110,16 @@ def _png(pixels: np.ndarray) -> str:
     from PIL import Image
 
     stream = io.BytesIO()
-    grey = pixels.shape[-1] == 1
-    Image.fromarray(pixels[..., 0] if grey else pixels).convert("RGB").save(stream, format="PNG")
+    gray = pixels.shape[-1] == 1
+    Image.fromarray(pixels[..., 0] if gray else pixels).convert("RGB").save(stream, format="PNG")
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 def _steps(experts: int) -> list[list[Any]]:
-    """A colour scale in steps: one flat colour per expert."""
+    """A color scale in steps: one flat color per expert."""
     scale: list[list[Any]] = []
-    for number, colour in enumerate(expert_colours(experts)):
-        scale += [[number / experts, colour], [(number + 1) / experts, colour]]
+    for number, color in enumerate(expert_colors(experts)):
+        scale += [[number / experts, color], [(number + 1) / experts, color]]
     return scale
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from l2r.report.page import Section, write_page
-from l2r.report.style import ROUTER_COLOURS, layout, router_colour
+from l2r.report.style import ROUTER_COLORS, layout, router_color
 from l2r.report.tables import Table
 
 AXES = {
@@ -56,7 +56,7 @@ def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median
             y=list(points.values()),
             name=f"{router}, {phase}",
             mode="lines+markers",
-            line={"dash": _DASHES[phase], "color": router_colour(router)},
+            line={"dash": _DASHES[phase], "color": router_color(router)},
         )
     titles = {"median_us": "microseconds", "peak_mib": "peak MiB", "ratio": "ratio to linear"}
     title = titles[column]
@@ -97,7 +97,7 @@ def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
             x=[record[time] for record in records],
             y=names,
             orientation="h",
-            marker={"color": [_colour(str(record["contender"])) for record in records]},
+            marker={"color": [_color(str(record["contender"])) for record in records]},
             error_x=error,
         )
     )
@@ -140,10 +140,10 @@ def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
     return write_page(path, title="Performance", summary=place, sections=[bench_section(bench)])
 
 
-def _colour(contender: str) -> str:
-    """Colour of the first router that a contender's name mentions."""
+def _color(contender: str) -> str:
+    """Color of the first router that a contender's name mentions."""
     words = contender.replace(",", " ").split()
-    return router_colour(next((word for word in words if word in ROUTER_COLOURS), contender))
+    return router_color(next((word for word in words if word in ROUTER_COLORS), contender))
 
 
 def _group(record: Mapping[str, Any]) -> str:

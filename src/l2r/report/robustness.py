@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, router_colour
+from l2r.report.style import layout, router_color
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def stability_bars(
             text=[f"{mean:.4f}" for mean, _, _ in rows],
             textposition="inside",
             insidetextanchor="start",
-            marker_color=[router_colour(name, i) for i, name in enumerate(values)],
+            marker_color=[router_color(name, i) for i, name in enumerate(values)],
             showlegend=False,
             row=1,
             col=column,
@@ -75,7 +75,7 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
                     x=np.round(grid, 4),
                     y=np.round(_share_above(values, grid), 4),
                     mode="lines",
-                    line={"dash": dash, "color": router_colour(name, number)},
+                    line={"dash": dash, "color": router_color(name, number)},
                     name=f"{name}, {kind}",
                     legendgroup=name,
                     showlegend=column == 1,

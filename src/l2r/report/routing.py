@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, router_colour
+from l2r.report.style import layout, router_color
 from l2r.runs.diagnosis import Array, Diagnosis
 
 # Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
@@ -59,7 +59,7 @@ def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
             x=list(views),
             y=values,
             text=[f"{value:.3f}" for value in values],
-            marker_color=[router_colour(name, i) for i, name in enumerate(views)],
+            marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             row=1,
             col=column,
@@ -105,7 +105,7 @@ def _heatmaps(
         figure.update_xaxes(title_text="expert", row=row, col=column)
         if column == 1:
             figure.update_yaxes(title_text=y_title, row=row, col=column)
-    colours = {
+    colors = {
         "colorscale": _AROUND_ONE,
         "cmin": 0,
         "cmax": 3,
@@ -117,6 +117,6 @@ def _heatmaps(
     }
     text = f"{title}: use of each expert relative to the layer's mean"
     figure.update_layout(
-        **layout(height=area + 160, title=text, coloraxis=colours, margin={"t": 90, "b": 70})
+        **layout(height=area + 160, title=text, coloraxis=colors, margin={"t": 90, "b": 70})
     )
     return figure

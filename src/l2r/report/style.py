@@ -1,36 +1,36 @@
-"""Colours and layout that every figure shares."""
+"""Colors and layout that every figure shares."""
 
 import colorsys
 from typing import Any
 
 from l2r.runs.router_names import PAPER_ROUTERS
 
-# Colour-blind safe hues (Okabe and Ito), one per router, the same in every figure.
-_COLOURS = ("#52606d", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
-ROUTER_COLOURS = dict(zip(PAPER_ROUTERS, _COLOURS, strict=True))
+# Color-blind safe hues (Okabe and Ito), one per router, the same in every figure.
+_COLORS = ("#52606d", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
+ROUTER_COLORS = dict(zip(PAPER_ROUTERS, _COLORS, strict=True))
 _SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#be185d", "#a16207")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def router_colour(name: str, position: int = 0) -> str:
-    """Colour of a router; others take a spare colour by their position."""
-    return ROUTER_COLOURS.get(name, _SPARE[position % len(_SPARE)])
+def router_color(name: str, position: int = 0) -> str:
+    """Color of a router; others take a spare color by their position."""
+    return ROUTER_COLORS.get(name, _SPARE[position % len(_SPARE)])
 
 
 def line_style(name: str, position: int) -> dict[str, Any]:
-    """Line of a curve: a router's own colour, or a spare one, dashed from the seventh on."""
-    dash = "solid" if name in ROUTER_COLOURS else _DASHES[position // len(_SPARE) % len(_DASHES)]
-    return {"color": router_colour(name, position), "width": 1.8, "dash": dash}
+    """Line of a curve: a router's own color, or a spare one, dashed from the seventh on."""
+    dash = "solid" if name in ROUTER_COLORS else _DASHES[position // len(_SPARE) % len(_DASHES)]
+    return {"color": router_color(name, position), "width": 1.8, "dash": dash}
 
 
-def expert_colours(count: int) -> list[str]:
-    """Distinct colours for experts: hues around the circle, lightness alternating."""
-    colours = []
+def expert_colors(count: int) -> list[str]:
+    """Distinct colors for experts: hues around the circle, lightness alternating."""
+    colors = []
     for expert in range(count):
         lightness = (0.45, 0.62, 0.34)[expert % 3]
         red, green, blue = colorsys.hls_to_rgb(expert / count, lightness, 0.75)
-        colours.append(f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})")
-    return colours
+        colors.append(f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})")
+    return colors
 
 
 def layout(**changes: Any) -> dict[str, Any]:

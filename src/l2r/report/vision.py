@@ -11,7 +11,7 @@ from l2r.runs.patches import read_patches
 from l2r.runs.statistics import mean_interval
 
 HOW_TO_READ_PATCHES = (
-    "Colour: the expert with the largest weight. Point at a patch to see all its experts."
+    "Color: the expert with the largest weight. Point at a patch to see all its experts."
 )
 
 

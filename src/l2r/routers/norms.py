@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from l2r.functional import standardise_magnitude
+from l2r.functional import standardize_magnitude
 
 
 class InputNormGain(nn.Module):
@@ -45,11 +45,11 @@ class MagnitudeBatchNorm(nn.Module):
             tensor.detach().fill_(value)
 
     def forward(self, rho: Tensor) -> Tensor:
-        """Standardise norms [T]; any dtype."""
+        """Standardize norms [T]; any dtype."""
         mean, var = self.running_mean, self.running_var
         if self.training and rho.numel() > 0:
             mean, var = self._batch_statistics(rho)
-        return standardise_magnitude(
+        return standardize_magnitude(
             rho,
             mean.to(rho.dtype).squeeze(),
             var.to(rho.dtype).squeeze(),

@@ -1,7 +1,7 @@
 """X-MoE (Chi et al., 2022): low-rank cosine routing, with the presets of three code bases.
 
 The references disagree (docs/paper-notes.md); the default has no bias, rank N / 2 as in the
-paper's table, both sides normalised, orthogonal anchors and a fixed temperature.
+paper's table, both sides normalized, orthogonal anchors and a fixed temperature.
 """
 
 import dataclasses

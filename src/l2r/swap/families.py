@@ -1,7 +1,7 @@
 """Model families whose routers can be replaced, and the selection each one keeps.
 
-A family is recognised by the class name of its router, so that models built around the same
-decoder (vision-language models, classifiers) are recognised too. Every router here returns
+A family is recognized by the class name of its router, so that models built around the same
+decoder (vision-language models, classifiers) are recognized too. Every router here returns
 (logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
 ``tiny`` is the configuration of a small random model, from which docs/families.md is made.
 """
@@ -52,7 +52,7 @@ class SparseMixer(Selection):
 
 
 def _softmax(old: Any) -> Selection:
-    """Softmax over all experts, top-k, weights as they are or renormalised by a flag."""
+    """Softmax over all experts, top-k, weights as they are or renormalized by a flag."""
     return Selection(normalize=getattr(old, "norm_topk_prob", False))
 
 

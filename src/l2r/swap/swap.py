@@ -1,7 +1,7 @@
 """Replace the routers of a Hugging Face MoE model by ours, keeping the family's own selection.
 
 Only the scoring changes: how logits become weights and indices (softmax or sigmoid, groups,
-selection bias, renormalisation, scaling) stays the family's, as do experts, shared experts and
+selection bias, renormalization, scaling) stays the family's, as do experts, shared experts and
 everything else. The new router sits where the old one sat and returns the same triple.
 """
 
@@ -175,7 +175,7 @@ def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
     parent, _, name = site.path.rpartition(".")
     block: Any = model.get_submodule(parent)
     setattr(block, name, router)
-    # Some families initialise ``block.gate.weight`` by name while a checkpoint loads.
+    # Some families initialize ``block.gate.weight`` by name while a checkpoint loads.
     block._is_hf_initialized = True
 
 

@@ -2,7 +2,7 @@
 
 One step: micro-batches of this rank -> task loss + lambda_bal L_bal + lambda_z L_z (Eq. 14) ->
 gradient, clipped -> AdamW. The data order is a function of the step, so a run resumes to the
-same bits from weights, optimiser slots, random state and one integer.
+same bits from weights, optimizer slots, random state and one integer.
 """
 
 from collections.abc import Callable
@@ -132,7 +132,7 @@ class _Trainer:
             while step < self.steps:
                 self.on_step(step)
                 logged = (step + 1) % self.recipe.training.log_every == 0 or step + 1 == self.steps
-                record = self._step(step, summarise=logged)
+                record = self._step(step, summarize=logged)
                 step += 1
                 speed.add(self.units_per_step)
                 if logged and monitor is not None:
@@ -166,8 +166,8 @@ class _Trainer:
             position = {"step": step, self.task.unit: step * self.units_per_step}
             monitor.record({"kind": "train_mean", **position, **mean})
 
-    def _step(self, step: int, *, summarise: bool) -> dict[str, Any]:
-        """One optimiser step; the record has the step's losses and, if asked, routing numbers."""
+    def _step(self, step: int, *, summarize: bool) -> dict[str, Any]:
+        """One optimizer step; the record has the step's losses and, if asked, routing numbers."""
         rate = learning_rate(self.recipe.optimizer, step * self.units_per_step, self.end)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -181,7 +181,7 @@ class _Trainer:
             last = number + 1 == len(batches)
             with accumulate(self.model, last=last):
                 losses, summary = self._backward(
-                    step, batch, usage, len(batches), summarise=last and summarise
+                    step, batch, usage, len(batches), summarize=last and summarize
                 )
             for name, value in losses.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
@@ -193,7 +193,7 @@ class _Trainer:
             self.bias_balance.step(self.ranks)
         if self.average is not None:
             self.average.update(self.model, step)
-        if not summarise:
+        if not summarize:
             return {}
         means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
         position = (step + 1) * self.units_per_step
@@ -201,7 +201,7 @@ class _Trainer:
         return {**head, **means, "lr": rate, "grad_norm": norm, **summary}
 
     def _backward(
-        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, summarise: bool
+        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, summarize: bool
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         section = self.recipe.losses
         with precision(self.recipe.training.precision, self.ranks.device):
@@ -221,7 +221,7 @@ class _Trainer:
                     + self._last_checkpoint()
                 )
         (loss / parts).backward()  # type: ignore[no-untyped-call]
-        summary = routing_summary(loads) if summarise else {}
+        summary = routing_summary(loads) if summarize else {}
         return {"ce": task_loss.detach(), **parts_of_extra}, summary
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:

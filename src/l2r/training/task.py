@@ -22,7 +22,7 @@ class Task(Protocol):
     items: int
 
     def build_model(self) -> nn.Module:
-        """A freshly initialised model on the CPU."""
+        """A freshly initialized model on the CPU."""
         ...
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:

@@ -27,10 +27,10 @@ Report = Callable[[str, int, int], None]  # stage, done, total
 
 @dataclass(frozen=True)
 class FitOptions:
-    """updates: optimiser steps per batch of activations, each on all its tokens.
+    """updates: optimizer steps per batch of activations, each on all its tokens.
 
     lr decays to zero with a cosine. joint_steps: steps of training everything afterwards, with
-    the paper's losses (balance 0.01, z 0.001) beside the language-modelling loss; a tenth of
+    the paper's losses (balance 0.01, z 0.001) beside the language-modeling loss; a tenth of
     them warm up.
     """
 

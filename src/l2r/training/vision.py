@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from l2r.data.augment import augment
 from l2r.data.image_loader import ImageLoader
 from l2r.data.image_sources import open_images
-from l2r.data.images import CentreCrop, ImageDataset, RandomCrop
+from l2r.data.images import CenterCrop, ImageDataset, RandomCrop
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.recipes.vision import VisionRecipe
@@ -45,7 +45,7 @@ class VisionTask:
             validation,
             size=model.image_size,
             channels=model.num_channels,
-            crop=CentreCrop(share=data.centre),
+            crop=CenterCrop(share=data.center),
         )
         self.items = len(self.train)
         self.skipped: set[str] = set()

@@ -33,7 +33,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "forward.cpp", _FOLDER / "backward.cpp"]
 _HEADER = _FOLDER / "router.h"
 _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
-_TYPES = {  # sizes, score, threads, whether to normalise; then tensors as in contract.py
+_TYPES = {  # sizes, score, threads, whether to normalize; then tensors as in contract.py
     "l2r_forward": [_POINTER, _POINTER, _INT, _INT, *[_POINTER] * 10],
     "l2r_backward": [_POINTER, _POINTER, _INT, _INT, *[_POINTER] * 19],
 }

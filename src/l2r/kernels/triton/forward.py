@@ -1,4 +1,4 @@
-"""Triton forward: one kernel with three stages, any run of neighbouring stages in one launch.
+"""Triton forward: one kernel with three stages, any run of neighboring stages in one launch.
 
 project: x -> q (RMS statistic and projection from one read of x). score: q -> logits (anchor
 scores, log-sum-exp over the anchors of an expert). select: logits -> log-sum-exp over experts,

@@ -19,7 +19,7 @@ from l2r.routers.registry import register_router
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(RouterConfig):
-    """init_std: of the three matrices, cut at 3 sigma. Yuan renormalises the top-k weights."""
+    """init_std: of the three matrices, cut at 3 sigma. Yuan renormalizes the top-k weights."""
 
     normalize_weights: bool = True
     init_std: float = 0.02

@@ -186,6 +186,16 @@ def test_folders_of_different_tokenizers_are_refused(tmp_path):
         TokenDataset([one, two], 4)
 
 
+def test_one_tokenizer_under_two_names_is_one(tmp_path):
+    """A corpus calls its own after its size; data prepare after its folder."""
+    named = [TokenizerIdentity(name, 11, EOS, sha256="a" * 64) for name in ("bpe-11", "tokenizer")]
+    folders = [small_folder(tmp_path / identity.name, identity) for identity in named]
+    assert len(TokenDataset(folders, 4)) == 14
+    other = TokenizerIdentity("bpe-11", 11, EOS, sha256="b" * 64)
+    with pytest.raises(ValueError, match="must share one tokenizer"):
+        TokenDataset([folders[0], small_folder(tmp_path / "other", other)], 4)
+
+
 @pytest.mark.parametrize("index", [-1, 7])
 def test_index_outside_the_dataset_is_an_index_error(tmp_path, index):
     dataset = TokenDataset(small_folder(tmp_path), 4)

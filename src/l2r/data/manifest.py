@@ -28,6 +28,12 @@ class TokenizerIdentity:
     eos_token_id: int
     sha256: str = ""
 
+    def is_same(self, other: "TokenizerIdentity") -> bool:
+        """Whether both make the same ids: by content where that is known, else by all they say."""
+        if self.sha256 and other.sha256:
+            return self.sha256 == other.sha256
+        return self == other
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Smallest little-endian type that holds every token id."""
@@ -120,7 +126,7 @@ def check_same_tokenizer(manifests: Sequence[Manifest]) -> TokenizerIdentity:
     """The tokenizer that all folders share. Raises ValueError when they differ."""
     first = manifests[0].tokenizer
     for manifest in manifests[1:]:
-        if manifest.tokenizer != first:
+        if not manifest.tokenizer.is_same(first):
             raise ValueError(
                 f"token folders must share one tokenizer; got {first.name!r} ({first.vocab_size}) "
                 f"and {manifest.tokenizer.name!r} ({manifest.tokenizer.vocab_size})"

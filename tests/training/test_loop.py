@@ -208,8 +208,9 @@ def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(
         return task
 
     trainer_model: list = []
-    spread = loop.spread
-    monkeypatch.setattr(loop, "spread", lambda m, *a: trainer_model.append(m) or spread(m, *a))
+    parallelize = loop.parallelize
+    keep = lambda m, *a: trainer_model.append(m) or parallelize(m, *a)  # noqa: E731
+    monkeypatch.setattr(loop, "parallelize", keep)
     monkeypatch.setattr(loop, "build_task", poisoned)
     with pytest.raises(NonFiniteError) as error:
         run(tmp_path / "run", tiny_changes)

@@ -13,7 +13,8 @@ from transformers.utils import logging
 
 from l2r.checkpoints import family_check, load_pretrained
 from l2r.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
-from l2r.routers import L2RRouter
+from l2r.routers import L2RConfig, L2RRouter
+from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
@@ -169,3 +170,23 @@ def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(l2r, checkpoint, text_fo
         model = load_pretrained(tmp_path / out, dtype="auto")
         with torch.no_grad():
             assert model(sample_tokens()).logits.isfinite().all()
+
+
+def test_a_bf16_checkpoint_is_exported_evaluated_and_diagnosed(
+    l2r, checkpoint, text_folder, tmp_path
+):
+    model = swap_routers(load_pretrained(checkpoint).bfloat16(), L2RConfig(rank=2, heads=4))
+    shutil.copytree(checkpoint, tmp_path / "bf16")
+    model.save_pretrained(tmp_path / "bf16")
+    code, _, err = l2r("export", tmp_path / "bf16", "--out", tmp_path / "alone")
+    assert code == 0, err
+    for name, value in load_file(tmp_path / "alone" / "model.safetensors").items():
+        assert value.dtype == (torch.float32 if ".gate." in name else torch.bfloat16), name
+    scored = ("--tasks", "piqa", "--limit", 2, "--dtype", "bfloat16", "--json")
+    code, text, err = l2r("eval", tmp_path / "bf16", *scored)
+    assert code == 0 and 0 <= json.loads(text)[0]["PIQA"] <= 100, err
+    sizes = ("--instances", 2, "--length", 16, "--certify", 0, "--sample", 16)
+    data = ("--data", text_folder, "--out", tmp_path / "diagnosis")
+    code, text, err = l2r("diagnose", tmp_path / "bf16", *data, *sizes, "--json")
+    assert code == 0, err
+    assert all(0 <= row["stability"] <= 1 for row in json.loads(text))

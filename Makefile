@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
-TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,gpu,test,lint,docs
+TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,lint,docs
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 
 ifeq ($(UV),)

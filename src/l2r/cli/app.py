@@ -22,6 +22,7 @@ COMMANDS = (
     "families",
     "upcycle",
     "export",
+    "serve",
     "doctor",
     "data",
     "eval",

@@ -1,0 +1,184 @@
+"""From a recipe to four servers: ``make serve-test``, or this folder in an environment like its.
+
+Trains small/cpu-l2r-sips for a few steps, exports it as a Hugging Face folder, an ONNX file and a
+program of torch.export, and asks vLLM (its Transformers backend, and our plug-in) and ``l2r serve``
+(with and without continuous batching) to continue prompts greedily. Their tokens must be those of
+transformers' ``generate``, and the logits of ONNX runtime and of the exported program must agree to
+1e-4. Prints a Markdown table; exits with 1 where something differs.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+
+from l2r.checkpoints import load_causal_lm
+
+HERE = Path(__file__).parent
+PROMPTS = ("The state of the union is", "def main(", "Return the derivative of", "A list is")
+NEW = 16
+TOLERANCE = 1e-4
+SHAPES = ((1, 1), (3, 40), (4, 21))  # not those that the exports are traced and checked with
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/serve_the_whole_way", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/serve-test"))
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    out: Path = options.out
+    run, folder = out / "run", out / "hf"
+    changes = [f"training.steps={options.steps}", "data.characters_per_domain=400000"]
+    l2r("train", "small/cpu-l2r-sips", *changes, "evaluation.max_batches=2", "--out", run)
+    for form in ("hf", "onnx", "torch-export"):
+        if not (out / form).exists():
+            l2r("export", run, "--format", form, "--out", out / form)
+
+    model, tokenizer = load_causal_lm(folder)
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    wanted = [continued(model, ids) for ids in prompts]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in wanted]
+    checks: dict[str, Callable[[], str]] = {
+        "vLLM, Transformers backend": lambda: same(
+            in_vllm(folder, "transformers", prompts), wanted
+        ),
+        "vLLM, plug-in": lambda: same(in_vllm(folder, "auto", prompts), wanted),
+        "l2r serve, the run": lambda: same(over_http(run), texts),
+        "l2r serve, continuous batching": lambda: same(
+            over_http(folder, "--continuous-batching", "--num-blocks", 8), texts
+        ),
+        "torch.export against the model": lambda: close(exported(out), model),
+        "ONNX runtime against the model": lambda: close(in_onnx_runtime(out), model),
+        "ONNX runtime against torch.export": lambda: close(in_onnx_runtime(out), exported(out)),
+    }
+    print("| what | found | seconds |\n| --- | --- | --- |", flush=True)
+    return max([report(name, check) for name, check in checks.items()])
+
+
+def report(name: str, check: Callable[[], str]) -> int:
+    """A row of the table; 1 where the check failed."""
+    start, failed = time.monotonic(), 0
+    try:
+        found = check()
+    except Exception as error:  # the other rows are worth having
+        found, failed = f"FAILED: {error}", 1
+    print(f"| {name} | {found} | {time.monotonic() - start:.0f} |", flush=True)
+    return failed
+
+
+def l2r(*args: object) -> None:
+    subprocess.run(command(*args), check=True)
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "l2r", *map(str, args)]
+
+
+def continued(model: Any, ids: list[int]) -> list[int]:
+    """Greedy tokens of transformers."""
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    new: list[int] = tokens[0, len(ids) :].tolist()
+    return new
+
+
+def in_vllm(folder: Path, implementation: str, prompts: list[list[int]]) -> list[list[int]]:
+    done = subprocess.run(
+        [sys.executable, HERE / "greedy_in_vllm.py", folder, implementation, str(NEW)],
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ},
+    )
+    used = "Resolved architecture: Transformers" if implementation == "transformers" else "L2rOlmoe"
+    if done.returncode or used not in done.stdout + done.stderr:
+        raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-2000:]}")
+    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return tokens
+
+
+def over_http(checkpoint: Path, *options: object) -> list[str]:
+    """Every prompt at once, as requests of one server."""
+    with server(checkpoint, *options) as ask, ThreadPoolExecutor() as pool:
+        requests = [{"prompt": text, "max_tokens": NEW, "temperature": 0} for text in PROMPTS]
+        answers = pool.map(lambda body: ask("/v1/completions", body), requests)
+        return [answer["choices"][0]["text"] for answer in answers]
+
+
+@contextmanager
+def server(checkpoint: Path, *options: object) -> Iterator[Callable[..., Any]]:
+    """``l2r serve`` while the block runs; it must end by itself when it is interrupted."""
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        url, kind = f"http://localhost:{port}{path}", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, data, kind), timeout=120) as answer:
+            return json.load(answer)
+
+    process = subprocess.Popen(
+        command("serve", checkpoint, "--port", port, *options), stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(240):
+            try:
+                ask("/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                if process.poll() is not None:
+                    raise RuntimeError(f"l2r serve ended with {process.returncode}") from None
+                time.sleep(0.5)
+        yield ask
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+
+
+def exported(out: Path) -> Any:
+    return torch.export.load(out / "torch-export" / "model.pt2").module()
+
+
+def in_onnx_runtime(out: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    session = onnxruntime.InferenceSession(out / "onnx" / "model.onnx")
+    return lambda ids: torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0])
+
+
+def same(found: list[Any], wanted: list[Any]) -> str:
+    if found != wanted:
+        raise ValueError(f"got {found}, transformers gives {wanted}")
+    return f"the same greedy tokens for {len(found)} prompts"
+
+
+def close(one: Callable[..., Any], other: Callable[..., Any]) -> str:
+    """Largest difference of a logit over all shapes, as a number and a share of the largest."""
+    difference = largest = 0.0
+    for shape in SHAPES:
+        ids = torch.randint(3, 4000, shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            a, b = (getattr(found, "logits", found) for found in (one(ids), other(ids)))
+        difference = max(difference, float((a - b).abs().max()))
+        largest = max(largest, float(b.abs().max()))
+    if not difference <= TOLERANCE:
+        raise ValueError(f"logits differ by {difference:.1e}, of {largest:.3g}")
+    return f"logits differ by {difference:.1e} at most, of {largest:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

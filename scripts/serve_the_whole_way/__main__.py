@@ -108,7 +108,9 @@ def in_vllm(folder: Path, implementation: str, prompts: list[list[int]]) -> list
     used = "Resolved architecture: Transformers" if implementation == "transformers" else "L2rOlmoe"
     if done.returncode or used not in done.stdout + done.stderr:
         raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-2000:]}")
-    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    # The engine's processes write to the same output.
+    line = next(line for line in done.stdout.splitlines() if line.startswith("[["))
+    tokens: list[list[int]] = json.loads(line)
     return tokens
 
 
@@ -133,7 +135,9 @@ def server(checkpoint: Path, *options: object) -> Iterator[Callable[..., Any]]:
             return json.load(answer)
 
     process = subprocess.Popen(
-        command("serve", checkpoint, "--port", port, *options), stderr=subprocess.DEVNULL
+        command("serve", checkpoint, "--port", port, *options),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         for _ in range(240):

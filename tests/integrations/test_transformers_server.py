@@ -2,7 +2,10 @@
 
 import gc
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -56,7 +59,7 @@ def ask(port, path, **body):
 
 
 def when_ready(port):
-    for _ in range(100):
+    for _ in range(1200):  # a minute, for a process that has to import first
         try:
             return ask(port, "/health")
         except (urllib.error.URLError, ConnectionError):
@@ -64,36 +67,60 @@ def when_ready(port):
     raise TimeoutError("the server did not answer")
 
 
-@pytest.mark.parametrize(
-    ("kind", "batching"), [("own", True), ("exported", False), ("swapped", False)]
-)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_greedy_completion_over_http_is_that_of_generate(
-    kind, batching, port, checkpoint, small_tokenizer, tmp_path
-):
-    folder = saved(kind, tmp_path / "served", small_tokenizer, checkpoint)
-    blocks = 4 if batching else None
-    server = transformers_server.serve(
-        folder, port=port, continuous_batching=batching, num_blocks=blocks, non_blocking=True
-    )
-    try:
-        assert when_ready(port) == {"status": "ok"}
-        assert [model["id"] for model in ask(port, "/v1/models")["data"]] == ["served"]
-        body = {"model": "served", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
-        answer = ask(port, "/v1/completions", **body)
-        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
-            ask(port, "/v1/completions", **{**body, "model": "another"})
-        refused.value.close()
-    finally:
-        server.kill_server()
-        gc.collect()  # transformers leaves the event loop of its thread open
+def asked(port):
+    """A greedy completion, once the server answers; the models it lists; another is refused."""
+    assert when_ready(port) == {"status": "ok"}
+    assert [model["id"] for model in ask(port, "/v1/models")["data"]] == ["served"]
+    body = {"model": "served", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        ask(port, "/v1/completions", **{**body, "model": "another"})
+    refused.value.close()
+    return ask(port, "/v1/completions", **body)["choices"][0]["text"]
+
+
+def generated(folder):
     model, tokenizer = load_causal_lm(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
         tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
-    expected = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert answer["choices"][0]["text"] == expected
-    assert len(expected) > NEW // 2
+    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["exported", "swapped"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_greedy_completion_over_http_is_that_of_generate(
+    kind, port, checkpoint, small_tokenizer, tmp_path
+):
+    folder = saved(kind, tmp_path / "served", small_tokenizer, checkpoint)
+    server = transformers_server.serve(folder, port=port, non_blocking=True)
+    try:
+        answer = asked(port)
+    finally:
+        server.kill_server()
+        gc.collect()  # transformers leaves the event loop of its thread open
+    assert answer == generated(folder) and len(answer) > NEW // 2
+
+
+def test_the_command_batches_continuously_and_ends_when_interrupted(
+    port, checkpoint, small_tokenizer, tmp_path
+):
+    """In a process of its own, a few seconds: transformers' thread outlives an interrupt."""
+    folder = saved("own", tmp_path / "served", small_tokenizer, checkpoint)
+    options = ("--port", str(port), "--continuous-batching", "--num-blocks", "4")
+    command = [sys.executable, "-m", "l2r", "serve", str(folder), *options]
+    with (tmp_path / "err").open("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            answer = asked(port)
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        err = log.read()
+    assert answer == generated(folder) and len(answer) > NEW // 2
+    assert process.returncode == 130 and "Traceback" not in err, err
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(l2r, checkpoint, port, tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def serve(
     usual = model_manager.ModelManager
     model_manager.ModelManager = _loading(usual, checkpoint, name)
     try:
-        return command.Serve(
+        return _ending(command.Serve)(
             force_model=name,
             host=host,
             port=port,
@@ -69,6 +69,21 @@ def serve(
         )
     finally:
         model_manager.ModelManager = usual
+
+
+def _ending(usual: type) -> type:
+    """transformers' server, whose batching thread outlives it: the process would never end."""
+
+    class Ending(usual):
+        def __init__(self, *, non_blocking: bool, **options: Any) -> None:
+            try:
+                super().__init__(non_blocking=non_blocking, **options)
+            finally:
+                state = getattr(self, "_generation_state", None)
+                if state is not None and not non_blocking:
+                    state.shutdown()
+
+    return Ending
 
 
 def _loading(usual: type, checkpoint: Path, name: str) -> type:

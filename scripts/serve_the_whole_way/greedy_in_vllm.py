@@ -1,7 +1,8 @@
-"""Greedy tokens of vLLM as JSON: ``python greedy_in_vllm.py FOLDER auto|transformers NEW``.
+"""Greedy tokens of vLLM and their log-probabilities: ``python greedy_in_vllm.py FOLDER IMPL NEW``.
 
-Prompts, lists of token ids, come as JSON on standard input. vLLM starts processes that import the
-main module, so this is a file of its own.
+IMPL is auto or transformers, NEW a number of tokens. Prompts, lists of token ids, come as JSON on
+standard input and the answers on standard output. vLLM starts processes that import the main
+module, so this is a file of its own.
 """
 
 import json
@@ -21,8 +22,12 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=128,
     )
-    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=int(new)))
-    print("\n" + json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
+    greedy = SamplingParams(temperature=0, max_tokens=int(new), logprobs=0)
+    answers = [answer.outputs[0] for answer in engine.generate(prompts, greedy)]
+    pairs = [
+        [list(a.token_ids), [next(iter(p.values())).logprob for p in a.logprobs]] for a in answers
+    ]
+    print("\n" + json.dumps(pairs))
 
 
 if __name__ == "__main__":

@@ -54,12 +54,12 @@ def ask(port, path, **body):
     request = urllib.request.Request(
         f"http://localhost:{port}{path}", data, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 
 def when_ready(port):
-    for _ in range(1200):  # a minute, for a process that has to import first
+    for _ in range(6000):  # minutes, for a process that has to import first on a busy machine
         try:
             return ask(port, "/health")
         except (urllib.error.URLError, ConnectionError):
@@ -106,14 +106,14 @@ def test_the_command_batches_continuously_and_ends_when_interrupted(
 ):
     """In a process of its own, a few seconds: transformers' thread outlives an interrupt."""
     folder = saved("own", tmp_path / "served", small_tokenizer, checkpoint)
-    options = ("--port", str(port), "--continuous-batching", "--num-blocks", "4")
+    options = ("--port", str(port), "--continuous-batching")  # in a cache of our size
     command = [sys.executable, "-m", "l2r", "serve", str(folder), *options]
     with (tmp_path / "err").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
             answer = asked(port)
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            process.wait(timeout=300)
         finally:
             process.kill()
             process.wait()

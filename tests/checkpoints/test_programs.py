@@ -47,15 +47,16 @@ def test_onnx(model, tmp_path):
     agrees(lambda ids: torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]), model)
 
 
-def test_a_program_that_differs_is_refused_and_leaves_nothing(model, tmp_path, monkeypatch):
-    """What is written is not looked at here: something that rounds stands in its place."""
+@pytest.mark.parametrize("spoil", [lambda x: x.bfloat16().float(), lambda x: x * float("nan")])
+def test_a_program_that_differs_is_refused_and_leaves_nothing(spoil, model, tmp_path, monkeypatch):
+    """What is written is not looked at here: something else stands in its place."""
 
-    def rounding(program, folder):
+    def other(program, folder):
         (folder / "model.pt2").touch()
-        return lambda ids: model(ids).logits.bfloat16().float()
+        return lambda ids: spoil(model(ids).logits) if len(ids) == 3 else model(ids).logits
 
     monkeypatch.setattr(programs, "_trace", lambda model, ids: None)
-    monkeypatch.setitem(programs.FORMS, "torch-export", rounding)
+    monkeypatch.setitem(programs.FORMS, "torch-export", other)
     with pytest.raises(ValueError, match=r"must be within tolerance=0.0001 .* they differ by"):
         export_program(model, tmp_path / "p", form="torch-export")
     assert list(tmp_path.iterdir()) == []

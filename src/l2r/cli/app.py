@@ -10,7 +10,8 @@ import typer
 from l2r import __version__
 from l2r.cli.old_names import with_new_names
 
-# Each module defines ``register(app)``; it imports its heavy dependencies inside the command.
+# Each module has a function of its name, whose docstring is the help, or a group of commands; heavy
+# dependencies are imported inside the function.
 COMMANDS = (
     "train",
     "compare",
@@ -51,7 +52,11 @@ def build_app() -> typer.Typer:
         """What holds for every command."""
 
     for name in COMMANDS:
-        importlib.import_module(f"l2r.cli.{name}").register(app)
+        command = getattr(importlib.import_module(f"l2r.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 

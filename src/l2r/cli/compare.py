@@ -9,15 +9,6 @@ from l2r.cli.experiment import Launch, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Seeds
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "compare",
-        epilog="Example: l2r compare demo training.steps=100 --routers linear,l2r_sips",
-        help="Train every recipe of a packaged folder on the same batches and compare routers.",
-    )(compare)
-
-
 def compare(
     folder: Annotated[str, typer.Argument(help="Packaged folder of recipes, e.g. demo.")],
     changes: Changes = None,
@@ -29,7 +20,12 @@ def compare(
     launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train, diagnose and report; runs that are finished are not trained again."""
+    """Train every recipe of a packaged folder on the same batches and compare routers.
+
+    Runs that are finished are not trained again.
+
+    Example: l2r compare demo training.steps=100 --routers linear,l2r_sips
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import folder_cells
     from l2r.report.comparison import comparison_table, write_report

@@ -19,17 +19,13 @@ if TYPE_CHECKING:
     from l2r.report.tables import Table
 
 
-def register(app: typer.Typer) -> None:
-    """Add the ``data`` group to the application."""
-    data = typer.Typer(
-        help="Plan a subset of the OLMoE mixture and turn it into token files.",
-        epilog="Example: l2r data plan --tokens 200B",
-    )
-    data.command()(plan)
-    data.command()(prepare)
-    app.add_typer(data, name="data")
+data = typer.Typer(
+    help="Plan a subset of the OLMoE mixture and turn it into token files.",
+    epilog="Example: l2r data plan --tokens 200B",
+)
 
 
+@data.command()
 def plan(
     tokens: Annotated[str, typer.Option(help="Size of the subset: 10B, 200B, 1.5T.")] = "200B",
     seed: Annotated[int, typer.Option(help="Seed of the draw; 2025 in the paper.")] = 2025,
@@ -61,6 +57,7 @@ def plan(
         typer.echo(f"wrote {out}", err=True)
 
 
+@data.command()
 def prepare(
     out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
     *,

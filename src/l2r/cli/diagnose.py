@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from l2r.checkpoints.image_input import ImageInput
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "diagnose",
-        epilog="Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis",
-        help="Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.",
-    )(diagnose)
-
-
 def diagnose(
     checkpoints: Annotated[
         list[str], typer.Argument(help="Hugging Face folders or run folders, compared in order.")
@@ -50,7 +41,12 @@ def diagnose(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
+    """Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.
+
+    Runs every checkpoint on the same data, saves its diagnosis, prints tables, writes the page.
+
+    Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
+    """
     import torch
     from rich.progress import Progress
 

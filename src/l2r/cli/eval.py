@@ -12,18 +12,7 @@ _LANGUAGE_ONLY = ("tasks", "split", "requests", "length")
 _IMAGES_ONLY = ("data", "average")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "eval",
-        epilog="Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100",
-        help="Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the "
-        "paper's full-results rows, with paired differences from the first (run again to resume "
-        "after a kill), or an image classifier on its validation images.",
-    )(evaluate)
-
-
-def evaluate(
+def eval(
     context: typer.Context,
     checkpoints: Annotated[
         list[Path],
@@ -61,7 +50,14 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print accuracies in percent with standard errors and write evaluation.json."""
+    """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the paper's
+    full-results rows, with paired differences from the first (run again to resume after a kill), or
+    an image classifier on its validation images.
+
+    Accuracies are in percent, with standard errors; evaluation.json has them too.
+
+    Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
+    """
     from l2r.checkpoints import is_image_classifier
     from l2r.cli.diagnose import names
     from l2r.evaluation.checkpoint import DTYPES, TaskSettings

@@ -8,17 +8,6 @@ import typer
 from l2r.cli.options import AsJson, positive_numbers
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "params",
-        epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, "
-        "or l2r params --recipes olmoe-1b-7b",
-        help="Router parameters (or cost) for ranks and heads, over all layers, against the "
-        "linear router.",
-    )(params)
-
-
 def params(
     hidden_size: Annotated[int, typer.Option(help="Hidden size d.")] = 2048,
     num_experts: Annotated[int, typer.Option(help="Experts N.")] = 64,
@@ -37,7 +26,13 @@ def params(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
+    """Router parameters (or cost) for ranks and heads, over all layers, against the linear router.
+
+    The table of the paper's Appendix D, or the cost by its formulas.
+
+    Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, or
+    l2r params --recipes olmoe-1b-7b
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.recipe_sizes import recipe_sizes
     from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table

@@ -8,15 +8,6 @@ import typer
 from l2r.cli.options import AsJson
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "report",
-        epilog="Example: l2r report runs/demo --out runs/demo/report.html",
-        help="Write the report page of a run folder, or of all runs inside a folder.",
-    )(report)
-
-
 def report(
     folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
     out: Annotated[Path | None, typer.Option(help="Page [default: FOLDER/report.html].")] = None,
@@ -25,7 +16,12 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the comparison table and write the page."""
+    """Write the report page of a run folder, or of all runs inside a folder.
+
+    Prints the comparison table as well.
+
+    Example: l2r report runs/demo --out runs/demo/report.html
+    """
     from l2r.cli.console import print_table
     from l2r.report.comparison import comparison_table, in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench

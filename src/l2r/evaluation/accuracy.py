@@ -8,6 +8,7 @@ from torch import nn
 
 from l2r.data.image_loader import batches_of
 from l2r.data.images import ImageDataset, sample_indices, standardize
+from l2r.routers.observe import evaluating
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ def evaluate_accuracy(
     first = five = count = 0
     loss = 0.0
     skipped: list[str] = []
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches_of(dataset, indices, batch_size, workers=workers):
             skipped += batch.skipped
             if len(batch.labels) == 0:
@@ -74,8 +73,6 @@ def evaluate_accuracy(
             count += len(labels)
             if progress is not None:
                 progress(count + len(skipped), total)
-    finally:
-        model.train(was_training)
     if count == 0:
         raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from l2r.data.image_loader import batches_of
+from l2r.data.image_loader import read_ahead
 from l2r.data.images import ImageDataset, sample_indices, standardize
 from l2r.routers.observe import evaluating
 
@@ -50,11 +50,12 @@ def evaluate_accuracy(
     device = next(model.parameters()).device
     indices = sample_indices(dataset, max_images)
     total = len(indices)
+    parts = ((indices[start : start + batch_size], None) for start in range(0, total, batch_size))
     first = five = count = 0
     loss = 0.0
     skipped: list[str] = []
     with evaluating(model):
-        for batch in batches_of(dataset, indices, batch_size, workers=workers):
+        for batch in read_ahead(dataset, parts, workers):
             skipped += batch.skipped
             if len(batch.labels) == 0:
                 continue

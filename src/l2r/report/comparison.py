@@ -39,28 +39,24 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     first = next(iter(last.values()), {})
     domains = [key for key in first if key.startswith("ce/")]
     accuracies = [key for key in ("top1", "top5") if key in first]
-    columns = ["router", *accuracies]
-    columns += [*(f"CE {d.removeprefix('ce/')}" for d in domains), "balance loss"]
-    columns += [name for name, _, _ in _ROUTING] + ["router params"]
+    columns = [(accuracy, "max") for accuracy in accuracies]
+    columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
+    columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
     rows = []
     for run in runs:
         mean = read_diagnosis(run.path).mean() if is_diagnosed(run.path) else {}
         rows.append(
             (
                 run.name,
-                *(last[run.name].get(accuracy) for accuracy in accuracies),
-                *(last[run.name].get(domain) for domain in domains),
+                *(last[run.name].get(field) for field in (*accuracies, *domains)),
                 last_tenth(run, "balance"),
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
-    best: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
-    best += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
-    best += [(name, direction) for name, _, direction in _ROUTING] + [("router params", "min")]
     return Table(
         "Routers compared",
-        tuple(columns),
+        ("router", *(name for name, _ in columns)),
         tuple(rows),
         caption=(
             "CE: validation cross-entropy in nats per token; top1, top5: share of validation "
@@ -70,7 +66,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
             "by the standard deviation of a token's logits. Stability and overlap: under noise "
             "of sigma 0.02 on router inputs. Routing metrics are means over layers."
         ),
-        best=tuple(best),
+        best=tuple(columns),
     )
 
 

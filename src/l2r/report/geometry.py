@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colors, layout, router_color
+from l2r.report.style import expert_axis, layout, panel_figure, router_color
 
 _POINTS = 600  # tokens drawn per panel
 _ISOTROPIC_2D = 0.5
@@ -81,18 +80,17 @@ def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
             place = {"title_standoff": 4, "row": number, "col": column}
             figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
             figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
-    bar = _expert_axis(num_experts, "first expert")
+    bar = expert_axis(num_experts, "first expert", len=0.9)
     figure.update_layout(**layout(height=60 + 400 * len(rows), coloraxis=bar))
     return figure
 
 
 def routing_planes(planes: Sequence[Plane]) -> go.Figure:
     """Decision regions of rank-2 routers: background first expert, rings anchors, dots tokens."""
-    figure = make_subplots(
-        rows=1, cols=len(planes), subplot_titles=[plane.title for plane in planes]
-    )
+    figure, places = panel_figure([plane.title for plane in planes], len(planes))
     experts = max(len(plane.anchors) for plane in planes)
-    for column, plane in enumerate(planes, start=1):
+    for place, plane in zip(places, planes, strict=True):
+        first = place["col"] == 1
         figure.add_heatmap(
             x=_round(plane.axis),
             y=_round(plane.axis),
@@ -100,8 +98,7 @@ def routing_planes(planes: Sequence[Plane]) -> go.Figure:
             coloraxis="coloraxis",
             opacity=0.45,
             hovertemplate="first expert %{z}<br>q = (%{x}, %{y})<extra></extra>",
-            row=1,
-            col=column,
+            **place,
         )
         figure.add_scatter(
             x=_round(plane.queries[:_POINTS, 0]),
@@ -110,9 +107,8 @@ def routing_planes(planes: Sequence[Plane]) -> go.Figure:
             name="tokens",
             marker={"size": 3, "color": "#1f2933"},
             hoverinfo="skip",
-            showlegend=column == 1,
-            row=1,
-            col=column,
+            showlegend=first,
+            **place,
         )
         count, heads, _ = plane.anchors.shape
         flat = plane.anchors.reshape(-1, 2)
@@ -130,22 +126,20 @@ def routing_planes(planes: Sequence[Plane]) -> go.Figure:
             },
             customdata=np.stack([expert, np.tile(np.arange(heads), count)], axis=1),
             hovertemplate="expert %{customdata[0]}, anchor %{customdata[1]}<extra></extra>",
-            showlegend=column == 1,
-            row=1,
-            col=column,
+            showlegend=first,
+            **place,
         )
         reach = float(plane.axis[-1])
-        figure.update_xaxes(title_text="q1", range=[-reach, reach], row=1, col=column)
+        figure.update_xaxes(title_text="q1", range=[-reach, reach], **place)
         figure.update_yaxes(
-            title_text="q2" if column == 1 else None,
+            title_text="q2" if first else None,
             range=[-reach, reach],
-            scaleanchor=f"x{column if column > 1 else ''}",
+            scaleanchor="x" if first else f"x{place['col']}",
             constrain="domain",
-            row=1,
-            col=column,
+            **place,
         )
     legend = {"orientation": "h", "y": -0.2, "x": 0}
-    bar = _expert_axis(experts, "first expert")
+    bar = expert_axis(experts, "first expert", len=0.9)
     figure.update_layout(**layout(height=440, coloraxis=bar, legend=legend))
     return figure
 
@@ -180,21 +174,6 @@ def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
     figure.update_yaxes(title_text="variance of pairwise cosines", range=[0, top])
     figure.update_layout(**layout(height=380, legend={"orientation": "h", "y": 1.12, "x": 0.7}))
     return figure
-
-
-def _expert_axis(count: int, title: str) -> dict[str, Any]:
-    """Color axis with one flat color per expert, readable at 64 experts and more."""
-    scale: list[list[Any]] = []
-    for expert, color in enumerate(expert_colors(count)):
-        scale += [[expert / count, color], [(expert + 1) / count, color]]
-    every = max(1, -(-count // 16))
-    ticks = list(range(0, count, every))
-    return {
-        "colorscale": scale,
-        "cmin": -0.5,
-        "cmax": count - 0.5,
-        "colorbar": {"title": title, "tickvals": ticks, "len": 0.9},
-    }
 
 
 def _most(values: Float[np.ndarray, " S"]) -> list[float]:

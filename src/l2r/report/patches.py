@@ -3,13 +3,12 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colors, layout
+from l2r.report.style import expert_axis, layout
 from l2r.runs.patches import PatchRouting
 
 _TILE = 150  # pixels per drawn image
@@ -67,12 +66,7 @@ def _figure(
             title="Which expert each patch goes to",
             height=110 + _TILE * count,
             width=160 + _TILE * (1 + len(panels)),
-            coloraxis={
-                "colorscale": _steps(experts),
-                "cmin": -0.5,
-                "cmax": experts - 0.5,
-                "colorbar": {"title": "expert", "tickvals": list(range(experts)), "x": 1.06},
-            },
+            coloraxis=expert_axis(experts, "expert", x=1.06),
             margin={"l": 10, "r": 40, "t": 80, "b": 20},
         )
     )
@@ -113,14 +107,6 @@ def _png(pixels: np.ndarray) -> str:
     gray = pixels.shape[-1] == 1
     Image.fromarray(pixels[..., 0] if gray else pixels).convert("RGB").save(stream, format="PNG")
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
-def _steps(experts: int) -> list[list[Any]]:
-    """A color scale in steps: one flat color per expert."""
-    scale: list[list[Any]] = []
-    for number, color in enumerate(expert_colors(experts)):
-        scale += [[number / experts, color], [(number + 1) / experts, color]]
-    return scale
 
 
 def _row_title(routing: PatchRouting, row: int) -> str:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
-from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, router_color
+from l2r.report.style import layout, panel_figure, router_color
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ def stability_bars(
     values: Mapping[str, Mapping[str, tuple[float, float, float]]], titles: Mapping[str, str]
 ) -> go.Figure:
     """A panel per metric with (mean, low, high) of every checkpoint."""
-    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=list(titles.values()))
-    for column, field in enumerate(titles, start=1):
+    figure, places = panel_figure(list(titles.values()), len(titles))
+    for place, field in zip(places, titles, strict=True):
         rows = [values[name][field] for name in values]
         figure.add_bar(
             x=list(values),
@@ -42,10 +41,9 @@ def stability_bars(
             insidetextanchor="start",
             marker_color=[router_color(name, i) for i, name in enumerate(values)],
             showlegend=False,
-            row=1,
-            col=column,
+            **place,
         )
-        figure.update_yaxes(title_text="share", range=[0, 1.05], row=1, col=column)
+        figure.update_yaxes(title_text="share", range=[0, 1.05], **place)
     figure.update_layout(**layout(height=360))
     return figure
 
@@ -56,7 +54,7 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
     A panel per decision (first expert, chosen set); per checkpoint a solid line that is proven
     and a dotted one above it that no change found contradicts: the truth lies between.
     """
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=list(panels))
+    figure, places = panel_figure(list(panels), len(panels))
     finite = [
         radii.found[np.isfinite(radii.found)]
         for group in panels.values()
@@ -65,7 +63,7 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
     far = max((float(np.quantile(one, 0.98)) for one in finite if one.size), default=1.0)
     far = max(far, *(1.2 * r.noise for group in panels.values() for r in group.values()))
     grid = np.linspace(0, far, 161)
-    for column, group in enumerate(panels.values(), start=1):
+    for place, group in zip(places, panels.values(), strict=True):
         for number, (name, radii) in enumerate(group.items()):
             for kind, dash, values in (
                 ("certified", "solid", radii.certified),
@@ -78,13 +76,12 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
                     line={"dash": dash, "color": router_color(name, number)},
                     name=f"{name}, {kind}",
                     legendgroup=name,
-                    showlegend=column == 1,
-                    row=1,
-                    col=column,
+                    showlegend=place["col"] == 1,
+                    **place,
                 )
         noises = sorted({round(radii.noise, 6) for radii in group.values()})
         for noise in noises:
-            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", row=1, col=column)
+            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", **place)
             figure.add_annotation(
                 x=noise,
                 y=1.02,
@@ -92,11 +89,10 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
                 showarrow=False,
                 xanchor="left",
                 font={"size": 11},
-                row=1,
-                col=column,
+                **place,
             )
-        figure.update_xaxes(title_text="norm of the change of the router input", row=1, col=column)
-        figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], row=1, col=column)
+        figure.update_xaxes(title_text="norm of the change of the router input", **place)
+        figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], **place)
     legend = {"orientation": "h", "y": -0.25, "x": 0}
     figure.update_layout(**layout(height=430, legend=legend))
     return figure

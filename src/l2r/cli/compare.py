@@ -28,19 +28,17 @@ def compare(
     """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import folder_cells
-    from l2r.report.comparison import comparison_table, write_report
-    from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
+    from l2r.report.comparison import write_report
+    from l2r.report.vision import first_seeds
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder
     finished, failed = run_all(cells, root, launch=launch)
     runs = [outcome.run for outcome in finished]
-    shown = first_seeds(runs)
-    if shown:
+    if runs:
+        shown = first_seeds(runs)
         diagnose_all(outcome for outcome in finished if outcome.run in shown)
-        results = accuracy_over_seeds(runs)
-        print_table(results[0] if results else comparison_table(shown), as_json=as_json)
-        more = patch_sections(shown)
-        page = write_report(shown, root / "report.html", results=results, more=more)
+        table, page = write_report(runs, root / "report.html")
+        print_table(table, as_json=as_json)
         typer.echo(f"report: {page}", err=as_json)
     end(failed, cells)

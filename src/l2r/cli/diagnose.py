@@ -1,6 +1,6 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,8 +9,6 @@ import typer
 from l2r.cli.options import AsJson, BatchSize, Device
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from l2r.checkpoints.image_input import ImageInput
 
 
@@ -48,10 +46,9 @@ def diagnose(
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
     import torch
-    from rich.progress import Progress
 
     from l2r.checkpoints.inputs import open_subject
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_table, progress_bars
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
@@ -70,9 +67,8 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
-        with Progress(transient=True, disable=as_json) as progress:
+        with progress_bars() as bars:
             steps = -(-subject.items // batch_size)
-            reading = progress.add_task(f"{name}: data", total=steps)
             records = collect(
                 subject.model.to(torch.device(device)),
                 subject.batches(batch_size, torch.device(device)),
@@ -81,14 +77,13 @@ def diagnose(
                 sample=sample,
                 seed=seed,
                 run=subject.run,
-                report=advance(progress, reading),
+                report=partial(bars, f"{name}: data", total=steps),
             )
-            measuring = progress.add_task(f"{name}: layers", total=len(records))
             diagnosis = measure(
                 records,
                 domains=subject.domains,
                 settings=settings,
-                report=advance(progress, measuring),
+                report=partial(bars, f"{name}: layers", total=len(records)),
             )
         if subject.images is not None:
             page = write_patch_page(out / name, subject.model, subject.images)
@@ -103,11 +98,6 @@ def diagnose(
             print_table(table)
     page = write_diagnosis(views, out / "index.html")
     typer.echo(f"page: {page}", err=as_json)
-
-
-def advance(progress: "Progress", task: "TaskID") -> Callable[[int], None]:
-    """What a function calls with the number of steps that it has done."""
-    return lambda done: progress.update(task, completed=done)
 
 
 def names(checkpoints: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
+from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
@@ -39,7 +40,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     first = next(iter(last.values()), {})
     domains = [key for key in first if key.startswith("ce/")]
     accuracies = [key for key in ("top1", "top5") if key in first]
-    columns = [(accuracy, "max") for accuracy in accuracies]
+    columns: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
     columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
     columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
     rows = []
@@ -71,24 +72,23 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
 
 
 def write_report(
-    runs: Sequence[RunFolder],
-    path: Path,
-    *,
-    results: Sequence[Table] = (),
-    more: Sequence[Section] = (),
-) -> Path:
-    """Write the page of one run or several; ``results`` go first, ``more`` before the facts.
+    every: Sequence[RunFolder], path: Path, *, more: Sequence[Section] = ()
+) -> tuple[Table, Path]:
+    """Write the page of one run or several; the first table of it, and the path.
 
-    Raises ValueError when there are none.
+    Repeats with other seeds count in the accuracies alone; ``more`` goes before the facts.
+    Raises ValueError when there are no runs.
     """
-    if not runs:
+    if not every:
         raise ValueError("a report needs at least one run; got none")
+    runs = first_seeds(every)
+    tables = [*accuracy_over_seeds(every), comparison_table(runs)]
     facts = {run.name: run.read_json(run.environment) for run in runs}
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
     sections = [
-        Section("Result", parts=[*results, comparison_table(runs)]),
+        Section("Result", parts=tables),
         Section(
             "Training",
             "Every run starts from the same weights outside its router and sees the same batches.",
@@ -99,30 +99,25 @@ def write_report(
         ),
     ]
     if views:
-        sections.append(
-            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)])
-        )
-        sections.append(
+        sections += [
+            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)]),
             Section(
                 "Expert usage by layer",
                 "Rows are layers, columns experts. 1 (white) is an even share.",
                 [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-            )
-        )
-        sections.append(
+            ),
             Section(
                 "Expert usage by domain",
                 "The same layer's experts under text of different domains or images of "
                 "different classes; an expert that is red in one row and blue in the others has "
                 "specialized.",
                 [usage_by_domain(views)],
-            )
-        )
-    sections.extend(more)
-    sections.append(Section("Runs", parts=[facts_table(facts)]))
-    return write_page(
-        path, title="l2r: routers compared", summary=_summary(runs, facts, unit), sections=sections
-    )
+            ),
+        ]
+    sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
+    summary = _summary(runs, facts, unit)
+    write_page(path, title="l2r: routers compared", summary=summary, sections=sections)
+    return tables[0], path
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:

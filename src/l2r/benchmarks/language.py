@@ -75,7 +75,7 @@ def models(settings: Settings, size: str = "small") -> dict[str, nn.Module]:
 
 
 def _placed(model: nn.Module, settings: Settings) -> nn.Module:
-    return model.to(settings.device, torch.bfloat16 if settings.device == "cuda" else torch.float32)
+    return model.to(settings.device, settings.dtype)
 
 
 def agrees(logits: torch.Tensor, expected: torch.Tensor, settings: Settings) -> bool:

@@ -14,7 +14,7 @@ from l2r.certificates import rank2_cells as plane
 from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import count_violations, decisions, exact, find_flip
 from l2r.certificates.certify import certified_share, certify
-from l2r.certificates.query_magnitude import Constant, Identity, Saturated
+from l2r.certificates.query_magnitude import Identity, Saturated
 from l2r.certificates.routing_map import AnchorMap, LinearMap, routing_map
 from l2r.routers.observe import route
 from tests.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
@@ -158,7 +158,7 @@ def test_logits_stay_between_their_tangent_and_its_bound(seed, length):
 
 
 @pytest.mark.parametrize(
-    "radial", [Identity(), Constant(), Saturated(2.0, 0.5), Saturated(1.0, 1.0, -1.7, 0.4)]
+    "radial", [Identity(), Saturated(beta=0.0), Saturated(2.0, 0.5), Saturated(1.0, 1.0, -1.7, 0.4)]
 )
 def test_curvature_bounds_the_second_derivative(radial):
     generator = torch.Generator().manual_seed(0)

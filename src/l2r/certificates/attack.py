@@ -6,7 +6,6 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,7 +37,6 @@ def find_flip(
     top1: bool = True,
     starts: int = 6,
     steps: int = 15,
-    seed: int = 0,
 ) -> Float[Tensor, " T"]:
     """Norm of the smallest change found that flips a decision; infinity where none was found.
 
@@ -51,7 +49,7 @@ def find_flip(
     wide = exact(router)
     start = x.double()
     inside = decisions(wide, start, top1=top1)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits, slopes = _logit_slopes(wide, start)
     ties = _towards_ties(wide, start, *_nearest_pairs(logits, slopes, inside, starts), steps)
     best = _nearest_flip(wide, start, inside, ties, steps)
@@ -72,13 +70,12 @@ def count_violations(
     tries: int = 100,
     steps: int = 5,
     seed: int = 0,
-    report: Callable[[int], None] = lambda done: None,
 ) -> int:
     """Tries that flipped a decision inside its certified ball; 0 for a sound certificate.
 
     Each try starts on the sphere of the token's radius at random, follows the gradient of the
     gap with the closest other expert for ``steps`` projected steps, and looks at every point
-    on the way. ``report`` is called with the number of tries done after each round.
+    on the way.
     """
     wide = exact(router)
     start, radius = x.double(), radii.double()[:, None]
@@ -87,7 +84,7 @@ def count_violations(
     inside = decisions(wide, start, top1=top1)
     generator = torch.Generator().manual_seed(seed)
     violations = 0
-    for done in range(tries):
+    for _ in range(tries):
         noise = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(x.device)
         delta = radius * nn.functional.normalize(noise, dim=1)
         broken = torch.zeros(len(start), dtype=torch.bool, device=x.device)
@@ -99,7 +96,6 @@ def count_violations(
         gap, _ = _gap_and_slope(wide, start + delta, inside)
         broken |= gap < 0
         violations += int(broken.sum())
-        report((done + 1) * len(start))
     return violations
 
 

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from l2r.data import shuffling as order
 from l2r.data.image_sources import ImageSource
-from l2r.data.random_streams import uniform_draws
-from l2r.data.shuffling import epoch_order
+from l2r.data.shuffling import epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
 _MODES = {1: "L", 3: "RGB"}

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from jaxtyping import Int, UInt, UInt32
+from jaxtyping import Int, UInt
 from torch import Tensor
 
 from l2r.data import shuffling as order
@@ -200,14 +200,13 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 
-    def epoch_order(self, seed: int, epoch: int) -> UInt32[np.ndarray, " n"]:
-        """Order of the items in one epoch; see :mod:`l2r.data.shuffling`."""
-        return order.epoch_order(len(self), seed, epoch)
-
     def batch(
         self, step: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
     ) -> Int[np.ndarray, " rows"]:
-        """Indices of one rank's slice of the global batch at ``step``; no state is kept."""
+        """Indices of one rank's slice of the global batch at ``step``; no state is kept.
+
+        See :mod:`l2r.data.shuffling`.
+        """
         return order.batch_indices(
             len(self), step, batch_size, seed=seed, rank=rank, world_size=world_size
         )

@@ -30,7 +30,10 @@ def digest(root: Path) -> dict[str, str]:
 def test_same_text_gives_the_same_bytes_and_the_second_time_nothing_is_built(text_folder, tmp_path):
     first = build_corpus(options(text_folder), cache=tmp_path / "a")
     second = build_corpus(options(text_folder), cache=tmp_path / "b")
-    assert digest(first.train.parent) == digest(second.train.parent) and len(digest(first.train.parent)) > 6
+    assert (
+        digest(first.train.parent) == digest(second.train.parent)
+        and len(digest(first.train.parent)) > 6
+    )
     said: list[str] = []
     again = build_corpus(options(text_folder), cache=tmp_path / "a", report=said.append)
     assert again.train.parent == first.train.parent and said == []

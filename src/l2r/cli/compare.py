@@ -28,8 +28,7 @@ def compare(
     """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import folder_cells
-    from l2r.report.comparison import write_report
-    from l2r.report.vision import first_seeds
+    from l2r.report.comparison import first_seeds, write_report
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder

@@ -2,14 +2,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from l2r.cli.options import AsJson, BatchSize, Device
-
-if TYPE_CHECKING:
-    from l2r.checkpoints.image_input import ImageInput
 
 
 def diagnose(
@@ -86,7 +83,11 @@ def diagnose(
                 report=partial(bars, f"{name}: layers", total=len(records)),
             )
         if subject.images is not None:
-            page = write_patch_page(out / name, subject.model, subject.images)
+            from l2r.diagnostics.patches import validation_patches
+            from l2r.report.patches import write_patch_page
+
+            routing = validation_patches(subject.model, subject.images, count=12)
+            page = write_patch_page(out / name, routing, type(subject.model).__name__)
             typer.echo(f"patches: {page}", err=as_json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
@@ -110,22 +111,3 @@ def names(checkpoints: list[str]) -> dict[str, str]:
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
     raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
-
-
-def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
-    """patches.npz and patches.html of some validation images in ``folder``."""
-    from l2r.diagnostics.patches import validation_patches
-    from l2r.report.page import Section, write_page
-    from l2r.report.patches import patch_figure
-    from l2r.report.vision import HOW_TO_READ_PATCHES
-
-    routing = validation_patches(model, images, count=12)
-    routing.save(folder / "patches.npz")
-    figure = patch_figure(routing, images=12)
-    section = Section("Patches and experts", HOW_TO_READ_PATCHES, [figure])
-    return write_page(
-        folder / "patches.html",
-        title=folder.name,
-        summary=str(type(model).__name__),
-        sections=[section],
-    )

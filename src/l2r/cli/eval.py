@@ -1,5 +1,6 @@
 """``l2r eval``: the paper's downstream tasks on a language model, accuracy on an image one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,19 +124,8 @@ def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None
     from l2r.report.evaluation import images_table
 
     with progress_bars() as bars:
-        accuracy = evaluate_images(
-            checkpoint, out, on_progress=lambda done, total: bars("images", done, total), **options
-        )
-    for name in accuracy.skipped:
+        record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)
+    for name in record["skipped"]:
         typer.echo(f"skipped unreadable image {name}", err=True)
-    name = checkpoint.resolve().name + (" (average)" if options["averaged"] else "")
-    table = images_table(
-        name,
-        top1=accuracy.top1,
-        top5=accuracy.top5,
-        loss=accuracy.loss,
-        images=accuracy.images,
-        skipped=len(accuracy.skipped),
-    )
-    print_table(table, as_json=as_json)
+    print_table(images_table(record), as_json=as_json)
     typer.echo(f"wrote {out / RESULT}", err=True)

@@ -6,13 +6,15 @@ from typing import Any
 
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
+from l2r.report.paper_tables import accuracy_table
+from l2r.report.patches import patch_sections
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
-from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
-from l2r.runs.folder import RunFolder
+from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.statistics import mean_interval
 
 # column -> field of the diagnosis (mean over layers), and which direction is better
 _ROUTING = (
@@ -32,6 +34,28 @@ def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
     order = list(ROUTER_COLORS)
     last = len(order)
     return sorted(runs, key=lambda r: (order.index(r.name) if r.name in order else last, r.name))
+
+
+def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
+    """The runs that are not repeats of another with a different seed; all, where every one is."""
+    return [run for run in runs if SEED_MARK not in run.name] or list(runs)
+
+
+def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
+    """A table of accuracy per router, mean and interval over its runs; none for language."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        last = (run.read_metrics("validation") or [{}])[-1]
+        if "top1" in last:
+            router = str(run.read_json(run.environment).get("router", run.name))
+            found.setdefault(router, []).append((100 * last["top1"], 100 * last["top5"]))
+    if not found:
+        return []
+    results = {}
+    for router, pairs in found.items():
+        top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
+        results[router] = (top1, top5, len(pairs))
+    return [accuracy_table(results)]
 
 
 def comparison_table(runs: Sequence[RunFolder]) -> Table:

@@ -1,17 +1,42 @@
-"""Figure of patch routing: experts drawn over the image."""
+"""Patch routing: experts drawn over the image."""
 
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from l2r.report.page import Section, write_page
 from l2r.report.style import expert_axis, layout
-from l2r.runs.patches import PatchRouting
+from l2r.runs.folder import RunFolder
+from l2r.runs.patches import PatchRouting, read_patches
 
+_HOW_TO_READ = "Color: the expert with the largest weight. Point at a patch to see all its experts."
 _TILE = 150  # pixels per drawn image
+
+
+def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
+    """Patches of one run layer by layer, of several by router; empty for language models."""
+    routings = {r.name: read_patches(r.patches) for r in runs if r.patches.is_file()}
+    if not routings:
+        return []
+    if len(routings) == 1:
+        figure = patch_figure(next(iter(routings.values())))
+        return [Section("Patches and experts", _HOW_TO_READ, [figure])]
+    text = "The last layer with experts of every run. " + _HOW_TO_READ
+    return [Section("Patches and experts", text, [compare_patches(routings)])]
+
+
+def write_patch_page(folder: Path, routing: PatchRouting, model: str) -> Path:
+    """patches.npz and patches.html of the images of one model in ``folder``."""
+    routing.save(folder / "patches.npz")
+    figure = patch_figure(routing, images=len(routing.images))
+    section = Section("Patches and experts", _HOW_TO_READ, [figure])
+    page = folder / "patches.html"
+    return write_page(page, title=folder.name, summary=model, sections=[section])
 
 
 def patch_figure(routing: PatchRouting, *, images: int = 6) -> go.Figure:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from l2r.recipes.schema import Fraction, Recipe, Section
+from l2r.recipes.schema import Fraction, Recipe, Section, check_experts
 from l2r.routers.config import OtherThan
 from l2r.routers.vision import vision_router
 
@@ -42,20 +42,9 @@ class VitSection(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        for small, large in (
-            ("patch_size", "image_size"),
-            ("num_attention_heads", "hidden_size"),
-        ):
-            if getattr(self, large) % getattr(self, small):
-                raise ValueError(
-                    f"{large} must be a multiple of {small}; got "
-                    f"{getattr(self, large)} and {getattr(self, small)}"
-                )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok must be <= num_experts; got "
-                f"{self.num_experts_per_tok} > {self.num_experts}"
-            )
+        self.check_multiple("image_size", "patch_size")
+        self.check_multiple("hidden_size", "num_attention_heads")
+        check_experts(self)
         if any(block >= self.num_hidden_layers for block in self.moe_layers or []):
             raise ValueError(
                 f"moe_layers must be below num_hidden_layers={self.num_hidden_layers}; "

@@ -6,6 +6,7 @@ same bits from weights, optimizer slots, random state and one integer.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim, lock
+from l2r.training.claim import claim
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
 from l2r.training.memory import keep_freed_memory
@@ -75,7 +76,8 @@ def train(
         if ranks.first:
             run.create()
         ranks.wait()
-        with lock(run, ranks), progress_bar(show=show_progress and ranks.first) as progress:
+        lock = run.lock() if ranks.first else nullcontext()
+        with lock, progress_bar(show=show_progress and ranks.first) as progress:
             task = build_task(recipe, report)
             trainer = _Trainer(recipe, run, task, ranks, on_step)
             position = (task.unit, trainer.units_per_step)
@@ -103,7 +105,7 @@ class _Trainer:
                 f"{training.global_batch}, {training.micro_batch} and {ranks.world}"
             )
         self.units_per_step = training.global_batch * task.item_size
-        self.steps = _steps(recipe, task)
+        self.steps = _steps(recipe, task.items, self.units_per_step)
         self.end = self.steps * self.units_per_step
         claim(run, recipe, ranks)
         torch.manual_seed(recipe.seed)
@@ -116,8 +118,7 @@ class _Trainer:
             run.write_json(run.environment, facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        decay = training.ema_decay
-        speed = recipe.losses.bias_speed
+        decay, speed = training.ema_decay, recipe.losses.bias_speed
         self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
         self.mean_loss = MeanLoss(ranks)
@@ -289,12 +290,11 @@ class _Trainer:
         return f"; last good checkpoint: {checkpoints[-1]}" if checkpoints else ""
 
 
-def _steps(recipe: AnyRecipe, task: Task) -> int:
+def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
     training = recipe.training
     if training.steps is not None:
         return training.steps
-    units = training.global_batch * task.item_size
     if training.tokens is not None:
-        return max(1, round(training.tokens / units))
+        return max(1, round(training.tokens / units_per_step))
     assert training.epochs is not None
-    return max(1, round(training.epochs * (task.items // training.global_batch)))
+    return max(1, round(training.epochs * (items // training.global_batch)))

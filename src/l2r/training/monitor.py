@@ -1,8 +1,6 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard and a progress bar."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ class Monitor:
     def __init__(
         self,
         run: RunFolder | None,
-        progress: Progress | None,
+        progress: Progress,
         label: str,
         steps: int,
         position: tuple[str, int],
@@ -32,9 +30,7 @@ class Monitor:
         self.progress = progress
         self.position = position
         self.writer = None if run is None else _tensorboard(run)
-        self.bar = None
-        if progress is not None:
-            self.bar = progress.add_task(label, total=steps, numbers="")
+        self.bar = progress.add_task(label, total=steps, numbers="")
 
     def record(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         """Append to metrics.jsonl and TensorBoard, if any; lists become one curve per layer."""
@@ -53,21 +49,15 @@ class Monitor:
 
     def advance(self, step: int, numbers: str) -> None:
         """Move the progress bar."""
-        if self.progress is not None and self.bar is not None:
-            self.progress.update(self.bar, completed=step, numbers=numbers)
+        self.progress.update(self.bar, completed=step, numbers=numbers)
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
-        if self.progress is not None:
-            self.progress.console.print(line, highlight=False)
+        self.progress.console.print(line, highlight=False)
 
 
-@contextmanager
-def progress_bar(*, show: bool) -> Iterator[Progress | None]:
+def progress_bar(*, show: bool) -> Progress:
     """A bar with loss, speed and time left; plain lines where there is no terminal."""
-    if not show:
-        yield None
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -75,8 +65,7 @@ def progress_bar(*, show: bool) -> Iterator[Progress | None]:
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
+    return Progress(*columns, console=Console(stderr=True, quiet=not show), disable=not show)
 
 
 class Speed:

@@ -1,6 +1,5 @@
 """``l2r params``: router parameters and cost as the paper counts them."""
 
-from dataclasses import astuple
 from typing import Annotated
 
 import typer
@@ -41,10 +40,9 @@ def params(
     if cost and (vit or recipes is not None):
         raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
     if vit:
-        from l2r.models.vit_cost import vit_s_costs
+        from l2r.models.size import vit_s_costs
 
-        costs = {name: astuple(cost) for name, cost in vit_s_costs().items()}
-        print_table(vit_cost_table(costs), as_json=as_json)
+        print_table(vit_cost_table(vit_s_costs()), as_json=as_json)
         return
     if recipes is not None:
         rows = {name: (kind, *size) for name, (kind, size) in recipe_sizes(recipes).items()}

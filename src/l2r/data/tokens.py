@@ -33,10 +33,7 @@ _ENDS = np.dtype("<u8")
 
 
 class TokenWriter:
-    """Appends documents to one token file; the file gets its name only at ``close``.
-
-    :func:`write_token_file` does the whole of it for an iterable of documents.
-    """
+    """Appends documents to one token file; the file gets its name only at ``close``."""
 
     def __init__(
         self, folder: Path, name: str, *, domain: str, tokenizer: TokenizerIdentity
@@ -81,25 +78,6 @@ class TokenWriter:
         self._ends.remove()
 
 
-def write_token_file(
-    folder: Path,
-    name: str,
-    documents: Iterable[Sequence[int]],
-    *,
-    domain: str,
-    tokenizer: TokenizerIdentity,
-) -> TokenFile:
-    """Write documents, each a list of token ids, to one file; nothing is left if one fails."""
-    writer = TokenWriter(folder, name, domain=domain, tokenizer=tokenizer)
-    try:
-        for ids in documents:
-            writer.append(ids)
-    except BaseException:
-        writer.abort()
-        raise
-    return writer.close()
-
-
 def write_token_files(
     folder: Path,
     documents: Mapping[str, Iterable[Sequence[int]]],
@@ -109,12 +87,19 @@ def write_token_files(
 ) -> Manifest:
     """Write one token file per domain, then the manifest.
 
-    ``documents`` maps a domain to its documents, each a list of token ids.
+    ``documents`` maps a domain to its documents, each a list of token ids; nothing is left of a
+    file of which one fails.
     """
-    files = [
-        write_token_file(folder, f"{domain}-00000", texts, domain=domain, tokenizer=tokenizer)
-        for domain, texts in documents.items()
-    ]
+    files = []
+    for domain, texts in documents.items():
+        writer = TokenWriter(folder, f"{domain}-00000", domain=domain, tokenizer=tokenizer)
+        try:
+            for ids in texts:
+                writer.append(ids)
+        except BaseException:
+            writer.abort()
+            raise
+        files.append(writer.close())
     manifest = Manifest(tokenizer, tuple(files), source or {})
     write_manifest(Path(folder), manifest)
     return manifest

@@ -24,21 +24,10 @@ class Section(BaseModel):
     """Base of all sections: frozen, no unknown fields, no NaN.
 
     read_with: fields that are read only beside some values of others, as in RouterConfig.
-    old_names: fields that an earlier version called otherwise, to their names now.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     read_with: ClassVar[ReadWith] = {}
-    old_names: ClassVar[dict[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_new_names(cls, values: Any) -> Any:
-        return cls._renamed(values) if isinstance(values, Mapping) else values
-
-    @classmethod
-    def _renamed(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {cls.old_names.get(name, name): value for name, value in values.items()}
 
     def check_multiple(self, large: str, small: str) -> None:
         """Raise ValueError unless one field is a multiple of another."""
@@ -53,7 +42,8 @@ class Section(BaseModel):
 
         A section that is given whole was written by a run, whose base had what its run did not use.
         """
-        fields, given = type(self).model_fields, self._renamed(given)
+        fields = type(self).model_fields
+        given = {name: values for name, values in given.items() if name in fields}
         for name, values in given.items():
             section = getattr(self, name)
             if isinstance(section, Section):

@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from l2r.recipes.schema import Fraction, Recipe, Section, check_experts
 from l2r.routers.config import OtherThan
@@ -76,13 +83,14 @@ class ImageSection(Section):
     shorter side that evaluation looks at. mean, deviation: of pixels in [0, 1], per channel.
     """
 
-    old_names: ClassVar = {"centre": "center"}  # of version 0.1.0
-
     images: str = "digits"
     workers: NonNegativeInt = 0
     crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    center: PositiveFraction = 0.875
+    # Version 0.1.0 wrote the other spelling.
+    center: PositiveFraction = Field(
+        default=0.875, validation_alias=AliasChoices("center", "centre")
+    )
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     deviation: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
     augmentation: AugmentationSection = AugmentationSection()

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from l2r.report.curves import line_panels, mean_curve
-from l2r.report.paper_tables import show_count
+from l2r.report.paper_tables import seeds_caption, show_count
 from l2r.report.style import layout
 from l2r.report.tables import Table
 from l2r.runs.final_losses import final_losses
@@ -208,7 +208,4 @@ def _caption(rows: Sequence[Row], *, sizes: bool = True) -> str:
     text = "Accuracies in per cent, CE in nats."
     if sizes:
         text += " Router parameters over all MoE layers, and their share of the linear router's."
-    seeds = sorted({len(row.runs) for row in rows})
-    if seeds == [1]:
-        return f"{text} One seed each: differences of this size say nothing without more seeds."
-    return f"{text} Mean over {'/'.join(map(str, seeds))} seeds ± half of the 95% interval."
+    return f"{text} {seeds_caption(sorted({len(row.runs) for row in rows}))}"

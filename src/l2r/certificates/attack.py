@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from l2r.routers.observe import first_choice, route
+from l2r.routers.observe import first_choice
 
 Chosen = Bool[Tensor, "T N"]
 
@@ -19,7 +19,7 @@ Chosen = Bool[Tensor, "T N"]
 def decisions(router: nn.Module, x: Float[Tensor, "T D"], *, top1: bool) -> Chosen:
     """Mask of the experts whose set must not change: the first one, or the k chosen."""
     with torch.no_grad():
-        logits, weights, indices = route(router, x)
+        logits, weights, indices = router(x)
     kept = first_choice(weights, indices)[:, None] if top1 else indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, kept, True)
 
@@ -123,7 +123,7 @@ def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, N] and their gradients [T, N, D]."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
-        logits = route(router, point)[0]
+        logits = router(point)[0]
         slopes = [
             torch.autograd.grad(logits[:, expert].sum(), point, retain_graph=True)[0]
             for expert in range(logits.shape[1])
@@ -155,7 +155,7 @@ def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor
     """Gap of the decision and its gradient in the input."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
-        gap = decision_gap(route(router, point)[0], inside)
+        gap = decision_gap(router(point)[0], inside)
         (slope,) = torch.autograd.grad(gap.sum(), point)
     return gap.detach(), slope
 
@@ -170,7 +170,7 @@ def _towards_ties(
     for step in range(steps):
         with torch.enable_grad():
             point = (wide + delta).requires_grad_()
-            logits = route(router, point)[0]
+            logits = router(point)[0]
             gap = logits.gather(1, kept) - logits.gather(1, other)
             (slope,) = torch.autograd.grad(gap.sum(), point)
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
@@ -210,10 +210,10 @@ def _shrink(
     where ``delta`` itself does not flip."""
     low = torch.zeros(len(start), 1, dtype=delta.dtype, device=delta.device)
     high = torch.ones_like(low)
-    flips = decision_gap(route(router, start + delta)[0], inside) <= 0
+    flips = decision_gap(router(start + delta)[0], inside) <= 0
     for _ in range(halvings):
         middle = (low + high) / 2
-        flipped = (decision_gap(route(router, start + middle * delta)[0], inside) <= 0)[:, None]
+        flipped = (decision_gap(router(start + middle * delta)[0], inside) <= 0)[:, None]
         low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
     shrunk = high * delta
     size = torch.linalg.vector_norm(shrunk, dim=1)

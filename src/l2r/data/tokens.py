@@ -27,7 +27,7 @@ from l2r.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from l2r.runs.atomic import flush_to_disk, publish
+from l2r.runs.atomic import publish
 
 _ENDS = np.dtype("<u8")
 
@@ -248,7 +248,7 @@ class _HashedFile:
 
     def publish(self) -> str:
         self._stream.flush()
-        flush_to_disk(self._stream.fileno())
+        os.fsync(self._stream.fileno())
         self._stream.close()
         publish(self._temporary, self._path)
         return self._hash.hexdigest()

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from l2r.report.geometry import Cloud, Plane, cosine_variance_bars, pca_scatter, routing_planes
+from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
-from l2r.report.robustness import Radii, certified_curves, stability_bars
+from l2r.report.robustness import certified_curves, stability_bars
 from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis
@@ -149,70 +147,16 @@ def _table(
 
 
 def _robustness(views: Mapping[str, Diagnosis]) -> list[Any]:
-    titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
-    bars = {
-        name: {field: _interval(view, field) for field in titles} for name, view in views.items()
-    }
-    parts: list[Any] = [stability_bars(bars, titles)]
     certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
-    if certified:
-        decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
-        panels = {
-            title: {name: _radii(view, kind) for name, view in certified.items()}
-            for kind, title in decisions.items()
-        }
-        parts.append(certified_curves(panels))
-    return parts
-
-
-def _interval(view: Diagnosis, field: str) -> tuple[float, float, float]:
-    """Mean over layers, with the mean of the ends of the layers' intervals."""
-    ends = [layer[f"{field}_interval"] for layer in view.layers]
-    low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
-    return view.mean()[field], low, high
-
-
-def _radii(view: Diagnosis, kind: str) -> Radii:
-    layers = range(len(view.layers))
-    hidden = view.array(0, "sample_x").shape[1]
-    return Radii(
-        np.concatenate([view.array(i, f"certified_{kind}") for i in layers]),
-        np.concatenate([view.array(i, f"found_{kind}") for i in layers]),
-        view.info["settings"]["sigma"] * hidden**0.5,
-    )
+    return [stability_bars(views), *([certified_curves(certified)] if certified else [])]
 
 
 def _geometry(view: Diagnosis) -> list[Any]:
-    chosen = _chosen(view)
-    experts = view.info["experts"]
-    rows: list[list[Cloud]] = []
-    for space, name in (("x", "sample_x"), ("q", "sample_query")):
-        has = [i for i in chosen if f"{i}.{name}" in view.arrays]
-        if has:
-            rows.append(
-                [
-                    Cloud(f"{space}, layer {i}", view.array(i, name), view.array(i, "sample_first"))
-                    for i in has
-                ]
-            )
-    parts: list[Any] = [pca_scatter(rows, experts)]
-    planes = [
-        Plane(
-            f"Routing plane, layer {i}",
-            view.array(i, "plane_axis"),
-            view.array(i, "plane_first"),
-            view.array(i, "anchors"),
-            view.array(i, "sample_query"),
-        )
-        for i in chosen
-        if f"{i}.plane_first" in view.arrays
-    ]
-    return [*parts, routing_planes(planes)] if planes else parts
-
-
-def _chosen(view: Diagnosis) -> list[int]:
-    """First, middle and last layer."""
-    return sorted({0, len(view.layers) // 2, len(view.layers) - 1})
+    """Of the first, the middle and the last layer."""
+    depth = len(view.layers)
+    chosen = sorted({0, depth // 2, depth - 1})
+    planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
+    return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
 
 
 def _per_layer(views: Mapping[str, Diagnosis], field: str) -> dict[str, list[float]]:

@@ -11,9 +11,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from l2r.data import shuffling as order
 from l2r.data.image_sources import ImageSource
-from l2r.data.shuffling import epoch_order, uniform_draws
+from l2r.data.shuffling import batch_indices, epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
 _MODES = {1: "L", 3: "RGB"}
@@ -112,7 +111,7 @@ class ImageDataset(Dataset[ImageBatch]):
     def places(self, step: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Places:
         """One rank's slice of the global batch at ``step``, in the shuffled order of the seed."""
         rows = batch_size // world_size
-        indices = order.batch_indices(
+        indices = batch_indices(
             len(self), step, batch_size, seed=self.seed, rank=rank, world_size=world_size
         )
         first = step * batch_size + rank * rows

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Int, UInt
 from torch import Tensor
 
-from l2r.data import shuffling as order
 from l2r.data.manifest import (
     Manifest,
     TokenFile,
@@ -27,6 +26,7 @@ from l2r.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from l2r.data.shuffling import batch_indices
 from l2r.runs.atomic import publish
 
 _ENDS = np.dtype("<u8")
@@ -192,7 +192,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
         See :mod:`l2r.data.shuffling`.
         """
-        return order.batch_indices(
+        return batch_indices(
             len(self), step, batch_size, seed=seed, rank=rank, world_size=world_size
         )
 

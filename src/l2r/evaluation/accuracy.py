@@ -36,7 +36,7 @@ def evaluate_accuracy(
     batch_size: int = 64,
     max_images: int | None = None,
     workers: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Accuracy:
     """Run the model in evaluation mode over the whole set, or a fixed sample of ``max_images``.
 
@@ -72,8 +72,7 @@ def evaluate_accuracy(
             five += int(guesses.any(dim=1).sum())
             loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
             count += len(labels)
-            if progress is not None:
-                progress(count + len(skipped), total)
+            progress(count + len(skipped), total)
     if count == 0:
         raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))

@@ -48,7 +48,10 @@ def test_planes_show_regions_tokens_and_anchors():
 
 
 def test_variance_bars_show_means_layers_and_the_reference():
-    figure = geometry.cosine_variance_bars({"linear": [0.01, 0.03], "l2r_sips": [0.4, 0.7]})
+    variances = {"linear": [0.01, 0.03], "l2r_sips": [0.4, 0.7]}
+    layers = {name: [{"cosine_variance": v} for v in both] for name, both in variances.items()}
+    views = {name: Diagnosis({}, of_model, {}) for name, of_model in layers.items()}
+    figure = geometry.cosine_variance_bars(views)
     assert list(figure.data[0].y) == pytest.approx([0.02, 0.55])
     assert list(figure.data[1].y) == [0.01, 0.03, 0.4, 0.7]
     assert figure.layout.shapes[0].y0 == 0.5

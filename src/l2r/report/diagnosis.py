@@ -96,7 +96,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
             "the router input x and of the routing query q; color is the first expert.",
-            [cosine_variance_bars(_per_layer(views, "cosine_variance"))],
+            [cosine_variance_bars(views)],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
         Section(
@@ -157,10 +157,6 @@ def _geometry(view: Diagnosis) -> list[Any]:
     chosen = sorted({0, depth // 2, depth - 1})
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
     return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
-
-
-def _per_layer(views: Mapping[str, Diagnosis], field: str) -> dict[str, list[float]]:
-    return {name: [layer[field] for layer in view.layers] for name, view in views.items()}
 
 
 def _remarks(view: Diagnosis) -> str:

@@ -129,8 +129,9 @@ def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
     return figure
 
 
-def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
+def cosine_variance_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Variance of pairwise token cosines per checkpoint: bar mean over layers, dots layers."""
+    variances = {n: [layer["cosine_variance"] for layer in v.layers] for n, v in views.items()}
     figure = go.Figure()
     names = list(variances)
     means = [float(np.mean(variances[name])) for name in names]

@@ -16,7 +16,9 @@ def compare(
         str | None, typer.Option(help="Only these routers, separated by commas.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs [runs/FOLDER].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs (default: runs/FOLDER).")
+    ] = None,
     launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:

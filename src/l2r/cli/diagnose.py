@@ -16,8 +16,8 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text file, folder of *.txt, or token files [the embedded corpus]; for image "
-            "classifiers digits, fashion-mnist or a folder [the run's own images]."
+            help="Text file, folder of *.txt, or token files (default: the embedded corpus); for "
+            "image classifiers digits, fashion-mnist or a folder (default: the run's own images)."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(

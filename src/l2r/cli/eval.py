@@ -38,13 +38,14 @@ def eval(
         int | None, typer.Option(help="Tokens of context; 2048 or the model's own if shorter.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results of one [the checkpoint folder].")
+        Path | None,
+        typer.Option(help="Folder for results of one (default: the checkpoint folder)."),
     ] = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     data: Annotated[
         str | None,
-        typer.Option(help="Images: digits, fashion-mnist or a folder [those of the run]."),
+        typer.Option(help="Images: digits, fashion-mnist or a folder (default: those of the run)."),
     ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")

@@ -10,7 +10,7 @@ from l2r.cli.options import AsJson
 
 def report(
     folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
-    out: Annotated[Path | None, typer.Option(help="Page [default: FOLDER/report.html].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page (default: FOLDER/report.html).")] = None,
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,

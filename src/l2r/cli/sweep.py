@@ -22,7 +22,7 @@ def sweep(
         list[str] | None, typer.Option(help="key.sub=value,value ...; give it once per field.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder [default: runs/sweep/RECIPE].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder (default: runs/sweep/RECIPE).")] = None,
     launch: Launch = None,
     usage: Annotated[
         bool,

@@ -13,7 +13,7 @@ def train(
         str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
     ] = None,
     changes: Changes = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/RECIPE).")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,
 ) -> None:

@@ -26,7 +26,9 @@ def upcycle(
     checkpoint: Annotated[Path, typer.Argument(help="Folder in Hugging Face format, or a run.")],
     changes: RouterChanges = None,
     layers: Layers = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of *.txt [embedded text].")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of *.txt (default: embedded text).")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 200_000,
     held_out: Annotated[int, typer.Option(help="Tokens to measure on.")] = 50_000,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,

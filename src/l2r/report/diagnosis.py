@@ -11,15 +11,16 @@ from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis
 
-# column -> (field, which direction is better)
-_DECISIONS: Mapping[str, tuple[str, str | None]] = {
+_Fields = Mapping[str, tuple[str, str | None]]  # column -> (field, which direction is better)
+_Group = tuple[str, _Fields, str]  # title, columns and what they mean
+_DECISIONS: _Fields = {
     "mean margin": ("mean_margin", None),
     "margin / spread": ("scale_free_margin", "max"),
     "low-margin rate": ("low_margin_rate", None),
     "stability": ("stability", "max"),
     "top-k overlap": ("topk_overlap", "max"),
 }
-_CERTIFIED: Mapping[str, tuple[str, str | None]] = {
+_CERTIFIED: _Fields = {
     "top-1 radius": ("certified_top1", "max"),
     "top-1 found": ("found_top1", None),
     "top-1 tightness": ("tightness_top1", None),
@@ -29,7 +30,7 @@ _CERTIFIED: Mapping[str, tuple[str, str | None]] = {
     "top-k tightness": ("tightness_topk", None),
     "top-k at noise norm": ("certified_share_topk", "max"),
 }
-_LOAD: Mapping[str, tuple[str, str | None]] = {
+_LOAD: _Fields = {
     "cosine variance": ("cosine_variance", "max"),
     "load entropy": ("entropy", "max"),
     "load cv": ("cv", "min"),
@@ -42,7 +43,7 @@ _LOAD: Mapping[str, tuple[str, str | None]] = {
     "unused anchors": ("unused_anchors", None),
     "anchor redundancy": ("redundancy", None),
 }
-_GROUPS = (
+_GROUPS: tuple[_Group, ...] = (
     (
         "Decisions and robustness",
         _DECISIONS,
@@ -74,8 +75,7 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     rows = {name: view.mean() for name, view in views.items()}
     return [
         _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
-        for title, fields, caption in _GROUPS
-        if any(field in row for row in rows.values() for field, _ in fields.values())
+        for title, fields, caption in _groups_of(rows)
     ]
 
 
@@ -111,7 +111,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
         sections.append(Section("Expert usage by domain", parts=parts))
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
-        tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _GROUPS]
+        tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
         sections.append(Section(f"Layers of {name}", _remarks(view), tables))
     first = next(iter(views.values()))
     summary = (
@@ -122,11 +122,17 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
     return write_page(path, title="l2r: what the routers do", summary=summary, sections=sections)
 
 
+def _groups_of(rows: Mapping[str, Mapping[str, Any]]) -> list[_Group]:
+    """Groups of which the rows have a number."""
+    known = set[str]().union(*rows.values())
+    return [group for group in _GROUPS if any(field in known for field, _ in group[1].values())]
+
+
 def _table(
     title: str,
     key: str,
     rows: Mapping[str, Mapping[str, Any]],
-    fields: Mapping[str, tuple[str, str | None]],
+    fields: _Fields,
     caption: str,
 ) -> Table:
     present = {

@@ -8,17 +8,6 @@ import typer
 from l2r.cli.options import NEW_FOLDER
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "export",
-        epilog="Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe",
-        help="Write an OLMoE with our routers and its code in one file, for "
-        "AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True); or any language model "
-        "as one program: ONNX, torch.export or AOTInductor (this machine's CPU, fp32).",
-    )(export)
-
-
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(help="Our OLMoE, a run, or a model with swapped routers.")
@@ -37,7 +26,14 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the folder and print how to load it."""
+    """Write an OLMoE with our routers and its code in one file, for
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
+
+    The folder gets weights, configuration, tokenizer and modeling file. A program is any language
+    model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
+
+    Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
+    """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.export import export_remote_code
     from l2r.checkpoints.pretrained import check_new_folder

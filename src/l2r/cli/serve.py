@@ -8,16 +8,6 @@ import typer
 from l2r.cli.options import Device
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "serve",
-        epilog="Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching",
-        help="Serve a language model with transformers' OpenAI-compatible server: /v1/completions, "
-        "/v1/chat/completions (where the tokenizer has a chat template), /v1/models, /health.",
-    )(serve)
-
-
 def serve(
     checkpoint: Annotated[Path, typer.Argument(help="Run folder or Hugging Face folder.")],
     *,
@@ -42,7 +32,13 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Load the checkpoint and answer requests until interrupted."""
+    """Serve a language model with transformers' OpenAI-compatible server.
+
+    Answers /v1/completions, /v1/chat/completions (where the tokenizer has a chat template),
+    /v1/models and /health until interrupted.
+
+    Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
+    """
     from l2r.integrations.transformers_server import serve as start
 
     start(

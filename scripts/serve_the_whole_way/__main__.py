@@ -78,10 +78,8 @@ def main() -> int:
         return f"{line}, log-probabilities within {off:.1e}"
 
     checks: dict[str, Callable[[], str]] = {
-        "vLLM, Transformers backend": lambda: same(
-            in_vllm(folder, "transformers", prompts), wanted
-        ),
-        "vLLM, plug-in": lambda: same(in_vllm(folder, "auto", prompts), wanted),
+        "vLLM, Transformers backend": lambda: as_in_vllm("transformers"),
+        "vLLM, plug-in": lambda: as_in_vllm("auto"),
         "l2r serve, the run": lambda: same(over_http(starts, run), texts),
         "l2r serve, continuous batching": lambda: same(
             over_http(starts, folder, "--continuous-batching", "--num-blocks", 8), texts

@@ -1,0 +1,91 @@
+"""What the plugs of all engines share: the versions that were tried, the router, its selection."""
+
+import dataclasses
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.routers import Router, RouterConfig, build_router
+from l2r.routers.selection import Selection
+
+# Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
+ENGINES = {
+    "ai2-olmo-core": ("olmo-core", ">=3.0.0,<3.1"),
+    "megatron-core": ("megatron", ">=0.16.1,<0.17"),
+    "torchtitan": ("torchtitan", ">=0.3.0,<0.4"),
+}
+
+
+def require(package: str) -> None:
+    """Raise ImportError where an engine is missing, or is of a version that was not tried."""
+    extra, tried = ENGINES[package]
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"l2r needs {package}{tried}; none is installed: pip install 'l2r-moe[{extra}]'"
+        ) from None
+    from packaging.specifiers import SpecifierSet  # comes with every engine
+
+    if not SpecifierSet(tried).contains(found, prereleases=True):
+        raise ImportError(f"l2r was tried with {package}{tried}; this is {package} {found}")
+
+
+class Logits(nn.Module):
+    """A router whose forward gives logits alone: functional_call knows no other method."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [T, N] of x [..., D]."""
+        return self.router.logits(x)
+
+
+def engine_router(values: Mapping[str, Any] | RouterConfig, **sizes: int) -> Router:
+    """Our router for an engine that asks it for logits and selects by itself.
+
+    Raises ValueError for one that must be constrained after every optimizer step, which no
+    engine lets a layer do.
+    """
+    config = values if isinstance(values, RouterConfig) else RouterConfig.from_dict(values)
+    if getattr(config, "anchor_norm", None) is not None:
+        raise ValueError(
+            "anchor_norm must be None in an engine, which calls no router after an optimizer "
+            f"step; got anchor_norm={config.anchor_norm}"  # type: ignore[attr-defined]
+        )
+    return build_router(config, **sizes)
+
+
+def logit_tensors(router: Router) -> dict[str, Tensor]:
+    """Parameters and buffers by name, but for a selection bias, which is the engine's."""
+    state: dict[str, Tensor] = router.state_dict(keep_vars=True)
+    state.pop(router.selection.bias or "", None)
+    return state
+
+
+def selecting_as(router: Router, rule: Selection) -> RouterConfig:
+    """Configuration with which ``router`` by itself selects as an engine did, for a checkpoint.
+
+    ``rule.bias`` is not None where the engine balances by a selection bias.
+    Raises ValueError where no setting of this router selects so.
+    """
+    known = {field.name for field in dataclasses.fields(router.config)}
+    wanted = {"normalize_weights": rule.normalize, "gate": rule.score, "scale": rule.scale}
+    config: RouterConfig = dataclasses.replace(
+        router.config, **{name: value for name, value in wanted.items() if name in known}
+    )
+    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
+    with torch.device("meta"):
+        own = build_router(config, **sizes).selection
+    same = dataclasses.replace(own, norm_eps=0.0, bias=rule.bias) == rule
+    if not same or (rule.bias is not None and own.bias is None):
+        raise ValueError(
+            f"no {config.kind} router selects by itself as the engine does, so a checkpoint "
+            f"would route otherwise; got {rule} from the engine, {own} from the router"
+        )
+    return config

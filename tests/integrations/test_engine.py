@@ -44,9 +44,16 @@ def test_another_version_is_one_line_with_the_range(package, monkeypatch):
         require(package)
 
 
-def test_anchors_that_must_be_constrained_are_refused():
-    with pytest.raises(ValueError, match=r"anchor_norm must be None .* got anchor_norm=1\.5"):
-        engine_router({"kind": "xmoe", "anchor_norm": 1.5}, **SIZES)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "xmoe", "anchor_norm": 1.5}, r"anchor_norm must be None .* got anchor_norm=1\.5"),
+        ({"kind": "l2r_sips", "query_norm": "batchnorm"}, "query_norm must be rmsnorm or none"),
+    ],
+)
+def test_what_an_engine_cannot_carry_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        engine_router(values, **SIZES)
 
 
 @pytest.mark.parametrize(

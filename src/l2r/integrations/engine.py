@@ -1,7 +1,8 @@
 """What the plugs of all engines share: the versions that were tried, the router, its selection."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -46,26 +47,41 @@ class Logits(nn.Module):
         return self.router.logits(x)
 
 
-def engine_router(values: Mapping[str, Any] | RouterConfig, **sizes: int) -> Router:
+def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
     """Our router for an engine that asks it for logits and selects by itself.
 
-    Raises ValueError for one that must be constrained after every optimizer step, which no
-    engine lets a layer do.
+    Raises ValueError for what needs more of an engine than that.
     """
-    config = values if isinstance(values, RouterConfig) else RouterConfig.from_dict(values)
+    config: Any = RouterConfig.from_dict(values)
     if getattr(config, "anchor_norm", None) is not None:
         raise ValueError(
             "anchor_norm must be None in an engine, which calls no router after an optimizer "
-            f"step; got anchor_norm={config.anchor_norm}"  # type: ignore[attr-defined]
+            f"step; got anchor_norm={config.anchor_norm}"
+        )
+    if getattr(config, "query_norm", None) == "batchnorm":
+        raise ValueError(
+            "query_norm must be rmsnorm or none in an engine, whose ranks do not all meet in a "
+            "layer to share a batch statistic; got query_norm='batchnorm'"
         )
     return build_router(config, **sizes)
 
 
-def logit_tensors(router: Router) -> dict[str, Tensor]:
-    """Parameters and buffers by name, but for a selection bias, which is the engine's."""
-    state: dict[str, Tensor] = router.state_dict(keep_vars=True)
-    state.pop(router.selection.bias or "", None)
-    return state
+@contextmanager
+def own_stream(seed: int | None = None) -> Iterator[None]:
+    """Draw inside without advancing the common random stream of the CPU, so that a model differs
+    from the stock one in its routers alone; ``seed`` is one number of that stream by default."""
+    state = torch.get_rng_state()
+    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+    torch.default_generator.manual_seed(drawn)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def logit_tensors(router: Router) -> dict[str, nn.Parameter]:
+    """What the logits are made of, by name: all but a selection bias, which is the engine's."""
+    return dict(router.named_parameters())
 
 
 def selecting_as(router: Router, rule: Selection) -> RouterConfig:

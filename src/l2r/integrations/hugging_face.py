@@ -17,7 +17,11 @@ class Tensors:
 
     def __init__(self, owner: str, state: dict[str, Any]) -> None:
         self.owner = owner
-        self.left = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.left = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
 
     def take(self, name: str) -> Tensor:
         """A tensor by name."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.func import functional_call
 
-from l2r.integrations.engine import Logits, engine_router, logit_tensors, require
+from l2r.integrations.engine import Logits, engine_router, logit_tensors, own_stream, require
 from l2r.routers import Router, RouterConfig
 from l2r.routers.count import router_parameters
 
@@ -81,10 +81,7 @@ class L2RMoERouter(MoERouter):
             self._template = (Logits(self._build()),)  # in a tuple: no child of this module
         for name, value in logit_tensors(self.router).items():
             flat = torch.empty(value.numel(), device=init_device, dtype=dtype)
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(flat_name(name), nn.Parameter(flat))
-            else:
-                self.register_buffer(flat_name(name), flat)
+            self.register_parameter(flat_name(name), nn.Parameter(flat))
         if not hasattr(self, "weight"):
             # The engine's init_weights writes to ``weight``, which linear routers alone have.
             self.weight = torch.empty(0)
@@ -105,10 +102,8 @@ class L2RMoERouter(MoERouter):
     def reset_parameters(self) -> None:
         """Draw the router as our own models draw it, whatever part of it this rank holds."""
         super().reset_parameters()
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)
-        fresh = self._build()
-        torch.set_rng_state(state)
+        with own_stream(self._seed):
+            fresh = self._build()
         for name, value in logit_tensors(fresh).items():
             mine = getattr(self, flat_name(name))
             whole = value.detach().to(mine.device, mine.dtype).flatten()

@@ -34,12 +34,9 @@ _MODEL = {
     "lm_head.weight": "lm_head.w_out.weight",
 }
 _LAYER = {
-    "self_attn.q_proj.weight": "attention.w_q.weight",
-    "self_attn.k_proj.weight": "attention.w_k.weight",
-    "self_attn.v_proj.weight": "attention.w_v.weight",
-    "self_attn.o_proj.weight": "attention.w_out.weight",
-    "self_attn.q_norm.weight": "attention.q_norm.weight",
-    "self_attn.k_norm.weight": "attention.k_norm.weight",
+    f"self_attn.{ours}.weight": f"attention.{theirs}.weight"
+    for ours, theirs in (("q_proj", "w_q"), ("k_proj", "w_k"), ("v_proj", "w_v"))
+    + (("o_proj", "w_out"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
 }
 _PRE = {
     "input_layernorm.weight": "attention_norm.weight",

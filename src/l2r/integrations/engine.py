@@ -63,13 +63,18 @@ def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
             "query_norm must be rmsnorm or none in an engine, whose ranks do not all meet in a "
             "layer to share a batch statistic; got query_norm='batchnorm'"
         )
-    return build_router(config, **sizes)
+    router = build_router(config, **sizes)
+    if router.log_temperature is not None:  # FSDP2 shards no scalar
+        router.log_temperature = nn.Parameter(router.log_temperature.detach().reshape(1))
+    return router
 
 
 @contextmanager
 def own_stream(seed: int | None = None) -> Iterator[None]:
-    """Draw inside without advancing the common random stream of the CPU, so that a model differs
-    from the stock one in its routers alone; ``seed`` is one number of that stream by default."""
+    """Draw from another random stream on the CPU, so that models differ in their routers alone.
+
+    ``seed`` is one number of the common stream by default; that stream goes on where it was.
+    """
     state = torch.get_rng_state()
     drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     torch.default_generator.manual_seed(drawn)

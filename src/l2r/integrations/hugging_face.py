@@ -91,8 +91,9 @@ def router_pairs(
     bias: str | None,
 ) -> Iterator[Pair]:
     """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's."""
-    for here, like in logit_tensors(router).items():
-        yield ours.take(prefix + here), theirs.take(names[here]).view(like.shape)
+    for here in logit_tensors(router):
+        value = ours.take(prefix + here)
+        yield value, theirs.take(names[here]).view(value.shape)
     if router.selection.bias is None:
         return
     value = ours.take(prefix + router.selection.bias)

@@ -117,6 +117,7 @@ def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
             yield ours.take(f"{here}self_attn.{name}_proj.weight").view(part.shape), part
         router = layer.mlp.router
         names = {name: f"{mlp}router.l2r.{name}" for name in logit_tensors(router.l2r)}
+        theirs.left.pop(f"{mlp}router.l2r.{router.l2r.selection.bias}", None)  # nothing reads it
         bias = f"{mlp}router.expert_bias" if c.moe_router_enable_expert_bias else None
         yield from router_pairs(router.l2r, here + "mlp.gate.", ours, theirs, names, bias)
         for name, fc in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import TransformerConfig, transformer_block
     from megatron.core.transformer.moe.router import TopKRouter
 
 from l2r.integrations.megatron import olmoe_layer
@@ -27,6 +27,7 @@ BALANCE, Z = 0.05, 0.01
 
 def on_cpu():
     torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda: None
     random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **options: None
 
@@ -66,6 +67,7 @@ def configuration(**changes):
         "add_bias_linear": False,
         "bias_activation_fusion": False,
         "use_cpu_initialization": True,
+        "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -73,13 +75,17 @@ def configuration(**changes):
     return TransformerConfig(**fields | changes)
 
 
-def small(router, *, vocabulary=VOCABULARY, **changes):
+def small(router, *, vocabulary=VOCABULARY, norm=None, **changes):
     """A seeded GPTModel that is an OLMoE; without ``router``, one with Megatron's own."""
     config = configuration(**changes)
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm")
     olmoe_layer(spec, router or SIPS)
     if router is None:
         spec.submodules.mlp.submodules.router = TopKRouter
+    if norm is not None:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = norm
+        transformer_block.LayerNormImpl = norm
     torch.manual_seed(0)
     return GPTModel(
         config,

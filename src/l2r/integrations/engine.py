@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from l2r.routers import Router, RouterConfig, build_router
 from l2r.routers.selection import Selection
@@ -33,18 +35,6 @@ def require(package: str) -> None:
 
     if not SpecifierSet(tried).contains(found, prereleases=True):
         raise ImportError(f"l2r was tried with {package}{tried}; this is {package} {found}")
-
-
-class Logits(nn.Module):
-    """A router whose forward gives logits alone: functional_call knows no other method."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.router = router
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits [T, N] of x [..., D]."""
-        return self.router.logits(x)
 
 
 def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
@@ -87,6 +77,51 @@ def own_stream(seed: int | None = None) -> Iterator[None]:
 def logit_tensors(router: Router) -> dict[str, nn.Parameter]:
     """What the logits are made of, by name: all but a selection bias, which is the engine's."""
     return dict(router.named_parameters())
+
+
+class Plug:
+    """A router whose parameters are those of an engine's module, which cuts and gathers them.
+
+    The router itself is a template without storage. ``parameters`` are its names, with
+    underscores for dots, and shapes. Ranks that build the same model draw the same router.
+    """
+
+    def __init__(self, values: Mapping[str, Any], **sizes: int) -> None:
+        self._build = partial(engine_router, values, **sizes)
+        self._seed = int(torch.randint(2**62, (), device="cpu"))
+        with torch.device("meta"):
+            self.router = self._build()
+        self._logits = _Logits(self.router)
+        self.names = {name.replace(".", "_"): name for name in logit_tensors(self.router)}
+        self.parameters = {
+            flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
+        }
+
+    def draw(self) -> dict[str, Tensor]:
+        """Initial parameters by name, whole and on the CPU."""
+        with own_stream(self._seed), torch.device("cpu"):
+            fresh = self._build()
+        return {flat: fresh.get_parameter(name).detach() for flat, name in self.names.items()}
+
+    def logits(self, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Logits [..., N] of x [..., D], from this rank's ``values`` of the parameters."""
+        named = {
+            f"router.{self.names[flat]}": value.view(self.parameters[flat])
+            for flat, value in values.items()
+        }
+        logits: Tensor = functional_call(self._logits, named, (x,))
+        return logits.view(*x.shape[:-1], self.router.num_experts)
+
+
+class _Logits(nn.Module):
+    """A router whose forward gives logits alone: functional_call knows no other method."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router.logits(x)
 
 
 def selecting_as(router: Router, rule: Selection) -> RouterConfig:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.func import functional_call
 
-from l2r.integrations.engine import Logits, engine_router, logit_tensors, own_stream, require
-from l2r.routers import Router, RouterConfig
+from l2r.integrations.engine import Plug, require
+from l2r.routers import RouterConfig
 from l2r.routers.count import router_parameters
 
 require("ai2-olmo-core")
@@ -62,7 +61,7 @@ class L2RRouterConfig(MoERouterConfig):
 class L2RMoERouter(MoERouter):
     """OLMo-core's router with logits of ours: x [B, S, D] to [B, S, N].
 
-    Our Router is a template without storage; every forward runs it with the flat parameters.
+    Under tensor parallel every rank has all parameters and its part of the sequence.
     """
 
     def __init__(
@@ -74,23 +73,15 @@ class L2RMoERouter(MoERouter):
         **options: Any,
     ) -> None:
         super().__init__(init_device=init_device, **options)
-        # One number of the common stream: ranks that build the same model draw the same router.
-        self._seed = int(torch.randint(2**62, (), device="cpu"))
-        self._options = dict(router)
-        with torch.device("meta"):
-            self._template = (Logits(self._build()),)  # in a tuple: no child of this module
-        for name, value in logit_tensors(self.router).items():
-            flat = torch.empty(value.numel(), device=init_device, dtype=dtype)
-            self.register_parameter(flat_name(name), nn.Parameter(flat))
+        sizes = {"hidden_size": self.d_model, "num_experts": self.num_experts}
+        self.plug = Plug(router, top_k=self.top_k, **sizes)
+        for name, shape in self.plug.parameters.items():
+            flat = torch.empty(shape.numel(), device=init_device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(flat))
         if not hasattr(self, "weight"):
             # The engine's init_weights writes to ``weight``, which linear routers alone have.
             self.weight = torch.empty(0)
         self.reset_parameters()
-
-    @property
-    def router(self) -> Router:
-        """Our router, on the meta device: its configuration, names and shapes."""
-        return self._template[0].router
 
     @property
     def device(self) -> torch.device:
@@ -102,22 +93,15 @@ class L2RMoERouter(MoERouter):
     def reset_parameters(self) -> None:
         """Draw the router as our own models draw it, whatever part of it this rank holds."""
         super().reset_parameters()
-        with own_stream(self._seed):
-            fresh = self._build()
-        for name, value in logit_tensors(fresh).items():
-            mine = getattr(self, flat_name(name))
-            whole = value.detach().to(mine.device, mine.dtype).flatten()
+        for name, value in self.plug.draw().items():
+            mine = getattr(self, name)
+            whole = value.to(mine.device, mine.dtype).flatten()
             get_local_tensor(mine).copy_(get_local_tensor(distribute_like(mine, whole)))
 
     def get_expert_logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, N] in fp32 or wider, already divided by our temperature."""
-        template = self._template[0].train(self.training)
-        values = {
-            f"router.{name}": _whole(getattr(self, flat_name(name))).view(value.shape)
-            for name, value in logit_tensors(self.router).items()
-        }
-        logits: Tensor = functional_call(template, values, (x,))
-        return logits.view(*x.shape[:-1], self.num_experts)
+        values = {name: _whole(getattr(self, name)) for name in self.plug.parameters}
+        return self.plug.logits(x, values)
 
     def apply_tp(self, tp_mesh: Any, float8_enabled: bool = False) -> None:
         """Every rank holds all parameters and sees its part of the sequence."""
@@ -125,15 +109,6 @@ class L2RMoERouter(MoERouter):
         for name, value in list(self.named_parameters()):
             whole = distribute_tensor(value.data, tp_mesh, [Replicate()])
             self.register_parameter(name, nn.Parameter(whole))
-
-    def _build(self) -> Router:
-        sizes = {"hidden_size": self.d_model, "num_experts": self.num_experts}
-        return engine_router(self._options, top_k=self.top_k, **sizes)
-
-
-def flat_name(name: str) -> str:
-    """Name of one of our tensors in the engine: ``projection.weight`` is projection_weight."""
-    return name.replace(".", "_")
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from l2r.integrations.engine import logit_tensors, selecting_as
+from l2r.integrations.engine import selecting_as
 from l2r.integrations.hugging_face import Pair, Tensors, copy_all, olmoe, router_pairs
-from l2r.integrations.olmo_core import L2RMoERouter, flat_name
+from l2r.integrations.olmo_core import L2RMoERouter
 from l2r.routers.selection import Selection
 
 _MODEL = {
@@ -80,7 +80,7 @@ def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
     }
     if attention.clip_qkv is not None:
         sizes["clip_qkv"] = attention.clip_qkv
-    config = selecting_as(mlp.router.router, rule)
+    config = selecting_as(mlp.router.plug.router, rule)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if not state:
@@ -138,11 +138,10 @@ def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
         for here, there in names.items():
             yield ours.take(layer + here), theirs.take(name + there)
         name += "feed_forward_moe."
+        plug = block.router.plug
+        flat = {here: f"{name}router.{there}" for there, here in plug.names.items()}
         bias = None if block.router.bias_gamma is None else f"{name}router.score_bias"
-        flat = {
-            here: f"{name}router.{flat_name(here)}" for here in logit_tensors(block.router.router)
-        }
-        yield from router_pairs(block.router.router, f"{layer}mlp.gate.", ours, theirs, flat, bias)
+        yield from router_pairs(plug.router, f"{layer}mlp.gate.", ours, theirs, flat, bias)
         gate_up = ours.take(layer + "mlp.experts.gate_up_proj")
         down = ours.take(layer + "mlp.experts.down_proj")
         gate, up = gate_up.chunk(2, dim=1)  # [N, F, D] each

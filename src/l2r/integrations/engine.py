@@ -86,9 +86,10 @@ class Plug:
     underscores for dots, and shapes. Ranks that build the same model draw the same router.
     """
 
-    def __init__(self, values: Mapping[str, Any], **sizes: int) -> None:
+    def __init__(self, values: Mapping[str, Any], *, seed: int | None = None, **sizes: int) -> None:
         self._build = partial(engine_router, values, **sizes)
-        self._seed = int(torch.randint(2**62, (), device="cpu"))
+        # One number of the common stream, which engines keep alike on all ranks.
+        self._seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         with torch.device("meta"):
             self.router = self._build()
         self._logits = _Logits(self.router)

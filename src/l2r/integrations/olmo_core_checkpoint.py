@@ -52,8 +52,7 @@ def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
     """The model on Hugging Face, in fp32 on the CPU; None on ranks other than 0.
 
     ``settings`` are further fields of its configuration (max_position_embeddings, token ids).
-    Raises ValueError for a model that is not an OLMoE, or whose routers select in a way that
-    the checkpoint would not.
+    Raises ValueError for a model that is no OLMoE, or whose routers select otherwise.
     """
     block, post_norm = _block(model)
     attention, mlp = block.attention, block.feed_forward_moe
@@ -143,9 +142,9 @@ def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
         bias = None if block.router.bias_gamma is None else f"{name}router.score_bias"
         yield from router_pairs(plug.router, f"{layer}mlp.gate.", ours, theirs, flat, bias)
         gate_up = ours.take(layer + "mlp.experts.gate_up_proj")
-        down = ours.take(layer + "mlp.experts.down_proj")
         gate, up = gate_up.chunk(2, dim=1)  # [N, F, D] each
+        down = ours.take(layer + "mlp.experts.down_proj").transpose(1, 2)
         if not isinstance(block.experts.mlp, DroplessMoEMLP):  # [N D, F] instead of [N F, D]
             gate, up = gate.transpose(1, 2), up.transpose(1, 2)
-        for value, w in ((gate, "w1"), (up, "w3"), (down.transpose(1, 2), "w2")):
+        for value, w in ((gate, "w1"), (up, "w3"), (down, "w2")):
             yield value, theirs.take(f"{name}experts.mlp.{w}").view(value.shape)

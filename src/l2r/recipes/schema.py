@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from l2r.functional.losses import BalanceVariant, ZVariant
 from l2r.routers import RouterConfig
 from l2r.routers.config import OtherThan, ReadWith, check_read
 
@@ -188,11 +189,11 @@ class LossSection(Section):
     """
 
     balance: NonNegativeFloat = 0.01
-    balance_variant: Literal["paper", "olmoe", "hf", "tutel"] = "paper"
+    balance_variant: BalanceVariant = "paper"
     balance_scope: Literal["microbatch", "step"] = "microbatch"
     bias_speed: NonNegativeFloat = 0.0
     z: NonNegativeFloat = 0.001
-    z_variant: Literal["paper", "olmoe"] = "paper"
+    z_variant: ZVariant = "paper"
 
 
 class EvaluationSection(Section):

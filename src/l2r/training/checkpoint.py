@@ -52,6 +52,7 @@ def save_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.10
             writer = HuggingFaceStorageWriter(path=str(temporary), save_distributed=True)
             save(state, storage_writer=writer, no_dist=ranks.world == 1)
     except BaseException as error:

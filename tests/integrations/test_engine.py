@@ -1,5 +1,6 @@
 """What the plugs of all engines share: versions that were tried, and what a plug can carry."""
 
+import importlib
 import re
 import tomllib
 from importlib import metadata
@@ -42,6 +43,29 @@ def test_another_version_is_one_line_with_the_range(package, monkeypatch):
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ImportError, match=re.escape(f"pip install 'l2r-moe[{extra}]'")):
         require(package)
+
+
+MODULES = {
+    "olmo_core": "ai2-olmo-core",
+    "olmo_core_checkpoint": "ai2-olmo-core",
+    "megatron": "megatron-core",
+    "megatron_checkpoint": "megatron-core",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_plug_without_its_engine_says_what_to_install(module):
+    package = MODULES[module]
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        with pytest.raises(
+            ImportError, match=re.escape(f"l2r needs {package}{ENGINES[package][1]}")
+        ):
+            importlib.import_module(f"l2r.integrations.{module}")
+    else:
+        assert importlib.import_module(f"l2r.integrations.{module}")
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from olmo_core.nn.moe.mlp import DroplessMoEMLP
-from olmo_core.nn.transformer.block import MoEReorderedNormTransformerBlock
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sharded
 
 from l2r.integrations.engine import selecting_as
 from l2r.integrations.hugging_face import Pair, Tensors, copy_all, olmoe, router_pairs
 from l2r.integrations.olmo_core import L2RMoERouter
 from l2r.routers.selection import Selection
+
+from olmo_core.nn.moe.mlp import DroplessMoEMLP  # isort: skip  # after our check of its version
+from olmo_core.nn.transformer.block import MoEReorderedNormTransformerBlock  # isort: skip
 
 _MODEL = {
     "model.embed_tokens.weight": "embeddings.weight",
@@ -80,8 +77,8 @@ def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
     if attention.clip_qkv is not None:
         sizes["clip_qkv"] = attention.clip_qkv
     config = selecting_as(mlp.router.plug.router, rule)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = sharded.get_model_state_dict(model, options=options)
     if not state:
         return None
     made = olmoe(config, post_norm=post_norm, **sizes, **settings)
@@ -95,13 +92,13 @@ def load_hugging_face(model: nn.Module, source: Any) -> None:
     With several ranks, ``source`` is read on rank 0 alone.
     """
     _block(model)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = sharded.get_model_state_dict(model, options=options)
     if state:
         copy_all(source, state, partial(_pairs, model), to_engine=True)
     shared = dist.is_available() and dist.is_initialized()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=shared)
-    set_model_state_dict(model, state, options=options)
+    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=shared)
+    sharded.set_model_state_dict(model, state, options=options)
 
 
 def _block(model: Any) -> tuple[Any, bool]:

@@ -1,6 +1,6 @@
 """Our routers as the gate of torchtitan's MoE layers, and its Qwen3 checkpoints with them.
 
-    torchtitan ... --override.imports \\
+    torchrun ... -m torchtitan.train ... --override.imports \\
         'l2r.integrations.torchtitan.l2r_gate={"kind": "l2r_sips", "rank": 2, "heads": 16}'
 
 We decide the logits and the router's initial weights. torchtitan decides everything after the
@@ -8,9 +8,11 @@ logits: score function, groups, bias balancing, top-k and normalization; it has 
 losses. Dispatch, recompute and parallelism are its own too; parameters are named as ours with
 underscores for dots. Tried with ``--parallelism.spmd_backend partial_dtensor``; under the default
 ``spmd_types`` a gate at TP 2 learns as one process does without EP, and with EP each rank has its
-part of the gradient, which the engine sums: that was not run. ``L2RQwen3StateDictAdapter`` in place of the model's adapter converts checkpoints to and
-from Hugging Face Qwen3-MoE models with swapped routers; torchtitan's own drops what it does not
-know without a word.
+part of the gradient, which the engine sums: that was not run.
+
+``L2RQwen3StateDictAdapter`` in place of the model's adapter converts checkpoints to and from
+Hugging Face Qwen3-MoE models with swapped routers; torchtitan's own drops what it does not know
+without a word.
 """
 
 from dataclasses import dataclass, field, replace

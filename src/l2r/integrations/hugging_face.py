@@ -63,21 +63,23 @@ def copy_all(
 ) -> None:
     """Copy every value of a Hugging Face model from an engine's whole ``state``, or into it.
 
-    Raises ValueError, before or while copying, where the two are not the same architecture.
+    Raises ValueError, before anything is copied, where the two are not the same architecture.
     """
     ours, theirs = (
         Tensors("the Hugging Face model", model.state_dict()),
         Tensors("the engine", state),
     )
-    found = list(pairs(ours, theirs))
-    ours.all_taken()
-    theirs.all_taken()
+    try:
+        found = list(pairs(ours, theirs))
+        ours.all_taken()
+        theirs.all_taken()
+    except RuntimeError as error:  # a view that does not fit
+        raise ValueError(f"both models must have the same sizes: {error}") from error
     for here, there in found:
         if here.shape != there.shape:
-            raise ValueError(
-                f"both models must have the same sizes; got {list(here.shape)} in the Hugging "
-                f"Face model and {list(there.shape)} in the engine"
-            )
+            sizes = f"got {list(here.shape)} and {list(there.shape)}"
+            raise ValueError(f"both models must have the same sizes; {sizes}")
+    for here, there in found:
         target, source = (there, here) if to_engine else (here, there)
         target.copy_(source)
 

@@ -128,6 +128,18 @@ def test_normalization_is_the_engines():
         assert_close(forward(model.eval(), ids), made(ids).logits)
 
 
+@pytest.mark.parametrize("changes", [{"router": {**SIPS, "rank": 3}}, {"moe_ffn_hidden_size": 24}])
+def test_a_model_of_other_sizes_is_refused_before_anything_is_copied(changes):
+    model = small(SIPS)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with torch.no_grad():
+        other = to_hugging_face(small(**{"router": SIPS, **changes}))
+    with pytest.raises(ValueError, match="both models must have the same sizes"):
+        load_hugging_face(model, other)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
 def test_another_router_or_attention_is_refused():
     with pytest.raises(ValueError, match="every layer must come from olmoe_layer; layer 0"):
         to_hugging_face(small(None))

@@ -10,7 +10,7 @@ UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
 TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,gpu,test,lint,docs
 ENGINES := olmo-core megatron torchtitan
-ENGINE_EXTRAS := cli,lm,eval,report,gpu,test
+ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
 # Pinned in constraints.txt, and held at other versions by an engine or by what it needs.
 ENGINE_PINS := datasets|dill|filelock|fsspec|huggingface_hub|multiprocess|pillow|protobuf|pyarrow|rich|typer
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)

@@ -11,7 +11,7 @@ from l2r.runs.atomic import write_text
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engines.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
-COLUMNS = ("train step", "aux losses equal", "FSDP", "TP", "EP", "checkpoint to HF")
+COLUMNS = ("train step", "aux losses equal", "FSDP", "TP", "EP", "checkpoint to HF", "served")
 NONE = {("torchtitan", "aux losses equal"): "has none"}
 
 

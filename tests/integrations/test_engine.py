@@ -35,7 +35,7 @@ def test_another_version_is_one_line_with_the_range(package, monkeypatch):
         monkeypatch.setattr(metadata, "version", lambda name, found=found: found)
         with pytest.raises(ImportError) as error:
             require(package)
-        assert str(error.value) == f"l2r was tried with {package}{tried}; this is {package} {found}"
+        assert str(error.value) == f"{package} must be {tried}, the range tried; got {found}"
 
     def missing(name):
         raise metadata.PackageNotFoundError(name)

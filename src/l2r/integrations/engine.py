@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from l2r.integrations.tried import outside_tried
 from l2r.routers import Router, RouterConfig, build_router
 from l2r.routers.selection import Selection
 
@@ -31,10 +32,8 @@ def require(package: str) -> None:
         raise ImportError(
             f"l2r needs {package}{tried}; none is installed: pip install 'l2r-moe[{extra}]'"
         ) from None
-    from packaging.specifiers import SpecifierSet  # comes with every engine
-
-    if not SpecifierSet(tried).contains(found, prereleases=True):
-        raise ImportError(f"l2r was tried with {package}{tried}; this is {package} {found}")
+    if problem := outside_tried(package, found, tried):
+        raise ImportError(problem)
 
 
 def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:

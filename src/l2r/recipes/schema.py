@@ -192,7 +192,7 @@ class LossSection(Section):
     balance_scope: Literal["microbatch", "step"] = "microbatch"
     bias_speed: NonNegativeFloat = 0.0
     z: NonNegativeFloat = 0.001
-    z_variant: Literal["paper", "olmoe"] = "paper"
+    z_variant: Literal["paper", "olmoe", "centered"] = "paper"
 
 
 class EvaluationSection(Section):

@@ -39,7 +39,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     """A row per contrast; ``primary`` picks one kind."""
     rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
     columns = (
-        "contrast", "paper", "metric", "first", "second", "difference", "at step 0",
+        "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
         "seeds", "p", "p equivalent", "verdict", "seeds that decide",
     )  # fmt: skip
     title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
@@ -153,13 +153,13 @@ def _chance(study: Study) -> str:
 
 
 def _row(j: Judged) -> tuple[object, ...]:
-    kind = "" if j.contrast.primary or not j.contrast.where else j.contrast.where
     return (
         j.contrast.words,
-        kind,
-        f"{j.contrast.metric}: {j.contrast.first} {j.contrast.better} than {j.contrast.second}",
-        j.means[0],
-        j.means[1],
+        "primary" if j.contrast.primary else "secondary",
+        j.contrast.where,
+        j.contrast.metric,
+        f"{j.contrast.first} {j.means[0]:.4f}",
+        f"{j.contrast.second} {j.means[1]:.4f}",
         show_interval(j.difference),
         show_interval(j.untrained),
         j.seeds,

@@ -166,16 +166,19 @@ def seeds_needed(sd: float, margin: float, alpha: float, most: int = 100_000) ->
 
 
 def detectable(sd: float, seeds: int, alpha: float, power: float = 0.8) -> float:
-    """Smallest difference that a paired t test of level alpha finds with this power."""
+    """Smallest difference that a paired t test of level alpha finds, on its side, so often."""
     from scipy.optimize import brentq
     from scipy.stats import nct, t
 
     cut, freedom = t.ppf(1 - alpha / 2, seeds - 1), seeds - 1
 
     def missing(shift: float) -> float:
-        return float(nct.sf(cut, freedom, shift) + nct.cdf(-cut, freedom, shift)) - power
+        return float(nct.sf(cut, freedom, shift)) - power
 
-    return float(brentq(missing, 0.0, 4 * cut + 10)) * sd / math.sqrt(seeds)
+    most = 1.0
+    while missing(most) < 0:
+        most *= 1.25
+    return float(brentq(missing, 0.0, most)) * sd / math.sqrt(seeds)
 
 
 def _p_better(pair: Pairs) -> float:

@@ -11,8 +11,8 @@ from l2r.cli.experiment import say
 from l2r.cli.options import AsJson
 
 if TYPE_CHECKING:
+    from l2r.experiments.judging import Places
     from l2r.experiments.plan import Registered
-    from l2r.experiments.study import Places
     from l2r.runs.study import CellResult
 
 
@@ -55,10 +55,13 @@ def evidence(
 ) -> None:
     """Train what is missing, judge, write the page and the Markdown file."""
     from l2r.cli.console import print_table
+    from l2r.experiments.judging import Places, results_of, study_of
     from l2r.experiments.plan import read_plan
-    from l2r.experiments.study import Places, results_of, run_share, study_of
+    from l2r.experiments.study import run_share
     from l2r.report.evidence import contrast_table, write_study
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("this command starts processes of its own; run it without torchrun")
     registered = read_plan(plan)
     most = min(seeds or registered.plan.seeds.most, registered.plan.seeds.most)
     places = Places(results / registered.name, out / registered.name, keep_runs)
@@ -88,7 +91,7 @@ def _run(
     """Seed by seed until the stopping rule, the most seeds or the hours; all results then."""
     import time
 
-    from l2r.experiments.study import is_decided, judge_plan, results_of, seeds_that_fit
+    from l2r.experiments.judging import is_decided, judge_plan, results_of, seeds_that_fit
     from l2r.experiments.study import own_processes as machine
 
     plan, start = registered.plan, time.monotonic()

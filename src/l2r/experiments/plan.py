@@ -22,6 +22,7 @@ from l2r.routers.config import nearest
 from l2r.runs.contrasts import Contrast
 from l2r.runs.effects import design
 from l2r.runs.folder import SEED_MARK
+from l2r.runs.study import MEASURES
 
 _FOLDER = Path(__file__).parent / "plans"
 # All held-out tokens, once, at the end; every step is in some point of the curve.
@@ -103,10 +104,10 @@ class Plan(Section):
 
     recipe, changes: what all arms share. tokens: budget of a run, None for the recipe's own.
     arms: name -> changes. margins: metric -> difference too small to matter; every primary
-    contrast's metric has one. half_width: seeds are added until every primary interval is this
-    narrow, or to the most. sd: expected deviation of the paired differences of the primary
-    contrasts, from which the page says what the study can find. sample: held-out tokens or images
-    for routing gain and routing metrics; losses are over all.
+    contrast's metric has one. half_width: seeds are added until every primary interval, from the
+    deviation of the least seeds, is this narrow, or to the most. sd: expected deviation of the
+    paired differences of the primary contrasts, from which the page says what the study can find.
+    sample: held-out tokens or images for routing gain and routing metrics; losses are over all.
     """
 
     title: str
@@ -133,6 +134,12 @@ class Plan(Section):
             for arm in (contrast.first, contrast.second):
                 if arm not in arms:
                     raise ValueError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
+            if contrast.metric not in MEASURES:
+                hint = nearest(contrast.metric, MEASURES)
+                raise ValueError(
+                    f"contrasts: unknown metric {contrast.metric!r}{hint}; measured are "
+                    f"{', '.join(MEASURES)}"
+                )
             if contrast.primary and contrast.metric not in self.margins:
                 raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")
         return self
@@ -143,6 +150,11 @@ class Plan(Section):
         for name, screen in self.screens.items():
             found |= screen.arms(name)
         return found
+
+    def seeds_that_decide(self) -> int | None:
+        """Seeds from whose deviation the number of all follows, where the plan adds seeds."""
+        adds = self.half_width is not None and self.seeds.least < self.seeds.most
+        return self.seeds.least if adds else None
 
     def cells(self, seeds: int) -> list[Cell]:
         """All arms with the first seed, then with the next. Raises ValueError for a bad recipe."""

@@ -9,8 +9,8 @@ from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest
 from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
-from l2r.runs.contrasts import Judged, detectable, interval
-from l2r.runs.effects import Effect, estimate
+from l2r.runs.contrasts import Judged, detectable, estimate
+from l2r.runs.effects import Effect, effects_of
 from l2r.runs.statistics import Interval
 from l2r.runs.study import ScreenDesign, Study
 
@@ -65,7 +65,7 @@ def arm_table(study: Study) -> Table:
     for arm in study.arms:
         seeds = len(study.values(arm, "validation_ce"))
         if seeds:
-            ce = interval(study.values(arm, "validation_ce"), study.alpha)
+            ce = estimate(study.values(arm, "validation_ce")).interval(study.alpha)
             cells = [_mean(study.values(arm, metric)) for metric in METRICS]
             before = [
                 _mean(study.values(arm, metric, "untrained"))
@@ -133,7 +133,7 @@ def _registration(study: Study) -> list[str]:
     tests = sum(j.contrast.primary for j in study.judged)
     if tests and study.sd is not None:
         found = [
-            f"{detectable(study.sd, n, study.alpha / tests):.3f} with {n} seeds"
+            f"{detectable(study.sd, n, study.alpha / tests, first=study.first):.3f} with {n} seeds"
             for n in dict.fromkeys((study.least, study.most))
         ]
         lines.append(
@@ -183,7 +183,7 @@ def _effects(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
     for metric in _SCREENED:
         values = [r.trained[metric] for r in own]
         try:
-            found[metric] = estimate(screen.levels, screen.interactions, cells, seeds, values)
+            found[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
         except ValueError:
             return {}
     return found

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.report.style import layout, line_style
-from l2r.runs.contrasts import Judged, interval
+from l2r.runs.contrasts import Judged, estimate
 from l2r.runs.effects import Effect
 from l2r.runs.study import Study
 
@@ -131,7 +131,7 @@ def _band(
 ) -> None:
     """Mean of the lines where all have a point, and its interval."""
     steps = sorted(set.intersection(*(set(line) for line in lines))) if lines else []
-    found = [interval([line[step] for line in lines]) for step in steps]
+    found = [estimate([line[step] for line in lines]).interval() for step in steps]
     place = {"row": 1, "col": column}
     if len(lines) > 1:
         figure.add_scatter(

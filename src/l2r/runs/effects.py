@@ -23,7 +23,7 @@ class Effect:
     change: Interval
 
 
-def estimate(
+def effects_of(
     levels: Levels,
     interactions: Sequence[tuple[str, str]],
     cells: Sequence[Sequence[str]],

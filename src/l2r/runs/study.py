@@ -13,6 +13,13 @@ from l2r.runs.atomic import write_text
 from l2r.runs.contrasts import Judged
 from l2r.runs.effects import Levels
 
+# By name what a cell measures, at its end and at step 0.
+MEASURES = (
+    "train_ce", "validation_ce", "balance", "routing_gain", "shuffled_gain", "load_entropy",
+    "max_over_mean", "dead_experts", "top1_entropy", "scale_free_margin", "mean_margin",
+    "low_margin_rate", "cosine_variance", "stability", "topk_overlap", "relative_stability",
+    "relative_topk_overlap",
+)  # fmt: skip
 _DIGITS = 7  # of stored measures: more than the seeds agree on, less than rounding disturbs
 
 
@@ -72,7 +79,8 @@ class Study:
     """A plan with its results and verdicts, as plain values: what pages read.
 
     state: whether the plan is registered, in words. arms: in the plan's order. sd: expected
-    deviation of the paired differences of the primary contrasts. least, most: seeds.
+    deviation of the paired differences of the primary contrasts. least, most: seeds. first: those
+    from whose deviation their number follows, if it does.
     """
 
     name: str
@@ -84,6 +92,7 @@ class Study:
     sd: float | None
     least: int
     most: int
+    first: int | None
     arms: Sequence[str]
     screens: Mapping[str, ScreenDesign]
     judged: Sequence[Judged]

@@ -219,6 +219,13 @@ def test_the_size_of_the_initial_weights(kind, given, std):
     assert weight.std().item() == pytest.approx(std, rel=0.014 + 5 / (2 * weight.numel()) ** 0.5)
 
 
+@pytest.mark.parametrize("kind", ["linear", "xmoe", "l2r_sips"])
+def test_initial_weights_of_size_zero_are_refused(kind):
+    """Drawing them would divide by zero."""
+    with pytest.raises(ValueError, match="init_std must be None or > 0; got init_std=0"):
+        build_router(kind, hidden_size=8, num_experts=4, top_k=2, init_std=0.0)
+
+
 def test_normalized_weights_sum_to_one():
     router = build_router("linear", hidden_size=8, num_experts=6, top_k=3, normalize_weights=True)
     sums = router(torch.randn(5, 8)).weights.sum(dim=1)

@@ -23,7 +23,7 @@ class LinearConfig(RouterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.init_std is None or self.init_std >= 0, self, "init_std", "None or >= 0")
+        check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
 
 
 @register_router("linear")

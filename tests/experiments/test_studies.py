@@ -59,7 +59,7 @@ def values(gap=0.0, before=0.0):
     """Measures that differ between the arms by ``gap`` after training and ``before`` before it."""
 
     def value(arm, seed, metric, trained):
-        noise = 0.001 * ((seed * 7919 + len(arm)) % 5)
+        noise = 0.001 * ((seed * 7919 + len(arm) * (seed + 1)) % 5)
         shift = (gap if trained else before) if arm == "l2r" else 0.0
         return 5 + seed + noise + shift
 

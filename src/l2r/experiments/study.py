@@ -105,8 +105,8 @@ def run_processes(
 def own_processes() -> tuple[int, int]:
     """Processes and threads of each that use this machine best: one of one thread per core.
 
-    At the size of the demo two processes of one thread did 1.4 to 4 times the work of one process
-    of two threads (docs/evidence.md). A GPU gets one process.
+    At the size of the demo two processes of one thread do more work than one of two threads
+    (docs/evidence.md). A GPU gets one process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (1, cores or 1) if torch.cuda.is_available() else (cores or 1, 1)

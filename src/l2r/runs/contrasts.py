@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 
 from l2r.runs.statistics import Interval
 
+_ROUNDING = 1e-6  # of a measure: sums in fp32, stored with seven digits
 Verdict = Literal["better", "worse", "equivalent", "undecided"]
 
 
@@ -63,8 +64,10 @@ class Pairs:
         return [a - b for a, b in zip(self.first_untrained, self.second_untrained, strict=True)]
 
     def learned(self) -> list[float]:
-        """What training added to the difference."""
-        return [t - u for t, u in zip(self.trained(), self.untrained(), strict=True)]
+        """What training added to the difference; 0 where it is rounding, which has a sign too."""
+        scale = max((abs(x) for side in (self.first, self.second) for x in side), default=0.0)
+        changes = [t - u for t, u in zip(self.trained(), self.untrained(), strict=True)]
+        return [c if abs(c) > _ROUNDING * max(1.0, scale) else 0.0 for c in changes]
 
 
 @dataclass(frozen=True)

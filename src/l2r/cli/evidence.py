@@ -16,27 +16,17 @@ if TYPE_CHECKING:
     from l2r.runs.study import CellResult
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "evidence",
-        epilog="Example: l2r evidence paper --hours 3",
-        help="Run a registered plan: its arms over several seeds, and a verdict on every contrast, "
-        "better, worse, equivalent or undecided. The same command goes on where it stopped; from "
-        "a second terminal it helps the first.",
-    )(evidence)
-
-
 def evidence(
     plan: Annotated[str, typer.Argument(help="Plan of the package, or a YAML path.")] = "paper",
     seeds: Annotated[
-        int | None, typer.Option(help="At most so many seeds for now [the plan's].", min=1)
+        int | None, typer.Option(help="At most so many seeds for now (default: the plan's).", min=1)
     ] = None,
     hours: Annotated[
         float | None, typer.Option(help="As many seeds as fit into this time.", min=0.001)
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Runs at a time [one per core, one on a GPU].", min=1)
+        int | None,
+        typer.Option(help="Runs at a time (default: one per core, one on a GPU).", min=1),
     ] = None,
     results: Annotated[
         Path, typer.Option(help="Folder of the results, one small file per run.")
@@ -53,7 +43,13 @@ def evidence(
     share: Annotated[int, typer.Option(hidden=True, help="Only run cells, at most so many.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train what is missing, judge, write the page and the Markdown file."""
+    """Run a registered plan over several seeds: every contrast ends better, worse, equivalent or
+    undecided.
+
+    The same command goes on where it stopped; from a second terminal it helps the first.
+
+    Example: l2r evidence paper --hours 3
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.judging import Places, results_of, study_of
     from l2r.experiments.plan import read_plan

@@ -22,8 +22,8 @@ from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.training.build_task import build_task
 from l2r.training.ranks import Ranks
+from l2r.training.task import build_task
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
 _SETTINGS = Settings(certify=0, keep_sample=False)

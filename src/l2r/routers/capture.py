@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
+from l2r.routers.observe import Hook, hooked
 
 
 @dataclass
@@ -32,11 +33,6 @@ class Captured:
         """Anchors per expert of every layer, calls after one another."""
         return [self.routers[name].heads for name, calls in self.outputs.items() for _ in calls]
 
-    def clear(self) -> None:
-        """Forget everything collected so far."""
-        self.outputs.clear()
-        self.inputs.clear()
-
 
 @contextmanager
 def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
@@ -51,7 +47,7 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
         raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
     record = Captured(routers=routers)
 
-    def hook_for(name: str):  # type: ignore[no-untyped-def]
+    def hook_for(name: str) -> Hook:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
             record.outputs.setdefault(name, []).append(output)
             if inputs:
@@ -59,9 +55,5 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
         return hook
 
-    handles = [m.register_forward_hook(hook_for(name)) for name, m in routers.items()]
-    try:
+    with hooked({module: hook_for(name) for name, module in routers.items()}):
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()

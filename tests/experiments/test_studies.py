@@ -313,3 +313,15 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
 def test_the_page_of_a_study_without_results_says_so(tmp_path):
     _, text = write_study(study_of(registered(), []), tmp_path / "page", tmp_path / "text")
     assert "Fewer than registered" in text.read_text()
+
+
+def test_images_are_measured_by_the_same_names(tmp_path):
+    changes = ["training.epochs=null", "training.steps=2", "training.global_batch=16"]
+    changes += ["training.micro_batch=16", "data.workers=0", "evaluation.max_batches=1"]
+    vision = {"recipe": "demo-vision/linear", "changes": changes, "tokens": None, "sample": 32}
+    plan = registered(**vision)
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[1:]
+    assert run_share(plan, cells, places) == (0, None)
+    (result,) = results_of(plan, cells, places)
+    assert set(result.trained) == set(result.untrained) == set(MEASURES)
+    assert result.facts["units"] == 32 and result.trained["validation_ce"] > 0

@@ -11,6 +11,7 @@ from l2r.machine import describe_machine
 from l2r.recipes.load import AnyRecipe, parse_recipe
 from l2r.runs.contrasts import Judged, Pairs, judge
 from l2r.runs.study import CellResult, ScreenDesign, Study, read_result
+from l2r.training.claim import meaning
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
         if path.is_file():
             result = read_result(path)
             stored: AnyRecipe = parse_recipe(dict(result.recipe), source=str(path))
-            if _meaning(stored) != _meaning(cell.recipe):
+            if meaning(stored) != meaning(cell.recipe):
                 raise ValueError(
                     f"{path} holds a run of another recipe than plan {plan.name} says; choose "
                     "other --results"
@@ -126,7 +127,3 @@ def seeds_that_fit(
             break
         fit += 1
     return fit
-
-
-def _meaning(recipe: AnyRecipe) -> Any:
-    return recipe.model_dump(exclude={"router"}), recipe.router_config()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from l2r.experiments.cells import Cell
 from l2r.experiments.plan import Plan, Registered

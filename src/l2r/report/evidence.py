@@ -27,6 +27,10 @@ METRICS = {
     "relative_stability": "stability, noise 0.1 rms",
 }
 _SCREENED = ("validation_ce", "routing_gain", "load_entropy")
+_COLUMNS = (
+    "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
+    "seeds", "p", "p equivalent", "verdict", "seeds that decide",
+)  # fmt: skip
 _METHOD = (
     "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
     "worse need p <= alpha for the difference and for what training added to it since step 0 "
@@ -34,14 +38,18 @@ _METHOD = (
     "p-values are Holm's over all primary contrasts; secondary ones are not adjusted."
 )
 
+_FOREST = (
+    "Bars are 95% intervals: green better, orange worse, blue equivalent, dark undecided, light "
+    "the same models at step 0; shaded is the margin; primary contrasts are bold."
+)
+
 
 def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     """A row per contrast; ``primary`` picks one kind."""
     rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
-    columns = (
-        "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
-        "seeds", "p", "p equivalent", "verdict", "seeds that decide",
-    )  # fmt: skip
+    kept = [c for c in range(len(_COLUMNS)) if primary is None or _COLUMNS[c] != "kind"]
+    columns = tuple(_COLUMNS[c] for c in kept)
+    rows = [tuple(row[c] for c in kept) for row in rows]
     title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
     return Table(title, columns, tuple(rows), caption=_METHOD)
 
@@ -87,7 +95,8 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     effect_tables = [_effect_table(name, found) for name, found in effects.items() if found]
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
-        sections.append(Section("Contrasts", _chance(study), [*tables, forest(study)]))
+        text = f"{_chance(study)} {_FOREST}"
+        sections.append(Section("Contrasts", text, [forest(study), *tables]))
     if effect_tables:
         text = (
             "Least squares over cells and seeds: change from a factor's first level, 95%. What the "

@@ -27,6 +27,7 @@ COMMANDS = (
     "eval",
     "diagnose",
     "landscape",
+    "plan",
     "evidence",
 )
 

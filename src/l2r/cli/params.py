@@ -39,7 +39,7 @@ def params(
 ) -> None:
     """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
     from l2r.cli.console import print_table
-    from l2r.experiments.recipe_sizes import recipe_sizes
+    from l2r.planning.recipe_model import recipe_sizes
     from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 

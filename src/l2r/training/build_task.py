@@ -1,6 +1,7 @@
 """Which task trains which recipe."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from l2r.recipes.load import AnyRecipe
@@ -11,20 +12,16 @@ from l2r.training.task import Task
 
 def build_task(recipe: AnyRecipe, report: Callable[[str], None]) -> Task:
     """The task of a recipe; ``report`` receives a line per slow preparation step."""
-    return _TASKS[type(recipe)](recipe, report)
+    return task_class(recipe)(recipe, report)
 
 
-# Imported when built: each task needs packages that the other can do without.
-def _language(recipe: LanguageRecipe, report: Callable[[str], None]) -> Task:
-    from l2r.training.language import LanguageTask
-
-    return LanguageTask(recipe, report)
-
-
-def _vision(recipe: VisionRecipe, report: Callable[[str], None]) -> Task:
-    from l2r.training.vision import VisionTask
-
-    return VisionTask(recipe, report)
+def task_class(recipe: AnyRecipe) -> Any:
+    """The class of a recipe's task, imported now: each needs packages the other can do without."""
+    module, name = _TASKS[type(recipe)]
+    return getattr(import_module(f"l2r.training.{module}"), name)
 
 
-_TASKS: dict[type[Any], Callable[..., Task]] = {LanguageRecipe: _language, VisionRecipe: _vision}
+_TASKS: dict[type[Any], tuple[str, str]] = {
+    LanguageRecipe: ("language", "LanguageTask"),
+    VisionRecipe: ("vision", "VisionTask"),
+}

@@ -1,0 +1,151 @@
+"""What routers cost at sizes nobody runs yet: arithmetic, bytes, copies, share of a layer.
+
+A layer here has K = 8 of N experts of width D / 2 (OLMoE's proportions), four attention matrices
+and 4,096 tokens of context; more experts change what is stored, not what a token computes.
+Routers compute in fp32, as ours do, experts and attention in bf16. Time is the longer of
+arithmetic at the stated rate and bytes at the stated bandwidth; what a launch takes is left out.
+
+    python scripts/router_scale.py --gpu h100 --out results/plan
+
+Writes router-scale.md, the figure as router-scale.html, and prints the table.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from l2r.planning.hardware import GPUS, Gpu, find_gpu
+from l2r.report.style import layout, line_style
+from l2r.report.tables import Table
+from l2r.routers.count import router_cost, router_parameters
+
+ROUTERS: dict[str, dict[str, int]] = {
+    "linear": {},
+    "xmoe": {},
+    "l2r_sips": {"rank": 2, "heads": 16},
+}
+EXPERTS = (64, 256, 1024, 4096)
+HIDDEN = (2048, 4096, 8192, 16384)
+TOP_K, CONTEXT, PREFILL = 8, 4096, 4096
+_GPUS = 64
+PHASES = {"prefill": PREFILL, "decode_1": 1, "decode_64": 64}  # tokens of one forward
+# An exponential takes a special unit as long as 16 fp32 operations take the others; SIPS has four
+# more of those per anchor.
+_PER_ANCHOR = 20
+
+
+def router_scale(gpu: Gpu) -> list[dict[str, Any]]:
+    """A record per hidden size, number of experts and router; shares in per cent."""
+    records = []
+    for hidden in HIDDEN:
+        for experts in EXPERTS:
+            for kind, options in ROUTERS.items():
+                sizes = {"hidden_size": hidden, "num_experts": experts, **options}
+                weights = 4 * router_parameters(kind, **sizes)
+                flops = 2 * router_cost(kind, **sizes)
+                scalars = _PER_ANCHOR * experts * options.get("heads", 1)
+
+                records.append(
+                    {
+                        "hidden": hidden,
+                        "experts": experts,
+                        "router": kind,
+                        "flops": flops,
+                        "bytes": weights,
+                        "copies": _GPUS * weights,
+                        **{
+                            phase: _share(gpu, tokens, hidden, experts, flops + scalars, weights)
+                            for phase, tokens in PHASES.items()
+                        },
+                    }
+                )
+    return records
+
+
+def _share(gpu: Gpu, tokens: int, hidden: int, experts: int, flops: int, weights: int) -> float:
+    own = router_seconds(gpu, tokens, hidden, experts, flops, weights)
+    return 100 * own / (own + layer_seconds(gpu, tokens, hidden, experts))
+
+
+def router_seconds(
+    gpu: Gpu, tokens: int, hidden: int, experts: int, flops: int, weights: int
+) -> float:
+    """One router: fp32 arithmetic, or its weights, the tokens and two passes over the logits."""
+    moved = weights + 2 * tokens * hidden + 8 * tokens * experts
+    return max(tokens * flops / gpu.wide_flops, moved / gpu.bandwidth)
+
+
+def layer_seconds(gpu: Gpu, tokens: int, hidden: int, experts: int) -> float:
+    """Attention and experts; decode reads every expert that some token chose."""
+    expert = 3 * hidden * (hidden // 2)
+    attention = 4 * hidden**2
+    flops = 2 * (TOP_K * expert + attention) + 2 * CONTEXT * hidden
+    met = experts * (1 - (1 - TOP_K / experts) ** tokens)
+    cache = 4 * CONTEXT * hidden * (tokens if tokens < PREFILL else 1)
+    moved = 2 * (met * expert + attention) + cache
+    return max(tokens * flops / gpu.flops, moved / gpu.bandwidth)
+
+
+def router_scale_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Routers over N and d: arithmetic, bytes, copies, and their share of a layer."""
+    columns = (
+        "d", "N", "router", "MFLOP per token", "weights MB", "copies on 64 GPUs, MB",
+        "prefill (%)", "decode, 1 token (%)", "decode, 64 tokens (%)",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            *(r["hidden"], r["experts"], r["router"], r["flops"] / 1e6, r["bytes"] / 1e6),
+            *(r["copies"] / 1e6, r["prefill"], r["decode_1"], r["decode_64"]),
+        )
+        for r in records
+    )
+    return Table("Routers at scale", columns, rows, digits=2)
+
+
+def router_scale_figure(records: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Share of a layer's time against N, for prefill and decode, a line per router and d."""
+    phases = {"prefill": "prefill, 4,096 tokens", "decode_64": "decode, 64 tokens"}
+    figure = make_subplots(cols=2, subplot_titles=list(phases.values()), shared_yaxes=True)
+    routers = list(dict.fromkeys(r["router"] for r in records))
+    widths = sorted({r["hidden"] for r in records})
+    for column, phase in enumerate(phases, start=1):
+        for position, router in enumerate(routers):
+            for hidden, dash in zip(widths, ("solid", "dash", "dot", "dashdot"), strict=False):
+                points = [r for r in records if (r["router"], r["hidden"]) == (router, hidden)]
+                figure.add_scatter(
+                    x=[r["experts"] for r in points],
+                    y=[r[phase] for r in points],
+                    name=f"{router}, d = {hidden:,}",
+                    line={**line_style(router, position), "dash": dash},
+                    showlegend=column == 1,
+                    col=column,
+                    row=1,
+                )
+    figure.update_xaxes(type="log", title="experts N", tickvals=[64, 256, 1024, 4096])
+    figure.update_yaxes(type="log")
+    figure.update_yaxes(title="router's share of a layer's time (%)", col=1)
+    figure.update_layout(**layout(height=480, width=1100))
+    return figure
+
+
+def main() -> None:
+    """Print the table, save it and the figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h100", choices=list(GPUS))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    records = router_scale(find_gpu(given.gpu))
+    table = router_scale_table(records)
+    print(table.to_markdown())
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "router-scale.md").write_text(table.to_markdown())
+        router_scale_figure(records).write_html(given.out / "router-scale.html")
+
+
+if __name__ == "__main__":
+    main()

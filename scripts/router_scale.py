@@ -1,9 +1,12 @@
 """What routers cost at sizes nobody runs yet: arithmetic, bytes, copies, share of a layer.
 
 A layer here has K = 8 of N experts of width D / 2 (OLMoE's proportions), four attention matrices
-and 4,096 tokens of context; more experts change what is stored, not what a token computes.
+and 4,096 tokens of context; more experts change what is stored, not what a token computes. It runs
+on 64 GPUs with its experts split over all of them (EP), every GPU with tokens of its own, or on 8
+that split every matrix (TP) and share their tokens. The router is whole on every GPU either way.
 Routers compute in fp32, as ours do, experts and attention in bf16. Time is the longer of
-arithmetic at the stated rate and bytes at the stated bandwidth; what a launch takes is left out.
+arithmetic at the stated rate and bytes at the stated bandwidth; launches and what travels between
+GPUs are left out.
 
     python scripts/router_scale.py --gpu h100 --out results/plan
 
@@ -30,9 +33,15 @@ ROUTERS: dict[str, dict[str, int]] = {
 }
 EXPERTS = (64, 256, 1024, 4096)
 HIDDEN = (2048, 4096, 8192, 16384)
-TOP_K, CONTEXT, PREFILL = 8, 4096, 4096
-_GPUS = 64
-PHASES = {"prefill": PREFILL, "decode_1": 1, "decode_64": 64}  # tokens of one forward
+TOP_K, CONTEXT = 8, 4096
+EP, TP = 64, 8  # GPUs
+# name -> title, form, tokens of one forward on one GPU
+PHASES = {
+    "prefill_ep": ("prefill, EP", EP, 4096),
+    "prefill_tp": ("prefill, TP", TP, 4096),
+    "decode_ep": ("decode, EP, 64 tokens per GPU", EP, 64),
+    "decode_tp": ("decode, TP, 1 token", TP, 1),
+}
 # An exponential takes a special unit as long as 16 fp32 operations take the others; SIPS has four
 # more of those per anchor.
 _PER_ANCHOR = 20
@@ -56,19 +65,23 @@ def router_scale(gpu: Gpu) -> list[dict[str, Any]]:
                         "router": kind,
                         "flops": flops,
                         "bytes": weights,
-                        "copies": _GPUS * weights,
+                        "copies": EP * weights,
                         **{
-                            phase: _share(gpu, tokens, hidden, experts, flops + scalars, weights)
-                            for phase, tokens in PHASES.items()
+                            phase: _share(
+                                gpu, form, tokens, hidden, experts, flops + scalars, weights
+                            )
+                            for phase, (_, form, tokens) in PHASES.items()
                         },
                     }
                 )
     return records
 
 
-def _share(gpu: Gpu, tokens: int, hidden: int, experts: int, flops: int, weights: int) -> float:
+def _share(
+    gpu: Gpu, form: int, tokens: int, hidden: int, experts: int, flops: int, weights: int
+) -> float:
     own = router_seconds(gpu, tokens, hidden, experts, flops, weights)
-    return 100 * own / (own + layer_seconds(gpu, tokens, hidden, experts))
+    return 100 * own / (own + layer_seconds(gpu, form, tokens, hidden, experts))
 
 
 def router_seconds(
@@ -79,27 +92,29 @@ def router_seconds(
     return max(tokens * flops / gpu.wide_flops, moved / gpu.bandwidth)
 
 
-def layer_seconds(gpu: Gpu, tokens: int, hidden: int, experts: int) -> float:
-    """Attention and experts; decode reads every expert that some token chose."""
+def layer_seconds(gpu: Gpu, form: int, tokens: int, hidden: int, experts: int) -> float:
+    """Attention and experts on one GPU; it reads those of its experts that some token chose."""
     expert = 3 * hidden * (hidden // 2)
     attention = 4 * hidden**2
-    flops = 2 * (TOP_K * expert + attention) + 2 * CONTEXT * hidden
-    met = experts * (1 - (1 - TOP_K / experts) ** tokens)
-    cache = 4 * CONTEXT * hidden * (tokens if tokens < PREFILL else 1)
-    moved = 2 * (met * expert + attention) + cache
-    return max(tokens * flops / gpu.flops, moved / gpu.bandwidth)
+    cache = 4 * CONTEXT * hidden * (tokens if tokens < CONTEXT else 1)
+    flops = tokens * (2 * (TOP_K * expert + attention) + 2 * CONTEXT * hidden)
+    together = tokens * form if form == EP else tokens
+    met = experts * (1 - (1 - TOP_K / experts) ** together) * expert / form
+    if form == TP:
+        flops, attention, cache = flops / TP, attention / TP, cache / TP
+    return max(flops / gpu.flops, (2 * (met + attention) + cache) / gpu.bandwidth)
 
 
 def router_scale_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """Routers over N and d: arithmetic, bytes, copies, and their share of a layer."""
     columns = (
         "d", "N", "router", "MFLOP per token", "weights MB", "copies on 64 GPUs, MB",
-        "prefill (%)", "decode, 1 token (%)", "decode, 64 tokens (%)",
+        *(f"{title} (%)" for title, _, _ in PHASES.values()),
     )  # fmt: skip
     rows = tuple(
         (
             *(r["hidden"], r["experts"], r["router"], r["flops"] / 1e6, r["bytes"] / 1e6),
-            *(r["copies"] / 1e6, r["prefill"], r["decode_1"], r["decode_64"]),
+            *(r["copies"] / 1e6, *(r[phase] for phase in PHASES)),
         )
         for r in records
     )
@@ -108,11 +123,11 @@ def router_scale_table(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def router_scale_figure(records: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Share of a layer's time against N, for prefill and decode, a line per router and d."""
-    phases = {"prefill": "prefill, 4,096 tokens", "decode_64": "decode, 64 tokens"}
-    figure = make_subplots(cols=2, subplot_titles=list(phases.values()), shared_yaxes=True)
+    titles = [title for title, _, _ in PHASES.values()]
+    figure = make_subplots(rows=2, cols=2, subplot_titles=titles, shared_yaxes=True)
     routers = list(dict.fromkeys(r["router"] for r in records))
     widths = sorted({r["hidden"] for r in records})
-    for column, phase in enumerate(phases, start=1):
+    for place, phase in enumerate(PHASES):
         for position, router in enumerate(routers):
             for hidden, dash in zip(widths, ("solid", "dash", "dot", "dashdot"), strict=False):
                 points = [r for r in records if (r["router"], r["hidden"]) == (router, hidden)]
@@ -121,14 +136,14 @@ def router_scale_figure(records: Sequence[Mapping[str, Any]]) -> go.Figure:
                     y=[r[phase] for r in points],
                     name=f"{router}, d = {hidden:,}",
                     line={**line_style(router, position), "dash": dash},
-                    showlegend=column == 1,
-                    col=column,
-                    row=1,
+                    showlegend=place == 0,
+                    col=place % 2 + 1,
+                    row=place // 2 + 1,
                 )
     figure.update_xaxes(type="log", title="experts N", tickvals=[64, 256, 1024, 4096])
     figure.update_yaxes(type="log")
     figure.update_yaxes(title="router's share of a layer's time (%)", col=1)
-    figure.update_layout(**layout(height=480, width=1100))
+    figure.update_layout(**layout(height=760, width=1100))
     return figure
 
 

@@ -8,15 +8,6 @@ import typer
 from l2r.cli.options import AsJson, Changes, Recipe
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "plan",
-        epilog="Example: l2r plan olmoe-1b-7b/l2r-sips --gpus 8 --gpu b200",
-        help="Plan a run on GPUs: memory, communication, FLOPs, hours, the largest micro_batch.",
-    )(plan)
-
-
 def plan(
     recipe: Recipe,
     changes: Changes = None,
@@ -39,7 +30,10 @@ def plan(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a parallel form and a micro-batch, and say what they cost."""
+    """Plan a run on GPUs: memory, communication, FLOPs, hours, the largest micro_batch.
+
+    Example: l2r plan olmoe-1b-7b/l2r-sips --gpus 8 --gpu b200
+    """
     from rich.console import Console
 
     from l2r.cli.console import print_table

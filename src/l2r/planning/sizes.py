@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from l2r.models.flops import forward_flops
+from l2r.models.size import forward_flops
 from l2r.planning.recipe_model import example_batch, meta_model, tokens_per_item
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import Router
@@ -74,7 +74,7 @@ def _numbers(modules: list[nn.Module]) -> int:
 
 
 def _flops(recipe: AnyRecipe, model: Any) -> dict[str, float]:
-    """By part; routers by Eq. 29 and 32, which the counter finds (models/flops.py).
+    """By part; routers by Eq. 29 and 32, which the counter finds (models/size.py).
 
     A causal mask leaves half of the attention's products, which its kernels do not compute.
     """

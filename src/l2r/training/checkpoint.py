@@ -5,6 +5,7 @@ flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads 
 """
 
 import json
+import os
 import shutil
 import warnings
 import zlib
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from l2r.runs.atomic import flush_to_disk, publish, write_json
+from l2r.runs.atomic import publish, write_json
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
@@ -65,7 +66,7 @@ def save_checkpoint(
         sums = {}
         for shard in sorted(temporary.iterdir()):
             with shard.open("rb") as stream:
-                flush_to_disk(stream.fileno())
+                os.fsync(stream.fileno())
             sums[shard.name] = _checksum(shard)
         facts = {"step": step, "world": ranks.world, "crc32": sums}
         write_json(temporary / "state.json", facts)

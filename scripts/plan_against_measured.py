@@ -20,9 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from l2r.planning.cut import Cut
-from l2r.recipes.load import load_recipe
+from l2r.planning.memory import formula
+from l2r.planning.simulate import simulate
+from l2r.planning.sizes import read_sizes
+from l2r.recipes.load import AnyRecipe, load_recipe
 from l2r.report.tables import Table
+from l2r.training.loop import train
 
 # recipe, form, ranks, changes
 RUNS: list[tuple[str, str, int, list[str]]] = [
@@ -54,11 +60,8 @@ class DoneError(Exception):
     """Ends a run before it exports its weights."""
 
 
-def worker(recipe: str, changes: list[str]) -> None:
-    """One rank: train, print the most bytes that torch's allocator had out."""
-    import torch
-
-    from l2r.training.loop import train
+def allocated(recipe: AnyRecipe) -> int:
+    """Train this rank's first steps; the most bytes that torch's allocator had out at once."""
 
     def stop(step: int) -> None:
         if step == _STEPS:
@@ -67,13 +70,13 @@ def worker(recipe: str, changes: list[str]) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
     with tempfile.TemporaryDirectory() as folder, profile, contextlib.suppress(DoneError):
-        train(load_recipe(recipe, changes), folder, show_progress=False, on_step=stop)
+        train(recipe, folder, show_progress=False, on_step=stop)
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
-    print(f"peak {peak}", flush=True)
+    return peak
 
 
 def measure(recipe: str, ranks: int, changes: list[str]) -> int:
@@ -107,10 +110,6 @@ def measure(recipe: str, ranks: int, changes: list[str]) -> int:
 
 def compare(recipe: str, parallel: str, ranks: int, changes: list[str]) -> dict[str, object]:
     """Measured, simulated and by formula, in bytes, and the errors in per cent."""
-    from l2r.planning.memory import formula
-    from l2r.planning.simulate import simulate
-    from l2r.planning.sizes import read_sizes
-
     changes = [*changes, f"training.parallel={parallel}", "training.steps=9"]
     loaded = load_recipe(recipe, changes)
     training = loaded.training
@@ -176,7 +175,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.worker:
-        worker(given.worker[0], given.worker[1:])
+        peak = allocated(load_recipe(given.worker[0], given.worker[1:]))
+        print(f"peak {peak}", flush=True)
         return
     records = []
     for run in [RUNS[n] for n in given.only] if given.only else RUNS:

@@ -190,12 +190,12 @@ def _reason(best: Candidate, fitting: list[Candidate]) -> str:
         "travel instead (an engine with expert parallelism is needed: l2r train has ddp and fsdp2)",
     }[cut.parallel]
     others = [
-        f"{c.cut.parallel} takes {100 * (c.step.seconds / step.seconds - 1):+.0f}%"
+        f"{c.cut.parallel} takes {100 * (c.step.seconds / step.seconds - 1):+.0f}% time"
+        + (" with smaller micro-batches" if c.cut.micro_batch < cut.micro_batch else "")
         for c in fitting
         if c.cut.parallel != cut.parallel
     ]
-    compared = "; ".join(others) or "no other form fits"
-    return f"{cut.parallel}: {travels}; {compared}"
+    return f"{cut.parallel}: {travels}; {'; '.join(others) or 'no other form fits'}"
 
 
 def _does_not_fit(least: Candidate, fitting: list[Candidate], gpu: Gpu) -> str:

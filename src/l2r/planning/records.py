@@ -1,5 +1,6 @@
 """A plan as plain values, which tables, JSON and pages read."""
 
+from dataclasses import asdict
 from typing import Any
 
 from l2r.planning.choose import Candidate, Plan
@@ -9,71 +10,46 @@ from l2r.recipes.load import AnyRecipe
 
 def plan_records(plan: Plan, recipe: AnyRecipe, tokens: int | None) -> dict[str, Any]:
     """Everything that is printed. ``tokens``: length of the run, None for the recipe's own."""
-    steps = run_steps(recipe, plan.sizes.tokens, tokens)
-    gpu, best = plan.given.gpu, plan.best
-    per_token = {p: n / plan.sizes.tokens for p, n in plan.sizes.flops.items()}
-    trained = training_flops(plan.sizes, checkpointing=best.cut.checkpointing)
+    sizes, best = plan.sizes, plan.best
+    units = best.cut.global_batch * sizes.tokens
+    wanted = tokens or recipe.training.tokens
+    # An epoch is as long as the data, which is not read: None.
+    steps = max(1, round(wanted / units)) if wanted else recipe.training.steps
+    trained = training_flops(sizes, checkpointing=best.cut.checkpointing)
+
+    def record(candidate: Candidate) -> dict[str, Any]:
+        cut, step, simulated = candidate.cut, candidate.step, candidate.simulated
+        fits = plan.fits(candidate)
+        return {
+            **asdict(cut),
+            "parts": cut.parts,
+            "fits": fits,
+            "simulated": None if simulated is None else simulated.peak,
+            "formula": candidate.memory.peak,
+            "memory": asdict(candidate.memory),
+            "step": asdict(step),
+            "seconds": step.seconds,
+            "bottleneck": step.bottleneck if fits else "memory",
+            "tokens_per_second": units / step.seconds,
+            "hours": None if steps is None else steps * step.seconds / 3600,
+        }
+
     return {
-        "gpu": gpu.name,
-        "gpu_memory": gpu.memory,
-        "usable_memory": gpu.usable,
-        "source": gpu.source,
-        "utilization": plan.given.utilization,
-        "imbalance": plan.given.imbalance,
+        **asdict(plan.given),
+        "usable": plan.given.gpu.usable,
         "steps": steps,
         "reason": plan.reason,
-        "best": _record(best, plan, steps),
-        "forms": [_record(c, plan, steps) for c in plan.forms],
-        "above": plan.above and _record(plan.above, plan, steps),
-        "scale": [_record(c, plan, steps) for c in plan.scale],
+        "best": record(best),
+        "forms": [record(candidate) for candidate in plan.forms],
+        "above": plan.above and record(plan.above),
+        "scale": [record(candidate) for candidate in plan.scale],
         "flops": [
             {
                 "part": part,
-                "forward_per_token": per_token[part],
+                "forward_per_token": count / sizes.tokens,
                 "step_per_gpu": trained[part] * best.cut.per_gpu,
                 "share": trained[part] / sum(trained.values()),
             }
-            for part in per_token
+            for part, count in sizes.flops.items()
         ],
     }
-
-
-def run_steps(recipe: AnyRecipe, tokens_per_item: int, tokens: int | None) -> int | None:
-    """Optimizer steps of a run; None where only the data knows how long an epoch is."""
-    units = recipe.training.global_batch * tokens_per_item
-    wanted = tokens or recipe.training.tokens
-    if wanted:
-        return max(1, round(wanted / units))
-    return recipe.training.steps
-
-
-def _record(candidate: Candidate, plan: Plan, steps: int | None) -> dict[str, Any]:
-    cut, memory, step = candidate.cut, candidate.memory, candidate.step
-    tokens = cut.global_batch * plan.sizes.tokens
-    simulated = candidate.simulated
-    return {
-        "parallel": cut.parallel,
-        "gpus": cut.gpus,
-        "micro_batch": cut.micro_batch,
-        "parts": cut.parts,
-        "checkpointing": cut.checkpointing,
-        "fits": plan.fits(candidate),
-        "simulated": None if simulated is None else simulated.peak,
-        "formula": memory.peak,
-        **{name: getattr(memory, name) for name in _PARTS},
-        "arithmetic_seconds": step.arithmetic,
-        "gradients_seconds": step.gradients,
-        "weights_seconds": step.weights,
-        "tokens_seconds": step.tokens,
-        "sent": step.bytes_sent,
-        "step_seconds": step.seconds,
-        "bottleneck": step.bottleneck if plan.fits(candidate) else "memory",
-        "tokens_per_second": tokens / step.seconds,
-        "hours": None if steps is None else steps * step.seconds / 3600,
-    }
-
-
-_PARTS = (
-    "weights", "gradients", "optimizer", "buckets", "activations", "casts", "logits", "dispatch",
-    "gathered",
-)  # fmt: skip

@@ -24,10 +24,10 @@ from l2r.planning.expert_parallel import split_experts
 from l2r.planning.recipe_model import example_batch, meta_model
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import capture, constrain
-from l2r.training.task import task_class
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage
 from l2r.training.optimizer import build_optimizer
 from l2r.training.parallel import accumulate, precision, shard
+from l2r.training.task import task_class
 
 _CPU = torch.device("cpu")
 

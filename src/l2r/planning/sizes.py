@@ -1,6 +1,6 @@
 """The sizes of a recipe's model that cost and memory are made of."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ from l2r.planning.recipe_model import example_batch, meta_model, tokens_per_item
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import Router
 from l2r.training.parallel import blocks
-
-PARTS = ("attention", "experts", "router", "head", "other")
 
 
 @dataclass(frozen=True)
@@ -74,35 +72,27 @@ def _numbers(modules: list[nn.Module]) -> int:
 
 
 def _flops(recipe: AnyRecipe, model: Any) -> dict[str, float]:
-    """By part; routers by Eq. 29 and 32, which the counter finds (models/size.py).
+    """By part; routers by Eq. 29 and 32, which the counter finds.
 
     A causal mask leaves half of the attention's products, which its kernels do not compute.
     """
     model.set_attn_implementation("eager")  # as matrix products, so that they are counted
-    batch = example_batch(recipe, model, 1, device="meta", dtype=model.dtype)
+    batch = example_batch(recipe, model, 1, device="meta")
     batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
     batch.pop("targets", None)
-    by_name = forward_flops(model, batch)
-    modules = dict(model.named_modules())
-    found = dict.fromkeys(PARTS, 0.0)
-    for name, module in modules.items():
-        if name.endswith((".self_attn", ".attention")):
-            found["attention"] += by_name[name]
-            if recipe.task == "language":
-                linear = sum(
-                    by_name[f"{name}.{part}"]
-                    for part, child in module.named_modules()
-                    if isinstance(child, nn.Linear)
-                )
-                found["attention"] -= (by_name[name] - linear) / 2
-        elif name.endswith(".experts"):
-            found["experts"] += by_name[name]
-        elif isinstance(module, Router):
-            found["router"] += by_name[name]
-        elif name in ("lm_head", "classifier"):
-            found["head"] += by_name[name]
-    counted = sum(by_name[n] for n in modules if n.endswith((".self_attn", ".attention")))
-    rest = by_name[""] - counted - found["experts"] - found["router"] - found["head"]
-    found["other"] = max(0.0, rest)
-    assert math.isfinite(rest)
+    modules, counted = dict(model.named_modules()), forward_flops(model, batch)
+
+    def total(chosen: Callable[[str, nn.Module], bool]) -> float:
+        return float(sum(counted[name] for name, m in modules.items() if chosen(name, m)))
+
+    found = {
+        "attention": total(lambda name, _: name.endswith((".self_attn", ".attention"))),
+        "experts": total(lambda name, _: name.endswith(".experts")),
+        "router": total(lambda _, module: isinstance(module, Router)),
+        "head": total(lambda name, _: name in ("lm_head", "classifier")),
+    }
+    found["other"] = counted[""] - sum(found.values())
+    if recipe.task == "language":
+        linear = total(lambda name, m: ".self_attn." in name and isinstance(m, nn.Linear))
+        found["attention"] = (found["attention"] + linear) / 2
     return found

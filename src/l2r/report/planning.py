@@ -21,14 +21,15 @@ _MEMORY = {
 
 def memory_table(plan: Record) -> Table:
     """The best of each form, and the next larger micro-batch of the chosen one."""
+    gpu = plan["gpu"]
     rows = [*plan["forms"], *([plan["above"]] if plan["above"] else [])]
     columns = ("GB per GPU", *(_name(row) for row in rows))
-    body = [(title, *(row[key] / 1e9 for row in rows)) for key, title in _MEMORY.items()]
+    body = [(title, *(row["memory"][key] / 1e9 for row in rows)) for key, title in _MEMORY.items()]
     for key, title in (("formula", "peak by formula"), ("simulated", "peak simulated")):
         body.append((title, *(row[key] and row[key] / 1e9 for row in rows)))
     body.append(("fits", *(row["fits"] for row in rows)))
     caption = (
-        f"{plan['gpu']}: {plan['usable_memory'] / 1e9:.1f} of {plan['gpu_memory'] / 1e9:.0f} GB "
+        f"{gpu['name']}: {plan['usable'] / 1e9:.1f} of {gpu['memory'] / 1e9:.0f} GB "
         "for tensors. Parts are by formula, and not all there at one time, so the peak is less "
         "than their sum."
     )
@@ -54,13 +55,10 @@ def scale_table(plan: Record) -> Table:
             row["micro_batch"],
             row["checkpointing"],
             (row["simulated"] or row["formula"]) / 1e9,
-            sum(row["sent"].values()) / 1e9,
-            row["arithmetic_seconds"],
-            row["gradients_seconds"],
-            row["weights_seconds"],
-            row["tokens_seconds"],
+            sum(row["step"]["bytes_sent"].values()) / 1e9,
+            *(row["step"][kind] for kind in ("arithmetic", "gradients", "weights", "tokens")),
             *(
-                (row["step_seconds"], round(row["tokens_per_second"]), row["hours"])
+                (row["seconds"], round(row["tokens_per_second"]), row["hours"])
                 if row["fits"]
                 else (None, None, None)
             ),
@@ -73,7 +71,7 @@ def scale_table(plan: Record) -> Table:
         "gradients s", "weights s", "tokens s", "step s", "tokens/s", "hours", "bottleneck",
     )  # fmt: skip
     caption = (
-        f"{plan['gpu']} at {100 * plan['utilization']:.0f}% of its arithmetic, imbalance "
+        f"{plan['gpu']['name']} at {100 * plan['utilization']:.0f}% of its arithmetic, imbalance "
         f"{plan['imbalance']:g} where experts are split. A step takes the longer of arithmetic and "
         "gradients with weights, then tokens. Sent: by one GPU in a step."
     )

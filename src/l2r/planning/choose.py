@@ -81,9 +81,8 @@ def make_plan(
     Raises ValueError, in one line, for what does not fit or cannot be cut.
     """
     planner = _Planner(recipe, given, report if simulated else None)
-    names = FORMS if recipe.task == "language" and gpus > 1 else ("ddp", "fsdp2")
-    if gpus == 1:
-        names = ("ddp",)
+    names = FORMS if recipe.task == "language" else ("ddp", "fsdp2")
+    names = names if gpus > 1 else ("ddp",)
     if parallel is not None and parallel not in names:
         where = f"for {recipe.task} on {gpus} GPUs" if gpus > 1 else "on one GPU"
         raise ValueError(f"parallel must be one of {', '.join(names)} {where}; got {parallel!r}")

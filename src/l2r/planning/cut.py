@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from l2r.planning.hardware import GPUS_PER_NODE
 
-FORMS = ("ddp", "fsdp2", "ep")
+FORMS: tuple[str, ...] = ("ddp", "fsdp2", "ep")
 
 
 @dataclass(frozen=True)

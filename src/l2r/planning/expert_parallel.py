@@ -21,7 +21,7 @@ def split_experts(model: nn.Module, ranks: int, imbalance: float) -> None:
             for key, weight in list(experts.named_parameters()):
                 share = weight.detach()[: weight.shape[0] // ranks].clone()
                 setattr(experts, key, nn.Parameter(share))
-            experts.forward = _Share(experts, imbalance)  # type: ignore[assignment]
+            experts.forward = _Share(experts, imbalance)
 
 
 class _Share:

@@ -19,8 +19,8 @@ class Memory:
 
     buckets: of ddp. activations: kept for the backward pass, all blocks. casts: bf16 copies of
     weights that stay with them. logits: with their logarithm and gradient. dispatch: of
-    activations, the rows that go to experts and come back, all blocks. gathered: weights and
-    gradients that fsdp2 puts together.
+    activations, the rows that go to experts and come back, all blocks. gathered: weights that
+    fsdp2 puts together.
     """
 
     weights: float
@@ -52,9 +52,8 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
     buckets = gradients if cut.gpus > 1 and sharded == 1 else 0.0
     states = weights * (4 if sizes.averaged else 3) + buckets
     unsharded_gradients = _WIDE * numbers if sharded > 1 else gradients
-    # Around the blocks, and a block with the next one and its gradient.
-    root = _WIDE * around if sharded > 1 else 0.0
-    gathered = root + (3 * _WIDE * block_numbers if sharded > 1 else 0.0)
+    # Around the blocks; two blocks, of which one waits its turn; their gradients on the way.
+    root, pair = (_WIDE * around, 2 * _WIDE * block_numbers) if sharded > 1 else (0.0, 0.0)
 
     rows = sizes.top_k * tokens * imbalance
     # Rows as they arrive at experts, imbalanced, and as they came back to their tokens.
@@ -81,8 +80,9 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
     last = before or _WIDE * around
     again = one + cast if cut.checkpointing else 0.0
     at_logits = states + before + kept + held_casts + head + root
-    at_last_block = states + last + kept + held_casts + again + inside + gathered
-    at_first_block = states + (before or gradients) + one + cast + inside + gathered
+    at_last_block = states + last + kept + held_casts + again + inside + root + pair
+    done = before or gradients - _WIDE * block_numbers / sharded
+    at_first_block = states + done + one + cast + inside + root + 2 * pair
     return Memory(
         weights=weights,
         gradients=before or gradients,
@@ -92,8 +92,8 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
         casts=held_casts,
         logits=logits,
         dispatch=dispatch * (1 if cut.checkpointing else sizes.moe_layers),
-        gathered=gathered,
-        peak=max(at_logits, at_last_block, at_first_block),
+        gathered=root + pair,
+        peak=max(at_logits, at_last_block, at_first_block, states + gradients),
     )
 
 

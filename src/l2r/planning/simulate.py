@@ -96,20 +96,22 @@ def simulate(recipe: AnyRecipe, cut: Cut) -> Simulated:
 def _backward(recipe: AnyRecipe, cut: Cut, model: nn.Module, tracker: MemTracker) -> int:
     """Forward and backward of one micro-batch, or of two where gradients gather; the peak."""
     model.train()
-    loss_of = task_class(recipe).loss
     parts = min(cut.parts, 2)
     for number in range(parts):
         tracker.reset_mod_stats()
-        batch = example_batch(recipe, model, cut.micro_batch)
         with accumulate(model, last=number + 1 == parts):
-            with precision(recipe.training.precision, _CPU):
-                with capture(model) as captured:
-                    loss = loss_of(model, batch)
-                usage = layer_usage(captured, recipe.losses, expert_loads(captured))
-                loss = loss + auxiliary_losses(captured, recipe.losses, usage=usage)[0]
-            (loss / parts).backward()  # type: ignore[no-untyped-call]
-            captured.clear()
+            (_loss(recipe, model, cut.micro_batch) / parts).backward()
     return _bytes(tracker, "peak")["Total"]
+
+
+def _loss(recipe: AnyRecipe, model: nn.Module, micro_batch: int) -> Any:
+    """The objective of one micro-batch, as the loop computes it."""
+    batch = example_batch(recipe, model, micro_batch)
+    with precision(recipe.training.precision, _CPU):
+        with capture(model) as captured:
+            loss = task_class(recipe).loss(model, batch)
+        usage = layer_usage(captured, recipe.losses, expert_loads(captured))
+        return loss + auxiliary_losses(captured, recipe.losses, usage=usage)[0]
 
 
 def _bytes(tracker: MemTracker, which: str) -> dict[str, int]:
@@ -126,8 +128,7 @@ def _mesh(cut: Cut) -> Iterator[DeviceMesh | None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store = FakeStore()  # type: ignore[no-untyped-call]
-    dist.init_process_group("fake", rank=0, world_size=cut.gpus, store=store)
+    dist.init_process_group("fake", rank=0, world_size=cut.gpus, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (cut.gpus,))
     finally:

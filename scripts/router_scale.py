@@ -8,9 +8,9 @@ Routers compute in fp32, as ours do, experts and attention in bf16. Time is the 
 arithmetic at the stated rate and bytes at the stated bandwidth; launches and what travels between
 GPUs are left out.
 
-    python scripts/router_scale.py --gpu h100 --out results/plan
+    python scripts/router_scale.py --gpu h100 --out results/plan --figure router-scale.html
 
-Writes router-scale.md, the figure as router-scale.html, and prints the table.
+Prints the table, writes router-scale.md and the figure (.html, or .png where kaleido finds Chrome).
 """
 
 import argparse
@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h100", choices=list(GPUS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     records = router_scale(find_gpu(given.gpu))
     table = router_scale_table(records)
@@ -159,7 +160,10 @@ def main() -> None:
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "router-scale.md").write_text(table.to_markdown())
-        router_scale_figure(records).write_html(given.out / "router-scale.html")
+    if given.figure is not None:
+        figure = router_scale_figure(records)
+        write = figure.write_html if given.figure.suffix == ".html" else figure.write_image
+        write(given.figure)
 
 
 if __name__ == "__main__":

@@ -77,15 +77,15 @@ def simulate(recipe: AnyRecipe, cut: Cut) -> Simulated:
             optimizer.step()
             constrain(model)
             after = _bytes(tracker, "current")
-            at_end = _bytes(tracker, "peak")["Total"]
     weights = after.get("Parameter", 0) + after.get("Sharded Param", 0) + after["Buffer"]
     gradients = after.get("Gradient", 0) + after.get("Sharded Grad", 0)
     slots = after.get("Optstate", 0) + after.get("OptState", 0)
     average = weights if recipe.training.ema_decay else 0
     buckets = gradients if cut.parallel != "fsdp2" and cut.gpus > 1 else 0
-    # The first step makes the optimizer's state at its end; every later one begins with it.
+    # The first step makes the optimizer's state at its end, with temporaries of its own; every
+    # later one begins with it and works in place.
     return Simulated(
-        peak=max(peak + slots, at_end) + average + buckets,
+        peak=max(peak + slots, after["Total"]) + average + buckets,
         weights=weights + average,
         gradients=gradients,
         optimizer=slots,

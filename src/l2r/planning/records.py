@@ -1,10 +1,11 @@
 """A plan as plain values, which tables, JSON and pages read."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from l2r.planning.choose import Candidate, Plan
 from l2r.planning.cost import training_flops
+from l2r.planning.memory import formula
 from l2r.recipes.load import AnyRecipe
 
 
@@ -20,6 +21,7 @@ def plan_records(plan: Plan, recipe: AnyRecipe, tokens: int | None) -> dict[str,
     def record(candidate: Candidate) -> dict[str, Any]:
         cut, step, simulated = candidate.cut, candidate.step, candidate.simulated
         fits = plan.fits(candidate)
+        recomputed = formula(sizes, replace(cut, checkpointing=True))
         return {
             **asdict(cut),
             "parts": cut.parts,
@@ -27,6 +29,7 @@ def plan_records(plan: Plan, recipe: AnyRecipe, tokens: int | None) -> dict[str,
             "simulated": None if simulated is None else simulated.peak,
             "formula": candidate.memory.peak,
             "memory": asdict(candidate.memory),
+            "with_checkpointing": {"activations": recomputed.activations, "peak": recomputed.peak},
             "step": asdict(step),
             "seconds": step.seconds,
             "bottleneck": step.bottleneck if fits else "memory",

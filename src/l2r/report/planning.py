@@ -25,6 +25,9 @@ def memory_table(plan: Record) -> Table:
     rows = [*plan["forms"], *([plan["above"]] if plan["above"] else [])]
     columns = ("GB per GPU", *(_name(row) for row in rows))
     body = [(title, *(row["memory"][key] / 1e9 for row in rows)) for key, title in _MEMORY.items()]
+    for key in ("activations", "peak"):
+        title = f"{key} with checkpointing"
+        body.append((title, *(row["with_checkpointing"][key] / 1e9 for row in rows)))
     for key, title in (("formula", "peak by formula"), ("simulated", "peak simulated")):
         body.append((title, *(row[key] and row[key] / 1e9 for row in rows)))
     body.append(("fits", *(row["fits"] for row in rows)))

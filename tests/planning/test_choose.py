@@ -11,6 +11,7 @@ from l2r.planning.choose import Assumptions, make_plan
 from l2r.planning.cost import step_bytes, step_time
 from l2r.planning.cut import Cut
 from l2r.planning.hardware import GPUS, find_gpu
+from l2r.planning.simulate import Simulated
 from l2r.planning.sizes import read_sizes
 from l2r.recipes.load import load_recipe
 from l2r.routers.count import router_cost
@@ -85,6 +86,16 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(olmoe):
     assert not small.fits(ddp) and small.best.cut.parallel != "ddp"
 
 
+def test_where_the_simulation_says_no_the_next_fastest_is_taken(olmoe, monkeypatch):
+    def simulated(_: object, cut: Cut) -> Simulated:
+        return Simulated(10**9 if cut.checkpointing else 10**12, 0, 0, 0, 0)
+
+    monkeypatch.setattr("l2r.planning.choose.simulate", simulated)
+    plan = make_plan(olmoe, 8, Assumptions(find_gpu("b200")), parallel="fsdp2")
+    assert plan.best.cut.checkpointing and plan.best.peak == 10**9
+    assert plan.fits(plan.best) and plan.above is not None and plan.above.peak == 10**9
+
+
 @pytest.mark.parametrize(
     ("gpus", "parallel", "words"),
     [
@@ -112,6 +123,8 @@ def test_the_command_prints_tables_json_and_what_does_not_fit(l2r):
     assert plan["best"]["fits"] and len(plan["scale"]) == 9
     refused = l2r(*args[:2], "--gpu", "b20", "--no-simulate").refusal()
     assert "gpu must be one of" in refused and "did you mean 'b200'" in refused
+    refused = l2r(*args[:2], "--gpu", "a100", "--parallel", "ddp", "--no-simulate").refusal()
+    assert "does not fit: ddp on 8 GPUs" in refused
 
 
 def test_one_simulated_plan_from_the_command(l2r):

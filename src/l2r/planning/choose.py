@@ -81,12 +81,13 @@ def make_plan(
     Raises ValueError, in one line, for what does not fit or cannot be cut.
     """
     planner = _Planner(recipe, given, report if simulated else None)
-    names = FORMS if recipe.task == "language" else ("ddp", "fsdp2")
-    names = names if gpus > 1 else ("ddp",)
+    every = FORMS if recipe.task == "language" else FORMS[:2]
+    names = every if gpus > 1 else FORMS[:1]
     if parallel is not None and parallel not in names:
         where = f"for {recipe.task} on {gpus} GPUs" if gpus > 1 else "on one GPU"
         raise ValueError(f"parallel must be one of {', '.join(names)} {where}; got {parallel!r}")
-    forms = [planner.best(name, gpus) for name in names]
+    # Of a form that was not asked for, the formula is enough.
+    forms = [planner.best(n, gpus, simulated=parallel in (None, n)) for n in names]
     fitting = [c for c in forms if c.peak <= given.gpu.usable]
     asked = [c for c in fitting if parallel in (None, c.cut.parallel)]
     if not asked:
@@ -100,9 +101,11 @@ def make_plan(
         forms=forms,
         above=planner.above(best.cut),
         scale=[
-            forms[names.index(name)] if count == gpus else planner.guess(name, count)
+            forms[names.index(name)]
+            if count == gpus
+            else planner.best(name, count, simulated=False)
             for count in sorted({*scale, gpus})
-            for name in names
+            for name in (names if count == gpus else every)
             if planner.micro_batches(count)
         ],
         reason=_reason(best, fitting),
@@ -132,8 +135,8 @@ class _Planner:
         step = step_time(self.sizes, cut, self.given.gpu, self.given.utilization)
         return Candidate(cut, formula(self.sizes, cut), step)
 
-    def guess(self, parallel: str, gpus: int) -> Candidate:
-        """The fastest that fits by the formula, or the smallest of all."""
+    def best(self, parallel: str, gpus: int, *, simulated: bool) -> Candidate:
+        """The fastest that fits, or the smallest of all: by formula, then by simulation."""
         batch, imbalance = self.recipe.training.global_batch, self.given.imbalance
         every = [
             self.candidate(Cut(parallel, gpus, batch, size, checkpointing, imbalance))
@@ -145,16 +148,12 @@ class _Planner:
             raise ValueError(
                 f"global_batch / gpus must be even with mixup or cutmix; got {batch} / {gpus}"
             )
-        fitting = [c for c in every if c.peak <= self.given.gpu.usable]
-        return min(fitting, key=_rank) if fitting else min(every, key=lambda c: c.peak)
-
-    def best(self, parallel: str, gpus: int) -> Candidate:
-        """``guess`` simulated, at smaller micro-batches until it fits."""
-        chosen = self.simulated(self.guess(parallel, gpus))
-        sizes = self.micro_batches(gpus)
-        while chosen.peak > self.given.gpu.usable and chosen.cut.micro_batch > sizes[0]:
-            smaller = sizes[sizes.index(chosen.cut.micro_batch) - 1]
-            chosen = self.simulated(self.candidate(replace(chosen.cut, micro_batch=smaller)))
+        usable = self.given.gpu.usable
+        fitting = sorted((c for c in every if c.peak <= usable), key=_rank)
+        for option in fitting or [min(every, key=lambda c: c.peak)]:
+            chosen = self.simulated(option) if simulated else option
+            if chosen.peak <= usable:
+                break
         return chosen
 
     def above(self, cut: Cut) -> Candidate | None:

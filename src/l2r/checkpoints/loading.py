@@ -32,9 +32,14 @@ def load_causal_lm(
     """
     folder = checkpoint_folder(path)
     model = load_pretrained(folder, dtype=dtype)
+    return model.eval(), load_tokenizer(folder)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a folder or run folder, None where it has none."""
+    folder = checkpoint_folder(path)
     has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-    return model.eval(), tokenizer
+    return AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
 def load_image_classifier(

@@ -1,7 +1,8 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,26 @@ def save_model(
     ``files`` are further text files of the folder, by name.
     Raises ValueError when ``out`` holds something already.
     """
-    check_new_folder(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        part = Path(temporary) / "part"
+    with new_folder(out) as part:
         model.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``out`` at the end of the block, if it ends well.
+
+    Raises ValueError when ``out`` holds something already.
+    """
+    check_new_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        part = Path(temporary) / "part"
+        part.mkdir()
+        yield part
         part.replace(out)
 
 

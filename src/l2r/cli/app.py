@@ -24,6 +24,7 @@ COMMANDS = (
     "families",
     "upcycle",
     "export",
+    "serve",
     "doctor",
     "data",
     "eval",

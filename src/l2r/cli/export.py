@@ -1,4 +1,4 @@
-"""``l2r export``: a checkpoint that plain transformers loads, without this package."""
+"""``l2r export``: a checkpoint that needs no package of ours, or one program."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,22 +9,51 @@ from l2r.cli.options import NEW_FOLDER
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Our OLMoE, a run, or a swapped OLMoE.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Our OLMoE, a run, or a model with swapped routers.")
+    ],
     out: Annotated[Path, NEW_FOLDER],
+    *,
+    form: Annotated[
+        str, typer.Option("--format", help="hf, onnx, torch-export or aoti (takes minutes).")
+    ] = "hf",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest difference allowed between the logits of program and model, as a share "
+            "of the largest logit [1e-4].",
+            min=0,
+        ),
+    ] = None,
 ) -> None:
     """Write an OLMoE with our routers and its code in one file, for
-    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True).
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
 
-    The folder gets weights, configuration, tokenizer and modeling file.
+    The folder gets weights, configuration, tokenizer and modeling file. A program is any language
+    model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.export import export_remote_code
     from l2r.checkpoints.pretrained import check_new_folder
+    from l2r.checkpoints.programs import FORMS, TOLERANCE, export_program
 
+    if form not in ("hf", *FORMS):
+        raise ValueError(f"format must be one of hf, {', '.join(FORMS)}; got {form!r}")
+    if form == "hf" and tolerance is not None:
+        raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
-    folder = export_remote_code(model, out, tokenizer=tokenizer)
-    call = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)"
-    typer.echo(f"saved: {folder}; load it with {call}")
+    if form == "hf":
+        model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+        export_remote_code(model, out, tokenizer=tokenizer)
+        call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
+        typer.echo(f"saved: {out}; load it with {call}")
+        return
+    model, tokenizer = load_causal_lm(checkpoint)
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    found = export_program(model, out, form=form, tokenizer=tokenizer, tolerance=tolerance)
+    typer.echo(
+        f"saved: {out}; logits differ by at most {found.difference:.2g} from the model's, whose "
+        f"largest is {found.largest:.3g} (tolerance {tolerance:g} of that)"
+    )

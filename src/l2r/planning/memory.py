@@ -52,7 +52,7 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
     buckets = gradients if cut.gpus > 1 and sharded == 1 else 0.0
     states = weights * (4 if sizes.averaged else 3) + buckets
     unsharded_gradients = _WIDE * numbers if sharded > 1 else gradients
-    # Around the blocks; two blocks, of which one waits its turn; their gradients on the way.
+    # Around the blocks; two blocks, of which one waits its turn.
     root, pair = (_WIDE * around, 2 * _WIDE * block_numbers) if sharded > 1 else (0.0, 0.0)
 
     rows = sizes.top_k * tokens * imbalance
@@ -82,7 +82,7 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
     at_logits = states + before + kept + held_casts + head + root
     at_last_block = states + last + kept + held_casts + again + inside + root + pair
     done = before or gradients - _WIDE * block_numbers / sharded
-    at_first_block = states + done + one + cast + inside + root + 2 * pair
+    at_first_block = states + done + one + cast + inside + root + pair
     return Memory(
         weights=weights,
         gradients=before or gradients,

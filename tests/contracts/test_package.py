@@ -27,6 +27,12 @@ def test_every_export_exists_is_listed_and_there_are_few():
         _ = l2r.swap_router
 
 
+def test_language_models_are_diagnosed_and_evaluated_without_an_image_package():
+    modules = "l2r.checkpoints.inputs, l2r.evaluation.checkpoint, l2r.training.language"
+    script = f"import sys; sys.modules['PIL'] = None; import {modules}"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_the_first_ten_minutes_need_one_import():
     """What is listed before anything heavy is imported, and that an import brings it."""
     names = ("build_router", "swap_routers", "capture", "load_balancing_loss", "router_z_loss")

@@ -84,5 +84,5 @@ def test_hooks_run_the_programs_of_make_lint():
 
 def test_the_readme_lists_every_extra_that_is_not_for_development():
     readme = (ROOT / "README.md").read_text()
-    listed = re.findall(r"^\| `([a-z]+)` \|", readme, re.M)
+    listed = re.findall(r"^\| `([a-z-]+)` \|", readme, re.M)
     assert listed == [e for e in PROJECT["optional-dependencies"] if e not in FOR_DEVELOPMENT]

@@ -1,4 +1,4 @@
-"""compare, sweep and evidence run their cells alike and end alike; cells are named alike."""
+"""compare and sweep run their cells alike and end alike; cells are named alike."""
 
 import signal
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from l2r.cli import main
-from l2r.experiments.cells import claim_cells, folder_cells, grid_cells, read_grid
-from l2r.experiments.claims import VARIANTS
+from l2r.experiments.cells import folder_cells, grid_cells, read_grid
 from l2r.experiments.run import Outcome, run_cells
 from l2r.recipes.load import dump_recipe
 from l2r.runs.folder import RunFolder
@@ -15,7 +14,6 @@ from l2r.runs.folder import RunFolder
 COMMANDS = [
     ["compare", "demo", "--routers", "linear,l2r_sips"],
     ["sweep", "demo/l2r-sips", "--grid", "router.rank=2,8"],
-    ["evidence", "--seeds", "2"],
 ]
 
 
@@ -62,9 +60,6 @@ def test_seeds_have_one_name_and_the_first_of_a_comparison_has_none():
         "linear.seed-4",
     ]
     assert [cell.recipe.seed for cell in cells] == [3, 3, 4, 4]
-    arms = claim_cells("demo/linear", [], 2)
-    assert [cell.name for cell in arms[: len(VARIANTS)]] == [f"{name}.seed-0" for name in VARIANTS]
-    assert {cell.name for cell in arms[len(VARIANTS) :]} == {f"{name}.seed-1" for name in VARIANTS}
     (cell,) = grid_cells("demo/l2r-sips", [], read_grid(["router.rank=2"]), 1)
     assert cell.name == "rank=2.seed-0"
 

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-from l2r.functional import expert_usage, load_balancing_loss, mean_probs, router_z_loss
+from l2r.functional import (
+    expert_usage,
+    load_balancing_loss,
+    mean_probs,
+    pool_anchors,
+    router_z_loss,
+)
 from tests import reference
 
 
@@ -31,6 +37,25 @@ def test_z_loss_equals_loops(seed):
     assert router_z_loss(logits, variant="olmoe", top_k=2).item() == pytest.approx(
         reference.z_loss(logits.numpy()) / 2
     )
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_the_centered_z_loss_is_zero_where_every_anchor_scores_zero(heads):
+    logits = pool_anchors(torch.zeros(5, 6, heads, dtype=torch.float64))
+    assert router_z_loss(logits, variant="centered", heads=heads).item() == pytest.approx(0)
+    moved = router_z_loss(logits + 0.5, variant="centered", heads=heads)
+    assert moved.item() == pytest.approx(0.25)
+
+
+def test_every_layer_has_its_own_center():
+    layers = [layer(0)[0], layer(1)[0]]
+    apart = [
+        router_z_loss(z, variant="centered", heads=h) for z, h in zip(layers, (1, 3), strict=True)
+    ]
+    both = router_z_loss(layers, variant="centered", heads=[1, 3])
+    torch.testing.assert_close(both, torch.stack(apart).mean())
+    with pytest.raises(ValueError, match="heads must be one per layer; got 1 for 2"):
+        router_z_loss(layers, variant="centered", heads=[1])
 
 
 def test_hf_variant_equals_transformers():

@@ -53,9 +53,7 @@ def test_a_vllm_that_was_not_tried_gets_one_line_and_no_model(monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         register()  # a registry is not there to be called
     (line,) = caplog.messages
-    assert line == (
-        "vllm must be >= 0.32 and < 0.34, the range tried; got 0.40.1; l2r registers nothing"
-    )
+    assert line == ("vllm must be >=0.32,<0.34, the range tried; got 0.40.1; l2r registers nothing")
 
 
 def test_sglang_finds_one_class_in_our_package_which_imports_without_it():

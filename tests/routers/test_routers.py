@@ -188,16 +188,42 @@ def test_extreme_inputs_give_finite_routing(kind, value):
     assert torch.isfinite(x.grad).all()
 
 
-def test_temperature_divides_logits_and_can_be_learned():
+@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+def test_temperature_divides_logits_and_can_be_learned(kind):
     sizes = {"hidden_size": 16, "num_experts": 4, "top_k": 2}
-    plain = build_router("l2r_sips", **sizes)
+    plain = build_router(kind, **sizes)
     x = torch.randn(5, 16)
     for options in ({"temperature": 0.5}, {"temperature": 0.5, "learn_temperature": True}):
-        router = build_router("l2r_sips", **sizes, **options)
+        router = build_router(kind, **sizes, **options)
         router.load_state_dict(plain.state_dict(), strict=False)
         torch.testing.assert_close(router.logits(x), plain.logits(x) / 0.5)
     router.logits(x).square().sum().backward()
     assert router.log_temperature.grad.abs() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "std"),
+    [
+        ("linear", None, 400**-0.5),
+        ("linear", 0.02, 0.02),
+        ("xmoe", None, (3 * 400) ** -0.5),
+        ("xmoe", 0.02, 0.02),
+        ("l2r_sips", None, 400**-0.5),
+    ],
+)
+def test_the_size_of_the_initial_weights(kind, given, std):
+    """Cut at 3 sigma, a normal keeps 98.7% of its deviation; 5 standard errors around that."""
+    torch.manual_seed(0)
+    router = build_router(kind, hidden_size=400, num_experts=64, top_k=2, init_std=given)
+    weight = router.weight if kind == "linear" else router.projection.weight
+    assert weight.std().item() == pytest.approx(std, rel=0.014 + 5 / (2 * weight.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "xmoe", "l2r_sips"])
+def test_initial_weights_of_size_zero_are_refused(kind):
+    """Drawing them would divide by zero."""
+    with pytest.raises(ValueError, match="init_std must be None or > 0; got init_std=0"):
+        build_router(kind, hidden_size=8, num_experts=4, top_k=2, init_std=0.0)
 
 
 def test_normalized_weights_sum_to_one():

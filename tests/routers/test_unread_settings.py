@@ -52,7 +52,7 @@ def test_every_option_that_is_offered_is_read(kind):
     """Every option of a kind can be moved off its default, alone or beside its condition."""
     moved = {
         "query_norm": "none",
-        "anchor_init": "normal",
+        "anchor_init": "normal" if kind == "xmoe" else "even",
         "gate": "sigmoid",
         "dtype": "float64",
         "rank": 3,
@@ -111,7 +111,8 @@ WRITTEN_BY_0_1_0 = [
 @pytest.mark.parametrize("values", WRITTEN_BY_0_1_0, ids=lambda values: values["kind"])
 def test_configurations_written_by_0_1_0_load(values):
     config = RouterConfig.from_dict(values)
-    assert config == make_config(values["kind"]) and config.to_dict() == values
+    assert config == make_config(values["kind"])
+    assert config.to_dict().items() >= values.items()  # later fields have their defaults
 
 
 @pytest.mark.parametrize("source", PRESETS)

@@ -15,6 +15,7 @@ from l2r.routers import (
     router_names,
     update_selection_bias,
 )
+from l2r.routers.count import router_parameters
 
 ZOO = ("attention", "mixture", "perturbed_cosine", "sigmoid")
 SIZES = {"hidden_size": 12, "num_experts": 6, "top_k": 2}
@@ -219,3 +220,12 @@ def test_shapes_and_dtypes(kind, dtype):
 def test_bad_options_are_named(config, field, value):
     with pytest.raises(ValueError, match=f"{field} must be .*; got {field}={value}"):
         config(**{field: value})
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_parameters_are_counted_whatever_the_router_does_with_its_weights(kind):
+    """Some normalize their weights, which takes at least two experts."""
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_experts")}
+    options = {"rank": 2} if "l2r" in kind else {}
+    expected = sum(p.numel() for p in build_router(kind, **SIZES, **options).parameters())
+    assert router_parameters(kind, **sizes, **options) == expected

@@ -1,5 +1,7 @@
 """Schedule, parameter groups and objective of the loop."""
 
+import math
+
 import pytest
 import torch
 
@@ -75,6 +77,22 @@ def test_auxiliary_losses_are_the_weighted_means_over_layers():
     torch.testing.assert_close(parts["balance"], balance.detach())
     total.backward()
     assert all(r.anchors.grad.abs().sum() > 0 for r in model.routers)
+
+
+def test_the_centered_z_loss_counts_the_anchors_of_every_layer():
+    sizes = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+    model = torch.nn.Sequential(
+        build_router("l2r_sips", **sizes, heads=3), build_router("linear", **sizes)
+    )
+    x = torch.randn(9, 8)
+    with capture(model) as captured:
+        for router in model:
+            router(x)
+    _, parts = auxiliary_losses(captured, LossSection(z_variant="centered"))
+    levels = [model[0].logits(x).logsumexp(1) - math.log(12), model[1].logits(x).logsumexp(1)]
+    levels[1] = levels[1] - math.log(4)
+    expected = torch.stack([level.square().mean() for level in levels]).mean()
+    torch.testing.assert_close(parts["z"], expected.detach())
 
 
 def test_weights_without_router_outputs_are_an_error():

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
-from l2r.checkpoints.image_input import ImageInput, open_image_input
 from l2r.checkpoints.text_input import open_text
+
+if TYPE_CHECKING:
+    from l2r.checkpoints.image_input import ImageInput
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Subject:
     items: int
     domains: tuple[str, ...]
     options: dict[str, Any]
-    images: ImageInput | None = None
+    images: "ImageInput | None" = None
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
         """One forward pass."""
@@ -44,6 +46,8 @@ def open_subject(
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
     if is_image_classifier(checkpoint):
+        from l2r.checkpoints.image_input import open_image_input  # text needs no image package
+
         model = load_image_classifier(checkpoint)
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))

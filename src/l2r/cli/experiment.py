@@ -1,4 +1,4 @@
-"""What compare, sweep and evidence do alike: run their cells, diagnose, and end in one way."""
+"""What compare and sweep do alike: run their cells, diagnose, and end in one way."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -65,11 +65,12 @@ def plan(
     best, above = records["best"], records["above"]
     peak = (best["simulated"] or best["formula"]) / 1e9
     typer.echo(f"{records['reason']}.")
+    form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours
+    hours = "" if best["hours"] is None else f", {best['hours']:.1f} hours"
     typer.echo(
-        f"training.parallel={best['parallel']} training.micro_batch={best['micro_batch']} "
+        f"{form}training.micro_batch={best['micro_batch']} "
         f"training.activation_checkpointing={str(best['checkpointing']).lower()}: {peak:.1f} GB, "
-        f"{best['tokens_per_second']:,.0f} tokens/s"
-        + ("" if best["hours"] is None else f", {best['hours']:.1f} hours")
+        f"{best['tokens_per_second']:,.0f} tokens/s{hours}"
     )
     if above and not above["fits"]:
         larger = (above["simulated"] or above["formula"]) / 1e9

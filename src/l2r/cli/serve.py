@@ -12,7 +12,7 @@ def serve(
     checkpoint: Annotated[Path, typer.Argument(help="Run folder or Hugging Face folder.")],
     *,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model [the folder's name].")
+        str | None, typer.Option(help="What requests call the model (default: the folder's name).")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -26,8 +26,8 @@ def serve(
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            help="With continuous batching: key-value cache in blocks of 256 tokens [64 on a CPU, "
-            "elsewhere what fits into memory].",
+            help="With continuous batching: key-value cache in blocks of 256 tokens (default: 64 "
+            "on a CPU, elsewhere what fits into memory).",
             min=1,
         ),
     ] = None,

@@ -105,7 +105,7 @@ def mix(
             f"mixup and CutMix pair neighbors in the stream, so the micro-batch of every rank "
             f"must be even; got {len(positions)} images from position {positions[0]}"
         )
-    from scipy.special import betaincinv  # type: ignore[import-untyped]
+    from scipy.special import betaincinv
 
     draws = uniform_draws(even, 4, seed=seed, purpose="mix").repeat(2, axis=0)
     both = mixup > 0 and cutmix > 0

@@ -102,7 +102,7 @@ class _Layer:
             self._see(module, args, output)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        logits, weights, indices = _triple(module, output)
+        logits, weights, indices = routed(module, output)
         x = args[0].detach().reshape(-1, args[0].shape[-1])
         domain, row = self._domain_and_row(len(x))
         keep = _token_mask(self.mask, len(x))
@@ -150,7 +150,7 @@ class _Layer:
         sums.add(self.sums.setdefault(part, {}), batch)
 
 
-def _triple(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:
+def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:
     """Check the contract of a router: logits [T, N], weights [T, K], indices [T, K]."""
     shapes = [tuple(part.shape) for part in output if isinstance(part, Tensor)]
     fits = len(shapes) == 3 and all(len(shape) == 2 for shape in shapes)

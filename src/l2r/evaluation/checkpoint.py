@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier
-from l2r.checkpoints.image_input import open_image_input
 from l2r.checkpoints.pretrained import checkpoint_folder
-from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
@@ -93,6 +91,9 @@ def evaluate_images(
 
     Raises ValueError without images, or when the images are of other classes.
     """
+    from l2r.checkpoints.image_input import open_image_input  # text needs no image package
+    from l2r.evaluation.accuracy import evaluate_accuracy
+
     model = load_image_classifier(checkpoint, averaged=averaged, dtype=getattr(torch, dtype))
     model.to(device)
     images = open_image_input(checkpoint, model.config, data)

@@ -1,4 +1,4 @@
-"""Which runs an experiment has: the recipes of a folder, the arms of claims or a grid, with seeds.
+"""Which runs an experiment has: the recipes of a folder or a grid, with seeds.
 
 Each run has a folder of its own. Nothing else is kept: the folders say what is finished.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from l2r.experiments.claims import VARIANTS
 from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
 from l2r.routers import router_names
@@ -60,20 +59,6 @@ def folder_cells(
     kinds = routers or [kind for kind in router_names() if kind in by_kind]
     arms = [_with_seeds(kind, by_kind[kind], seeds, first_unmarked=True) for kind in kinds]
     return _by_seed(arms)
-
-
-def claim_cells(recipe: str, changes: Sequence[str], seeds: int) -> list[Cell]:
-    """Every router variant that the claims compare. Raises ValueError for other than language."""
-    base = load_recipe(recipe, changes)
-    if base.task != "language":
-        raise ValueError(f"recipe must be a language recipe; got {recipe}, of task {base.task}")
-    values = base.model_dump(mode="json")
-    return _by_seed(
-        [
-            _with_seeds(name, parse_recipe({**values, "router": router}, source=recipe), seeds)
-            for name, router in VARIANTS.items()
-        ]
-    )
 
 
 def read_grid(axes: Sequence[str]) -> Grid:
@@ -127,7 +112,7 @@ def grid_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
             continue
         seen.append(settings)
         cell_recipe = _recipe_of(values, settings, recipe)
-        arm = ",".join(f"{_short(f, grid)}={_word(v)}" for f, v in settings.items())
+        arm = ",".join(f"{_short(f, grid)}={as_word(v)}" for f, v in settings.items())
         cells += _with_seeds(arm, cell_recipe, seeds, settings=settings)
     names = [cell.name for cell in cells]
     for name in names:
@@ -187,6 +172,6 @@ def _short(field: str, grid: Grid) -> str:
     return field if sum(f.rpartition(".")[2] == last for f in grid) > 1 else last
 
 
-def _word(value: Any) -> str:
+def as_word(value: Any) -> str:
     """A value as a part of a folder name."""
     return re.sub(r"[^\w.+-]+", "-", str(value)).strip("-")

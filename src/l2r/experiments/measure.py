@@ -1,79 +1,204 @@
-"""Numbers of a finished run: what its routers do on its own validation data, and its losses."""
+"""Numbers of a run: what its routers do on its own validation data, and what that is worth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from l2r.diagnostics.collect import LayerRecord, collect
+from l2r.diagnostics.collect import Batch, LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalized_entropy
+from l2r.diagnostics.robustness import perturbation_stability
+from l2r.diagnostics.routing_gain import routing_gain
+from l2r.functional import load_balancing_loss
 from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
+from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
+from l2r.training.ranks import Ranks
+from l2r.training.task import build_task
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
 _SETTINGS = Settings(certify=0, keep_sample=False)
-Collected = tuple[list[LayerRecord], Sequence[str]]
+_RELATIVE_NOISE = 0.1  # of the root mean square of the router's inputs
+_OF_DIAGNOSIS = {
+    "load_entropy": "entropy",
+    "max_over_mean": "max_over_mean",
+    "dead_experts": "dead_experts",
+    **{
+        name: name
+        for name in ("scale_free_margin", "mean_margin", "low_margin_rate", "cosine_variance")
+    },
+    "stability": "stability",
+    "topk_overlap": "topk_overlap",
+}
+Measures = dict[str, float]
+Batches = tuple[Callable[[], Iterator[Batch]], Sequence[str]]  # and the names of their domains
 
 
 def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
     """Diagnosis of a finished run on its validation data, made once and kept in its folder."""
     if not is_diagnosed(run.path):
-        records, domains = _COLLECT[type(recipe)](run, recipe)
+        section, kind = recipe.evaluation, type(recipe)
+        model = _LOAD[kind](run.path).to(pick_device("auto"))
+        rows = section.max_batches * section.batch_size
+        batches, domains = _BATCHES[kind](build_task(recipe, _silent), recipe, rows, _device(model))
+        if isinstance(recipe, VisionRecipe):
+            _save_patches(run, model)
+        records = collect(model, batches(), domains=domains, run=_RUN[kind])
         diagnose(records, domains=domains, settings=_SETTINGS).save(run.path)
     return read_diagnosis(run.path)
 
 
-def measure(run: RunFolder, recipe: AnyRecipe) -> dict[str, float]:
-    """What claims are about: routing means over layers, and the losses at the end."""
-    diagnosis = diagnose_run(run, recipe)
+def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, Measures]:
+    """Measures of a finished run, and the same ones of its model before the first step.
+
+    Losses are over all that ``recipe.evaluation`` validates on; routing over ``sample`` tokens or
+    images, spread evenly.
+    """
+    task = build_task(recipe, _silent)
+    device = torch.device(pick_device("auto"))
+    torch.manual_seed(recipe.seed)  # as training did before it built the model
+    model = task.build_model().to(device)
+    losses = {
+        "validation_ce": _ce(task.validate(model, device)),
+        **_first_step(model, task, recipe),
+    }
+    untrained = {**losses, **_routing(model, task, recipe, sample)}
+    model = _LOAD[type(recipe)](run.path).to(device)
+    return {**final_losses(run), **_routing(model, task, recipe, sample)}, untrained
+
+
+def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Measures:
+    kind = type(recipe)
+    rows = max(1, sample // task.item_size)
+    batches, _ = _BATCHES[kind](task, recipe, rows, _device(model))
+    records = collect(model, batches(), run=_RUN[kind])
+    diagnosis = diagnose(records, settings=_SETTINGS)
+    mean = diagnosis.mean()
     top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.usage("top1")]
-    return {**diagnosis.mean(), **final_losses(run), "top1_entropy": sum(top1) / len(top1)}
+    gain = routing_gain(model, batches(), task.loss)
+    return {
+        "routing_gain": gain.random,
+        "shuffled_gain": gain.shuffled,
+        **{name: mean[theirs] for name, theirs in _OF_DIAGNOSIS.items()},
+        "top1_entropy": sum(top1) / len(top1),
+        **_relative_robustness(records),
+    }
 
 
-def _collect_language(run: RunFolder, recipe: LanguageRecipe) -> Collected:
-    from l2r.checkpoints import load_causal_lm
-    from l2r.training.language import LanguageTask
+def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
+    """Stability and overlap under noise in proportion to what each router sees."""
+    found = []
+    for record in records:
+        x = record.sample["x"]
+        sigma = _RELATIVE_NOISE * float(x.float().square().mean().sqrt())
+        found.append(perturbation_stability(record.router, x, sigma))
+    return {f"relative_{n}": sum(f[n].mean for f in found) / len(found) for n in found[0]}
 
-    device = pick_device("auto")
-    model, _ = load_causal_lm(run.path)
-    dataset = LanguageTask(recipe, lambda line: None).validation
-    section = recipe.evaluation
-    count = min(len(dataset), section.max_batches * section.batch_size)
+
+@torch.no_grad()
+def _first_step(model: nn.Module, task: Any, recipe: AnyRecipe) -> Measures:
+    """Training loss and balance loss of the first micro-batch, before it taught anything."""
+    batch = task.micro_batches(0, Ranks(0, 1, _device(model)))[0]
+    with capture(model) as captured:
+        loss = float(task.loss(model, batch))
+    variant = recipe.losses.balance_variant
+    balance = load_balancing_loss(captured.logits(), captured.indices(), variant=variant)
+    return {"train_ce": loss, "balance": float(balance)}
+
+
+def _ce(numbers: dict[str, float]) -> float:
+    return numbers.get("ce/mean", numbers.get("ce", float("nan")))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _silent(line: str) -> None:
+    del line
+
+
+def _language_batches(
+    task: Any, recipe: LanguageRecipe, rows: int, device: torch.device
+) -> Batches:
+    """Instances spread evenly over the held-out tokens."""
+    dataset, size = task.validation, recipe.evaluation.batch_size
+    count = min(len(dataset), rows)
     chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    parts = np.array_split(chosen, max(1, count // section.batch_size))
-    records = collect(
-        model.to(device),
-        ({n: v.to(device) for n, v in dataset.rows(part).items()} for part in parts),
-        domains=dataset.domains,
-        run=lambda module, inputs: module(**inputs, use_cache=False),
-    )
-    return records, dataset.domains
+    parts = np.array_split(chosen, max(1, count // size))
+
+    def batches() -> Iterator[Batch]:
+        for part in parts:
+            yield {name: value.to(device) for name, value in dataset.rows(part).items()}
+
+    return batches, dataset.domains
 
 
-def _collect_vision(run: RunFolder, recipe: VisionRecipe) -> Collected:
-    """The same with the class of an image as its domain; writes patches.npz beside it."""
+def _vision_batches(task: Any, recipe: VisionRecipe, rows: int, device: torch.device) -> Batches:
+    """Images spread evenly, with the class as the domain."""
+    from l2r.checkpoints.image_input import ImageInput
+    from l2r.data.images import sample_indices
+
+    images, size = ImageInput(task.validation, recipe.data), recipe.evaluation.batch_size
+    chosen = sample_indices(images.dataset, rows)
+
+    def batches() -> Iterator[Batch]:
+        for start in range(0, len(chosen), size):
+            batch = images.dataset.rows(chosen[start : start + size])
+            labels = batch.labels.to(device)
+            pixels = images.standard(batch.pixels.to(device))
+            domain = labels.clamp_max(len(images.domains) - 1)
+            yield {"pixel_values": pixels, "domain": domain, "targets": labels}
+
+    return batches, images.domains
+
+
+def _load_language(path: Path) -> nn.Module:
+    from l2r.checkpoints import load_causal_lm
+
+    return load_causal_lm(path)[0]
+
+
+def _load_vision(path: Path) -> nn.Module:
     from l2r.checkpoints import load_image_classifier
+
+    return load_image_classifier(path)
+
+
+def _save_patches(run: RunFolder, model: nn.Module) -> None:
     from l2r.checkpoints.image_input import open_image_input
     from l2r.diagnostics.patches import validation_patches
 
-    model = load_image_classifier(run.path).to(pick_device("auto"))
     images = open_image_input(run.path, model.config, None)
     validation_patches(model, images, count=8).save(run.patches)
-    section = recipe.evaluation
-    batches = images.batches(
-        section.max_batches * section.batch_size, section.batch_size, model.device
-    )
-    return collect(model, batches, domains=images.domains), images.domains
 
 
-_COLLECT: dict[type[Any], Callable[..., Collected]] = {
-    LanguageRecipe: _collect_language,
-    VisionRecipe: _collect_vision,
+def _run_language(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    return model(input_ids=inputs["input_ids"], use_cache=False)
+
+
+def _run_vision(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    return model(pixel_values=inputs["pixel_values"])
+
+
+_BATCHES: dict[type[Any], Callable[..., Batches]] = {
+    LanguageRecipe: _language_batches,
+    VisionRecipe: _vision_batches,
+}
+_LOAD: dict[type[Any], Callable[[Path], nn.Module]] = {
+    LanguageRecipe: _load_language,
+    VisionRecipe: _load_vision,
+}
+_RUN: dict[type[Any], Callable[..., Any]] = {
+    LanguageRecipe: _run_language,
+    VisionRecipe: _run_vision,
 }

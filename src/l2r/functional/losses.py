@@ -8,6 +8,7 @@ matrix products, which autocast would run in bf16.
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from l2r.functional.selection import routing_probs
 
 BalanceVariant = Literal["paper", "olmoe", "hf", "tutel"]
-ZVariant = Literal["paper", "olmoe"]
+ZVariant = Literal["paper", "olmoe", "centered"]
 
 
 def expert_usage(
@@ -100,13 +101,17 @@ def router_z_loss(
     variant: ZVariant | str = "paper",
     mask: Tensor | None = None,
     top_k: int | None = None,
+    heads: int | Sequence[int] = 1,
 ) -> Float[Tensor, ""]:
     """Router z-loss, Eq. 35: mean over tokens of (log sum_i exp z_i)^2.
 
     ``olmoe`` divides by ``top_k``, as OLMoE's training code does. SIPS logits are bounded, so
-    this loss has a floor near log(N H)^2 that no training removes.
+    this loss has a floor near log(N H)^2 that no training removes; ``centered`` takes log(N H)
+    from the logarithm before it is squared, with ``heads`` H anchors per expert, one number or
+    one per layer.
 
-    Raises ValueError for an unknown variant, or for ``olmoe`` without ``top_k``.
+    Raises ValueError for an unknown variant, for ``olmoe`` without ``top_k``, or for ``heads``
+    that are not one per layer.
     """
     if variant not in get_args(ZVariant):
         raise ValueError(f"variant must be one of {', '.join(get_args(ZVariant))}; got {variant!r}")
@@ -115,13 +120,22 @@ def router_z_loss(
     layers = _layers(logits)
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
-    loss = torch.stack([_z_loss(layer, mask) for layer in layers]).mean()
-    return loss if variant == "paper" or top_k is None else loss / top_k
+    per_layer = [heads] * len(layers) if isinstance(heads, int) else list(heads)
+    if len(per_layer) != len(layers):
+        raise ValueError(f"heads must be one per layer; got {len(per_layer)} for {len(layers)}")
+    centers = [
+        math.log(layer.shape[1] * h) if variant == "centered" else 0.0
+        for layer, h in zip(layers, per_layer, strict=True)
+    ]
+    pairs = zip(layers, centers, strict=True)
+    loss = torch.stack([_z_loss(layer, mask, center) for layer, center in pairs]).mean()
+    return loss / top_k if variant == "olmoe" and top_k is not None else loss
 
 
-def _z_loss(logits: Tensor, mask: Tensor | None) -> Tensor:
+def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    squared = torch.logsumexp(wide, dim=-1).square()
+    level = torch.logsumexp(wide, dim=-1)
+    squared = (level - center if center else level).square()
     weight = _token_weight(logits.shape[0], mask, logits.device).to(squared.dtype)
     return (weight * squared).sum() / weight.sum().clamp_min(1)
 

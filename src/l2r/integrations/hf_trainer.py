@@ -103,7 +103,9 @@ class RouterLosses(TrainerCallback):
         mask = self._mask
         bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
         top_k = indices[0].shape[1]
-        z = router_z_loss(logits, variant=self.z_variant, mask=mask, top_k=top_k)
+        z = router_z_loss(
+            logits, variant=self.z_variant, mask=mask, top_k=top_k, heads=captured.heads()
+        )
         self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
         extra = (self.balance * bal + self.z * z) * self._share(num_items_in_batch)
         return task + extra.to(task.device)

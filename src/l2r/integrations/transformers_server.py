@@ -35,7 +35,7 @@ def serve(
     key-value cache of continuous batching. Raises ValueError for a checkpoint that cannot be
     loaded or has no tokenizer, OSError where host and port cannot be had.
     """
-    problem = outside_tried("transformers", transformers.__version__, "5.19", "5.24")
+    problem = outside_tried("transformers", transformers.__version__, ">=5.19,<5.24")
     if problem:
         raise ValueError(problem)
     if num_blocks is not None and not continuous_batching:

@@ -77,7 +77,7 @@ def step_time(sizes: Sizes, cut: Cut, gpu: Gpu, utilization: float) -> Step:
         share = sizes.flops["experts"] / sum(sizes.flops.values())
         load += (cut.imbalance - 1) * share
     return Step(
-        arithmetic=load * flops / (utilization * gpu.flops),
+        arithmetic=load * flops / (utilization * (gpu.flops if sizes.half else gpu.wide_flops)),
         gradients=sent["gradients"] / rate,
         weights=sent["weights"] / rate,
         tokens=sent["tokens"] / (LINK_EFFICIENCY * gpu.link),

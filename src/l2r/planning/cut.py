@@ -50,5 +50,5 @@ class Cut:
         return self.per_gpu // self.micro_batch
 
     def expert_ranks(self, num_experts: int) -> int:
-        """GPUs that share one set of experts: those of a node, as far as N divides by them."""
-        return math.gcd(num_experts, min(self.gpus, GPUS_PER_NODE)) if self.parallel == "ep" else 1
+        """GPUs that share one set of experts: those of a node, as far as N and all divide."""
+        return math.gcd(num_experts, self.gpus, GPUS_PER_NODE) if self.parallel == "ep" else 1

@@ -36,9 +36,7 @@ _CPU = torch.device("cpu")
 class Simulated:
     """Bytes on one GPU. ``peak``: the most at once in a step after the first.
 
-    weights, gradients, optimizer: what every step ends with. buckets: in which ddp sends
-    gradients. held: everything else at the peak: activations, gathered weights, temporaries, less
-    what of the gradients is not there yet.
+    weights, gradients, optimizer: what every step ends with. buckets: in which ddp sends gradients.
     """
 
     peak: int
@@ -46,11 +44,6 @@ class Simulated:
     gradients: int
     optimizer: int
     buckets: int
-
-    @property
-    def held(self) -> int:
-        """The rest of the peak."""
-        return self.peak - self.weights - self.optimizer - self.buckets
 
 
 def simulate(recipe: AnyRecipe, cut: Cut) -> Simulated:

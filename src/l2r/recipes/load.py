@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import ValidationError
@@ -74,7 +74,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise ValueError(f"recipe {source}: {_first_problem(error, kind)}") from error
+        raise ValueError(f"recipe {source}: {first_problem(error, kind)}") from error
 
 
 def dump_recipe(recipe: AnyRecipe) -> str:
@@ -121,16 +121,20 @@ def _unknown(name: str) -> ValueError:
     return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
 
 
-def _first_problem(error: ValidationError, recipe: type[AnyRecipe]) -> str:
-    """The first problem of a pydantic error in one line, with the nearest name if one is wrong."""
+def first_problem(error: ValidationError, kind: Any) -> str:
+    """The first problem of a pydantic error in one line, with the nearest name if one is wrong.
+
+    ``kind`` is the class that was read: a section, or a dataclass.
+    """
     problem = error.errors()[0]
     place = [str(part) for part in problem["loc"]]
     where = ".".join(place)
-    if problem["type"] == "extra_forbidden":
-        section: Any = recipe
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        section = kind
         for part in place[:-1]:
-            section = section.model_fields[part].annotation
-        return f"unknown field {where}{nearest(place[-1], section.model_fields)}"
+            parts = get_args(section)  # of list[X] or dict[str, X], whose X it is
+            section = parts[-1] if parts else get_type_hints(section)[part]
+        return f"unknown field {where}{nearest(place[-1], get_type_hints(section))}"
     message = problem["msg"].removeprefix("Value error, ")
     given = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
     return f"{where}: {message}{given}" if where else f"{message}{given}"

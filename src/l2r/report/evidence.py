@@ -1,47 +1,203 @@
-"""The table of the paper's claims, and its page for the documentation."""
+"""The page of a study and its Markdown file: verdicts, precision, arms, curves, screens."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest
+from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
-from l2r.runs.folder import RunFolder
+from l2r.runs.contrasts import Judged, detectable, estimate
+from l2r.runs.effects import Effect, effects_of
+from l2r.runs.statistics import Interval
+from l2r.runs.study import ScreenDesign, Study
 
-_PAPER_TOKENS = 10_000_000_000
-_COLUMNS = ("claim", "paper", "tested as", "first", "second", "difference, 95%", "verdict")
+# metric -> its name on the page
+METRICS = {
+    "validation_ce": "validation CE",
+    "train_ce": "training CE",
+    "routing_gain": "routing gain",
+    "shuffled_gain": "shuffled gain",
+    "load_entropy": "load entropy",
+    "max_over_mean": "max / mean load",
+    "scale_free_margin": "margin / spread",
+    "stability": "stability, noise 0.02",
+    "relative_stability": "stability, noise 0.1 rms",
+}
+_SCREENED = ("validation_ce", "routing_gain", "load_entropy")
+_METHOD = (
+    "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
+    "worse need p <= alpha for the difference and for what training added to it since step 0 "
+    "(the larger p is shown); equivalent needs both one-sided tests inside the margin. Primary "
+    "p-values are Holm's over all primary contrasts; secondary ones are not adjusted."
+)
 
 
-def claims_table(rows: Sequence[tuple[str, ...]], seeds: int) -> Table:
-    """A row per claim, as the findings give them."""
-    caption = f"Means over {seeds} seeds; differences are paired by seed, intervals by Student's t."
-    return Table("The paper's claims on a small model", _COLUMNS, tuple(rows), caption=caption)
+def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
+    """A row per contrast; ``primary`` picks one kind."""
+    rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
+    columns = (
+        "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
+        "seeds", "p", "p equivalent", "verdict", "seeds that decide",
+    )  # fmt: skip
+    title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
+    return Table(title, columns, tuple(rows), caption=_METHOD)
 
 
-def write_claims(path: Path, table: Table, run: RunFolder, command: str) -> None:
-    """The table as Markdown, with the command that made it and the size and length of ``run``."""
-    recipe = run.read_recipe()
-    model, data = recipe["model"], recipe["data"]
-    last = run.read_metrics("train")[-1]
-    source = ", ".join(data["tokens"]) or data["corpus"]
-    corpus = "the embedded corpus" if source == "embedded" else source
-    text = f"""# Evidence
+def precision_table(study: Study) -> Table:
+    """What the seeds can tell, by metric: the deviation of paired differences, the half-widths."""
+    rows = []
+    for metric in dict.fromkeys(j.contrast.metric for j in study.judged):
+        own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
+        if own:
+            sd = math.sqrt(statistics.fmean(j.sd**2 for j in own))
+            half = max(j.difference.half for j in own)
+            rows.append((METRICS.get(metric, metric), len(own), sd, half))
+    columns = ("metric", "contrasts", "SD of paired differences", "widest half-width")
+    return Table("Precision reached", columns, tuple(rows))
 
-Made by
 
-    {command}
+def arm_table(study: Study) -> Table:
+    """Means over the seeds of every arm, with step 0 of the losses and the gain."""
+    rows = []
+    for arm in study.arms:
+        seeds = len(study.values(arm, "validation_ce"))
+        if seeds:
+            ce = estimate(study.values(arm, "validation_ce")).interval(study.alpha)
+            cells = [_mean(study.values(arm, metric)) for metric in METRICS]
+            before = [
+                _mean(study.values(arm, metric, "untrained"))
+                for metric in ("validation_ce", "routing_gain", "load_entropy")
+            ]
+            rows.append((arm, seeds, *cells, ce.half if seeds > 1 else None, *before))
+    columns = (
+        "arm", "seeds", *METRICS.values(), "validation CE ±",
+        "validation CE, step 0", "routing gain, step 0", "load entropy, step 0",
+    )  # fmt: skip
+    return Table("Arms, means over seeds", columns, tuple(rows))
 
-The claims of the paper that a small run can carry, as they came out. The model has
-{model["num_hidden_layers"]} layers of {model["hidden_size"]} and
-{model["num_experts"]} experts of which {model["num_experts_per_tok"]} are chosen, and saw
-{last["step"]} steps of {last["tokens"] // last["step"]:,} tokens of {corpus}:
-{_PAPER_TOKENS / last["tokens"]:,.0f} times fewer tokens than in the paper.
-A claim that is undecided or does not hold here may still hold there.
 
-*holds*: the whole 95% interval of the difference, paired by seed, lies on the claimed side.
-*does not hold*: all of it lies on the other side. Else *undecided here*. Of
-{len(table.rows)} claims without any difference, tested at 95%, {0.05 * len(table.rows):.1f}
-would be decided by chance.
+def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
+    """Write ``report.html`` and ``report.md``."""
+    tables = [contrast_table(study, primary=True), contrast_table(study, primary=False)]
+    tables = [table for table in tables if table.rows]
+    effects = {name: _effects(study, screen) for name, screen in study.screens.items()}
+    effect_tables = [_effect_table(name, found) for name, found in effects.items() if found]
+    sections = [Section("Registration", " ".join(_registration(study)))]
+    if tables:
+        sections.append(Section("Contrasts", _chance(study), [*tables, forest(study)]))
+    if effect_tables:
+        text = (
+            "Least squares over cells and seeds: change from a factor's first level, 95%. What the "
+            "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
+            "to test, it tests nothing."
+        )
+        figure = effect_plot({n: found for n, found in effects.items() if found}, METRICS)
+        sections.append(Section("Main effects", text, [figure, *effect_tables]))
+    arms = arm_table(study)
+    sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
+    sections.append(Section("Arms", parts=[arms]))
+    if study.results:
+        text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
+        sections.append(Section("Training", text, [curves_with_bands(study)]))
+    page = write_page(
+        pages / "report.html", title=study.title, summary=study.question, sections=sections
+    )
+    parts = [f"# {study.title}", study.question, *_registration(study)]
+    if tables:
+        parts += [_chance(study), _METHOD]
+        parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables]
+        parts.append(f"## Precision reached\n\n{precision_table(study).to_markdown()}")
+    parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms]]
+    write_text(texts / "report.md", "\n\n".join(part.strip() for part in parts) + "\n")
+    return page, texts / "report.md"
 
-{table.to_markdown()}
-"""
-    write_text(path, text)
+
+def _registration(study: Study) -> list[str]:
+    """What the plan is, what was run, on what, and what it could find: a paragraph each."""
+    seeds = len({result.seed for result in study.results})
+    ran = (
+        f"{len(study.results)} runs: {len(study.arms)} arms, {seeds} seeds of {study.least} to "
+        f"{study.most} in the plan."
+    )
+    if seeds < study.least:
+        ran += " Fewer than registered: nothing here is the study's result yet."
+    hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
+    machines = sorted({str(result.facts["processor"]) for result in study.results})
+    torch = sorted({str(result.facts["packages"]["torch"]) for result in study.results})
+    if study.results:
+        ran += f" {hours:.1f} hours of runs on {', '.join(machines)}, torch {', '.join(torch)}."
+    lines = [f"Plan {study.name}, {study.state}.", ran]
+    tests = sum(j.contrast.primary for j in study.judged)
+    if tests and study.sd is not None:
+        found = [
+            f"{detectable(study.sd, n, study.alpha / tests, first=study.first):.3f} with {n} seeds"
+            for n in dict.fromkeys((study.least, study.most))
+        ]
+        lines.append(
+            f"Power, said before: at a deviation of {study.sd:g} of paired differences, each of "
+            f"{tests} primary contrasts finds with probability 0.8 a difference of "
+            f"{' and '.join(found)} (level {study.alpha:g} / {tests})."
+        )
+    return lines
+
+
+def _chance(study: Study) -> str:
+    count = sum(not j.contrast.primary for j in study.judged)
+    return (
+        f"Of {count} secondary contrasts without any difference, "
+        f"{study.alpha * count:.1f} would be decided by chance."
+    )
+
+
+def _row(j: Judged) -> tuple[object, ...]:
+    return (
+        j.contrast.words,
+        "primary" if j.contrast.primary else "secondary",
+        j.contrast.where,
+        j.contrast.metric,
+        f"{j.contrast.first} {j.means[0]:.4f}",
+        f"{j.contrast.second} {j.means[1]:.4f}",
+        show_interval(j.difference),
+        show_interval(j.untrained),
+        j.seeds,
+        f"{j.p:.2g}",
+        "-" if j.p_equivalent is None else f"{j.p_equivalent:.2g}",
+        j.verdict,
+        j.needed,
+    )
+
+
+def show_interval(value: Interval) -> str:
+    """``+0.0123 [+0.0021, +0.0225]``."""
+    return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
+
+
+def _effects(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
+    """Effects by metric; nothing where the runs so far cannot tell them apart."""
+    own = [result for result in study.results if result.arm in screen.arms]
+    cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
+    found = {}
+    for metric in _SCREENED:
+        values = [r.trained[metric] for r in own]
+        try:
+            found[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
+        except ValueError:
+            return {}
+    return found
+
+
+def _effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:
+    first: Sequence[Effect] = next(iter(effects.values()))
+    rows = [
+        (e.factor, e.level, *(show_interval(effects[m][i].change) for m in effects))
+        for i, e in enumerate(first)
+    ]
+    columns = ("factor", "level", *(METRICS[metric] for metric in effects))
+    return Table(f"Main effects: {name}", columns, tuple(rows))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

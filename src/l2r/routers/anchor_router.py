@@ -12,6 +12,7 @@ from l2r.kernels.contract import DEFAULTS, Score, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.norms import InputNormGain, MagnitudeBatchNorm
+from l2r.routers.spread import even_anchors
 
 QueryNorm = Literal["rmsnorm", "batchnorm", "none"]
 
@@ -22,6 +23,7 @@ class AnchorConfig(RouterConfig):
 
     scoring: dot, cosine or sips. gamma, beta, p: constants of phi and psi.
     query_norm: rmsnorm of the router input (language), batchnorm of |q| (vision), or none.
+    anchor_init: initial anchors drawn on the unit sphere, or spread evenly over it (spread.py).
     """
 
     read_with: ClassVar = {
@@ -32,6 +34,7 @@ class AnchorConfig(RouterConfig):
 
     scoring: Scoring = "sips"
     query_norm: QueryNorm = "rmsnorm"
+    anchor_init: Literal["drawn", "even"] = "drawn"
     gamma: float = DEFAULTS.gamma
     beta: float = DEFAULTS.beta
     p: float = DEFAULTS.p
@@ -63,9 +66,12 @@ class AnchorRouter(Router):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Anchors uniform on the unit sphere (paper, Section 3.4), so that psi starts at 1."""
+        """Anchors on the unit sphere (paper, Section 3.4), so that psi starts at 1."""
         super().reset_parameters()
-        self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
+        if self.config.anchor_init == "drawn":
+            self.anchors.copy_(unit(nn.init.normal_(torch.empty_like(self.anchors))))
+        elif not self.anchors.is_meta:
+            self.anchors.copy_(even_anchors(*self.anchors.shape))
         if self.norm is not None:
             self.norm.weight.fill_(1)
         if self.magnitude_norm is not None:

@@ -39,6 +39,7 @@ class Router(nn.Module):
     Config: ClassVar[type[RouterConfig]] = RouterConfig
     config: Any
     selection: Selection  # of the router's own, or of the model family it was swapped into
+    heads = 1  # anchors per expert, whose scores a logit pools
     score: Score = DEFAULTS  # constants of the logits, where ``kernel_weights`` are given
 
     def __init__(

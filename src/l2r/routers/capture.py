@@ -19,6 +19,7 @@ class Captured:
 
     outputs: dict[str, list[RouterOutput]] = field(default_factory=dict)
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    routers: dict[str, Router] = field(default_factory=dict)
 
     def logits(self) -> list[Tensor]:
         """Logits [T, N] of every layer, calls after one another."""
@@ -27,6 +28,10 @@ class Captured:
     def indices(self) -> list[Tensor]:
         """Indices [T, K] of every layer, calls after one another."""
         return [output.indices for calls in self.outputs.values() for output in calls]
+
+    def heads(self) -> list[int]:
+        """Anchors per expert of every layer, calls after one another."""
+        return [self.routers[name].heads for name, calls in self.outputs.items() for _ in calls]
 
 
 @contextmanager
@@ -37,7 +42,10 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     before ``backward`` when activation checkpointing is on: it runs the forward hooks again.
     Raises ValueError if the model has no Router.
     """
-    record = Captured()
+    routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
+    if not routers:
+        raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
+    record = Captured(routers=routers)
 
     def hook_for(name: str) -> Hook:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
@@ -47,8 +55,5 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
         return hook
 
-    routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
-    if not routers:
-        raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
     with hooked({module: hook_for(name) for name, module in routers.items()}):
         yield record

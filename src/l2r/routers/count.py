@@ -41,4 +41,4 @@ _ONE_PASS = ("linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips
 
 def _on_meta(kind: str | RouterConfig, **options: Any) -> Router:
     with torch.device("meta"):
-        return build_router(kind, top_k=1, **options)
+        return build_router(kind, top_k=options["num_experts"], **options)  # 1 may be refused

@@ -48,6 +48,7 @@ class L2RRouter(AnchorRouter):
                 f"rank must be <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )
+        self.heads = config.heads
         self.projection = BareLinear(self.hidden_size, config.rank)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, config.heads, config.rank))
         self.reset_parameters()

@@ -14,13 +14,16 @@ from l2r.routers.registry import register_router
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(RouterConfig):
-    """init_std: standard deviation of the initial weights, cut at 3 sigma (OLMoE: 0.02)."""
+    """init_std: standard deviation of the initial weights, cut at 3 sigma (OLMoE: 0.02).
 
-    init_std: float = 0.02
+    None gives hidden_size ** -0.5, with which logits start equally large at any width.
+    """
+
+    init_std: float | None = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.init_std >= 0, self, "init_std", ">= 0")
+        check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
 
 
 @register_router("linear")
@@ -37,7 +40,8 @@ class LinearRouter(Router):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        std = self.config.init_std
+        given = self.config.init_std
+        std = self.hidden_size**-0.5 if given is None else given
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
     def raw_logits(self, x: Tensor) -> Tensor:

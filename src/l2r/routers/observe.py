@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l2r.routers.base import Router
 
-Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
+Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:

@@ -26,7 +26,9 @@ from l2r.routers.zoo.xmoe_presets import PRESETS
 class XMoEConfig(RouterConfig):
     """rank: size of the query, None for num_experts // 2.
 
-    bias: of the projection. normalize_query: cosine on both sides, else on the anchors alone.
+    init_std: of the projection, cut at 3 sigma; None draws it as nn.Linear does, with a standard
+    deviation of (3 hidden_size) ** -0.5. bias: of the projection.
+    normalize_query: cosine on both sides, else on the anchors alone.
     anchor_init: orthogonal or normal, scaled by anchor_scale. anchor_norm: norm that the
     stored anchors are pulled back to after every step, None to leave them (the logits see unit
     anchors either way; a smaller norm learns faster). min_temperature: floor of a learned
@@ -39,6 +41,7 @@ class XMoEConfig(RouterConfig):
     }
 
     rank: int | None = None
+    init_std: float | None = None
     bias: bool = False
     normalize_query: bool = True
     anchor_init: Literal["orthogonal", "normal"] = "orthogonal"
@@ -51,6 +54,7 @@ class XMoEConfig(RouterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.rank is None or self.rank >= 1, self, "rank", "None or >= 1")
+        check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
         check(self.anchor_scale > 0, self, "anchor_scale", "> 0")
         check(self.anchor_norm is None or self.anchor_norm > 0, self, "anchor_norm", "None or > 0")
         check(self.eps > 0, self, "eps", "> 0")
@@ -82,6 +86,9 @@ class XMoERouter(Router):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.projection.reset_parameters()
+        std = self.config.init_std
+        if std is not None:
+            nn.init.trunc_normal_(self.projection.weight, std=std, a=-3 * std, b=3 * std)
         anchors, scale = self.anchors[:, 0], self.config.anchor_scale
         if self.config.anchor_init == "normal":
             nn.init.normal_(anchors, std=scale)

@@ -1,6 +1,6 @@
 """A diagnosis: what the routers of one checkpoint do, as numbers per layer and arrays for figures.
 
-Two files, written by compare, sweep and evidence into run folders and by diagnose into folders of
+Two files, written by compare and sweep into run folders and by diagnose into folders of
 its own; docs/diagnostics.md lists what is in them:
 
 diagnosis.json         schema, info, layers, mean

@@ -7,8 +7,8 @@ metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_me
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with the tokenizer
 model-ema/           the same of their moving average, where the recipe keeps one
-diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare,
-                     sweep and evidence; 0.1.0 wrote diagnostics.json)
+diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare
+                     and sweep; 0.1.0 wrote diagnostics.json)
 patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results, or accuracy on images (eval)
 evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit

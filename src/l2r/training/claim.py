@@ -13,7 +13,7 @@ def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:
     A field that did not exist when the run began has its default. Raises ValueError where the
     folder's recipe cannot be read.
     """
-    return run.is_run() and _meaning(load_recipe(str(run.recipe))) == _meaning(recipe)
+    return run.is_run() and meaning(load_recipe(str(run.recipe))) == meaning(recipe)
 
 
 def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
@@ -27,6 +27,6 @@ def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
         write_text(run.recipe, dump_recipe(recipe))
 
 
-def _meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:
+def meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:
     """All fields, with the router's own defaults."""
     return recipe.model_dump(exclude={"router"}), recipe.router_config()

@@ -27,7 +27,9 @@ def auxiliary_losses(
     if not logits:
         raise ValueError("auxiliary losses have weights, but the model recorded no router outputs")
     balance = load_balancing_loss(logits, indices, variant=section.balance_variant, usage=usage)
-    z = router_z_loss(logits, variant=section.z_variant, top_k=indices[0].shape[1])
+    z = router_z_loss(
+        logits, variant=section.z_variant, top_k=indices[0].shape[1], heads=captured.heads()
+    )
     return section.balance * balance + section.z * z, {"balance": balance.detach(), "z": z.detach()}
 
 

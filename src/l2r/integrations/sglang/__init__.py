@@ -7,4 +7,4 @@
 SGLang imports every module of this package and registers its ``EntryClass``.
 """
 
-FIRST, BELOW = "0.5.23", "0.5.24"
+TRIED = ">=0.5.23,<0.5.24"

@@ -8,10 +8,10 @@ from sglang.srt.models.olmoe import OlmoeForCausalLM
 from torch import Tensor
 
 from l2r.integrations.served_olmoe import RENAMED, gate_of
-from l2r.integrations.sglang import BELOW, FIRST
+from l2r.integrations.sglang import TRIED
 from l2r.integrations.tried import outside_tried
 
-_PROBLEM = outside_tried("sglang", sglang.__version__, FIRST, BELOW)
+_PROBLEM = outside_tried("sglang", sglang.__version__, TRIED)
 if _PROBLEM:  # SGLang prints what an import raises as one warning
     raise ImportError(_PROBLEM)
 

@@ -9,14 +9,14 @@ import logging
 
 from l2r.integrations.tried import outside_tried
 
-FIRST, BELOW = "0.32", "0.34"
+TRIED = ">=0.32,<0.34"
 
 
 def register() -> None:
     """Make the architecture known to vLLM; outside the tried versions a warning and no more."""
     import vllm
 
-    problem = outside_tried("vllm", vllm.__version__, FIRST, BELOW)
+    problem = outside_tried("vllm", vllm.__version__, TRIED)
     if problem:
         logging.getLogger("vllm.plugins.l2r").warning("%s; l2r registers nothing", problem)
         return

@@ -1,0 +1,158 @@
+"""Figures of a study: a forest of contrasts, curves with bands, effects of a screen."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from l2r.report.style import layout, line_style
+from l2r.runs.contrasts import Judged, estimate
+from l2r.runs.effects import Effect
+from l2r.runs.study import Study
+
+_COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
+_SHOWN = 8  # curves; more cannot be told apart
+
+
+def forest(study: Study) -> go.Figure:
+    """Every contrast and, faint, the same at step 0, toward better on the right.
+
+    Contrasts with a margin are shown in margins, whose band is drawn; the others in deviations of
+    their paired differences.
+    """
+    figure = go.Figure()
+    rows = [j for j in study.judged if j.seeds > 1 and _unit(study, j) > 0]
+    for number, j in enumerate(rows):
+        unit = _unit(study, j) * (1 if j.contrast.better == "larger" else -1)
+        for value, color, opacity, name in (
+            (j.untrained, "#9aa5b1", 0.6, "step 0"),
+            (j.difference, _COLORS[j.verdict], 1.0, j.verdict),
+        ):
+            figure.add_scatter(
+                x=[value.mean / unit],
+                y=[number - 0.15 * (name == "step 0")],
+                error_x={"type": "data", "array": [abs(value.half / unit)]},
+                mode="markers",
+                marker={"color": color, "size": 9 if j.contrast.primary else 6},
+                opacity=opacity,
+                name=name,
+                hovertext=f"{name}: {value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]",
+                showlegend=False,
+            )
+    figure.add_vrect(x0=-1, x1=1, fillcolor="#d5dbe1", opacity=0.35, line_width=0, layer="below")
+    figure.add_vline(x=0, line_color="#52606d")
+    names = [f"<b>{j.contrast.words}</b>" if j.contrast.primary else j.contrast.words for j in rows]
+    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names, autorange="reversed")
+    figure.update_xaxes(
+        title_text="difference toward better, in margins (or deviations, where there is no margin)"
+    )
+    figure.update_layout(**layout(height=160 + 34 * len(rows), margin={"l": 420}))
+    return figure
+
+
+def curves_with_bands(study: Study) -> go.Figure:
+    """Training loss of the arms that contrasts name (else the best), and its gap to the first."""
+    named = dict.fromkeys(
+        arm
+        for j in sorted(study.judged, key=lambda j: not j.contrast.primary)
+        for arm in (j.contrast.first, j.contrast.second)
+    )
+    ran = [arm for arm in named or study.arms if study.values(arm, "validation_ce")]
+    if not named:
+        ran.sort(key=lambda arm: math.fsum(study.values(arm, "validation_ce")[:1]))
+    figure = make_subplots(
+        rows=1, cols=2, subplot_titles=["Training loss", "The same less that of the first arm"]
+    )
+    curves = {arm: _by_seed(study, arm) for arm in ran[:_SHOWN]}
+    base: dict[int, dict[int, float]] = next(iter(curves.values()), {})
+    for position, (arm, seeds) in enumerate(curves.items()):
+        gaps = {
+            seed: {x: y - base[seed][x] for x, y in curve.items() if x in base[seed]}
+            for seed, curve in seeds.items()
+            if seed in base
+        }
+        for column, lines in ((1, seeds), (2, gaps)):
+            _band(figure, arm, list(lines.values()), line_style(arm, position), column)
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="nats")
+    legend = {"orientation": "h", "y": 1.3, "x": 0}
+    figure.update_layout(**layout(height=460, legend=legend, margin={"t": 130}))
+    return figure
+
+
+def effect_plot(
+    screens: Mapping[str, Mapping[str, Sequence[Effect]]], names: Mapping[str, str]
+) -> go.Figure:
+    """Effects with intervals: a row of panels per screen, a panel per metric."""
+    metrics = list(next(iter(screens.values())))
+    figure = make_subplots(
+        rows=len(screens),
+        cols=len(metrics),
+        shared_yaxes=True,
+        subplot_titles=[f"{screen}: {names[m]}" for screen in screens for m in metrics],
+        vertical_spacing=0.12 / len(screens),
+    )
+    for row, effects in enumerate(screens.values(), start=1):
+        for column, metric in enumerate(metrics, start=1):
+            found = effects[metric]
+            figure.add_scatter(
+                x=[e.change.mean for e in found],
+                y=[f"{e.factor} {e.level}" for e in found],
+                error_x={"type": "data", "array": [e.change.half for e in found]},
+                mode="markers",
+                marker={"color": "#0072b2", "size": 8},
+                showlegend=False,
+                row=row,
+                col=column,
+            )
+            figure.add_vline(x=0, line_color="#52606d", row=row, col=column)
+            figure.update_yaxes(autorange="reversed", row=row, col=column)
+    most = max(len(effects[metrics[0]]) for effects in screens.values())
+    figure.update_layout(**layout(height=len(screens) * (120 + 26 * most), margin={"l": 240}))
+    return figure
+
+
+def _unit(study: Study, j: Judged) -> float:
+    return study.margins.get(j.contrast.metric, j.sd)
+
+
+def _by_seed(study: Study, arm: str) -> dict[int, dict[int, float]]:
+    return {r.seed: dict(r.curve) for r in study.results if r.arm == arm}
+
+
+def _band(
+    figure: go.Figure,
+    name: str,
+    lines: Sequence[Mapping[int, float]],
+    style: dict[str, Any],
+    column: int,
+) -> None:
+    """Mean of the lines where all have a point, and its interval."""
+    steps = sorted(set.intersection(*(set(line) for line in lines))) if lines else []
+    found = [estimate([line[step] for line in lines]).interval() for step in steps]
+    place = {"row": 1, "col": column}
+    if len(lines) > 1:
+        figure.add_scatter(
+            x=[*steps, *reversed(steps)],
+            y=[*(v.high for v in found), *(v.low for v in reversed(found))],
+            fill="toself",
+            fillcolor=style["color"],
+            opacity=0.15,
+            line={"width": 0},
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=name,
+            **place,
+        )
+    figure.add_scatter(
+        x=steps,
+        y=[v.mean for v in found],
+        name=name,
+        legendgroup=name,
+        showlegend=column == 1,
+        mode="lines",
+        line=style,
+        **place,
+    )

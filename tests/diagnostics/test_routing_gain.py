@@ -1,0 +1,77 @@
+"""Routing gain: what is replaced, what is kept, and on which models it works."""
+
+import pytest
+import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+from l2r import L2RConfig
+from l2r.diagnostics.routing_gain import other_experts, routing_gain
+from l2r.evaluation.perplexity import token_losses
+from l2r.models import swap_routers
+from l2r.routers.observe import find_routers, hooked
+from tests.diagnostics.models import SIZES, batches, ours, stock
+
+
+def loss(model, batch):
+    return token_losses(model, batch["input_ids"]).mean()
+
+
+def swapped():
+    model = OlmoeForCausalLM(OlmoeConfig(**SIZES))
+    swap_routers(model, L2RConfig(heads=2))
+    return model.eval()
+
+
+@pytest.mark.parametrize("make", [ours, stock, swapped])
+def test_it_is_the_rise_of_the_loss_with_other_experts(make):
+    model, data = make(), [*batches(2), *batches(1, rows=2)]
+    gain = routing_gain(model, data, loss)
+    rows = [4, 4, 2]
+    with torch.no_grad():
+        own = sum(n * loss(model, batch) for n, batch in zip(rows, data, strict=True)) / sum(rows)
+    assert gain.loss == pytest.approx(own.item(), rel=1e-6)
+    assert gain.random != 0 != gain.shuffled and gain.random != gain.shuffled
+    assert gain == routing_gain(model, data, loss) != routing_gain(model, data, loss, seed=1)
+
+
+def test_the_same_experts_give_no_gain():
+    """Every token has the same first experts, so those of another token are its own."""
+    model = ours("linear")
+    for router in find_routers(model).values():
+        torch.nn.init.zeros_(router.weight)
+    assert routing_gain(model, batches(), loss).shuffled == 0
+
+
+def test_random_experts_are_k_different_ones_and_shuffled_ones_keep_the_load():
+    indices = torch.stack([torch.randperm(6)[:2] for _ in range(500)])
+    generator = torch.Generator().manual_seed(0)
+    random = other_experts(indices, 6, "random", generator)
+    assert random.shape == indices.shape and (random[:, 0] != random[:, 1]).all()
+    assert set(random.flatten().tolist()) == set(range(6))
+    shuffled = other_experts(indices, 6, "shuffled", generator)
+    order = [sorted(map(tuple, rows.tolist())) for rows in (shuffled, indices)]
+    assert order[0] == order[1] and not torch.equal(shuffled, indices)
+
+
+def test_weights_and_logits_stay_and_nothing_is_left_on_the_model():
+    model, seen = ours(), []
+
+    def see(module, args, output):
+        seen.append(output)
+
+    (batch,) = batches(1)
+    routers = find_routers(model)
+    before = {name: len(router._forward_hooks) for name, router in routers.items()}
+    with hooked(dict.fromkeys(routers.values(), see)):
+        routing_gain(model, [batch], loss)
+    first = [seen[i] for i in (0, 2, 4)]  # of the first layer: its own, random, shuffled
+    for output in first[1:]:
+        assert torch.equal(output.weights, first[0].weights)
+        assert torch.equal(output.logits, first[0].logits)
+    assert before == {name: len(router._forward_hooks) for name, router in routers.items()}
+    assert not model.training
+
+
+def test_no_batches_are_refused():
+    with pytest.raises(ValueError, match="at least 1 batch"):
+        routing_gain(ours(), [], loss)

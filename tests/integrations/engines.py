@@ -1,0 +1,58 @@
+"""What the tests of every engine share: routers, text, closeness, and our own commands."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+ROUTERS = {
+    "linear": {},
+    "linear_sips": {},
+    "xmoe": {"rank": 4},
+    "l2r_dot": {"rank": 2, "heads": 4},
+    "l2r_cosine": {"rank": 2, "heads": 4, "temperature": 0.5},
+    "l2r_sips": {"rank": 2, "heads": 4, "learn_temperature": True},
+    "attention": {},
+    "mixture": {"routers": 2, "rank": 4},
+    "perturbed_cosine": {"rank": 4},
+}
+SIPS = {"kind": "l2r_sips", "rank": 2, "heads": 4}
+
+
+def assert_close(found, expected, name="", *, scale=None, room=1e-6):
+    """Equal to 1e-6 of the largest entry, or of ``scale`` where terms larger than it cancel.
+
+    The two sides sum the same numbers in another order: each addition rounds by 2^-24 = 6e-8 of
+    a partial sum, and some hundred of them with random signs add up to sqrt(256) * 6e-8 = 1e-6.
+    ``room`` is larger where such sums enter others, over ranks, layers and steps.
+    """
+    assert torch.isfinite(found).all() and found.shape == expected.shape, name
+    scale = expected.abs().max().item() if scale is None else scale
+    worst = (found - expected).abs().max().item()
+    assert worst <= room * scale, f"{name}: {worst:.2e} > {room} * {scale:.2e}"
+
+
+def periodic(rows, length, vocabulary, seed=0):
+    """Token rows [B, S] that a small model learns in a few steps."""
+    start = torch.randint(vocabulary, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return (start + 3 * torch.arange(length)) % vocabulary
+
+
+def next_token_loss(logits, ids):
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+    )
+
+
+def check_checkpoint(model, ids, logits, tokenizer, folder, l2r, text_folder):
+    """Save; AutoModelForCausalLM gives ``logits`` again; diagnose and eval read the folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    kind = AutoModelForCausalLM if not hasattr(model.config, "l2r_swap") else None
+    if kind is not None:
+        with torch.no_grad():
+            loaded = kind.from_pretrained(folder)(ids).logits
+        assert_close(loaded, logits, "logits of the folder")
+    sizes = ("--instances", 4, "--length", 32, "--sample", 64, "--certify", 4)
+    done = l2r("diagnose", folder, "--data", text_folder, "--out", folder / "page", *sizes)
+    assert done.code == 0, done.err
+    done = l2r("eval", folder, "--limit", 4, "--tasks", "piqa,boolq")
+    assert done.code == 0 and (folder / "evaluation.json").is_file(), done.err

@@ -1,0 +1,26 @@
+"""The table of docs/engines.md is what the tests of the engines said."""
+
+import runpy
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "engines.py"
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="b"><properties>
+  <property name="engine" value="megatron:TP"/><property name="engine" value="megatron:EP"/>
+  <property name="version" value="1.2"/></properties></testcase>
+<testcase classname="a" name="c"><properties><property name="engine" value="megatron:TP"/>
+  </properties><failure message="no"/></testcase>
+<testcase classname="a" name="d"><properties><property name="engine" value="megatron:FSDP"/>
+  </properties><skipped message="not here"/></testcase>
+<testcase classname="a" name="e"><properties><property name="engine" value="megatron:TP"/>
+  </properties></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_column_is_yes_when_all_its_tests_passed_and_a_skipped_one_says_nothing(tmp_path):
+    outcomes = runpy.run_path(str(SCRIPT))["outcomes"]
+    (tmp_path / "results.xml").write_text(REPORT)
+    version, found, failed = outcomes(tmp_path / "results.xml")
+    assert version == "1.2" and found == {"TP": "no", "EP": "yes"} and failed == ["a::c"]
+    assert outcomes(tmp_path / "none.xml") == ("", {}, [])

@@ -30,6 +30,7 @@ COMMANDS = (
     "eval",
     "diagnose",
     "landscape",
+    "plan",
     "evidence",
 )
 

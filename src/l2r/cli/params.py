@@ -33,7 +33,7 @@ def params(
     l2r params --recipes olmoe-1b-7b
     """
     from l2r.cli.console import print_table
-    from l2r.experiments.recipe_sizes import recipe_sizes
+    from l2r.planning.recipe_model import recipe_sizes
     from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 

@@ -1,11 +1,12 @@
-"""Parameters of a model with routers: all, those one token meets, and those of the routers; and the
-floating-point operations of a ViT.
+"""Parameters of a model with routers: all, those one token meets, and those of the routers; and its
+floating-point operations, by module.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
@@ -63,17 +64,26 @@ def vit_cost(config: L2rViTConfig) -> VitCost:
         side = config.image_size
         height, width = (side, side) if isinstance(side, int) else side
         image = torch.empty(1, config.num_channels, height, width, dtype=torch.bfloat16)
+    flops = forward_flops(model, {"pixel_values": image})
+    router_flops = sum(flops[n] for n, m in model.named_modules() if isinstance(m, Router))
+    return VitCost(model_size(model), flops[""], router_flops)
+
+
+def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """FLOPs of matrix products by module name, ``""`` for the whole; a multiply-add counts as 2.
+
+    ``model`` and ``inputs`` are on the meta device; the model becomes bf16, the only dtype of
+    grouped_mm there.
+    """
     counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops}
     )
     with counter, torch.no_grad():
-        model.eval().to(torch.bfloat16)(image)  # the only dtype of grouped_mm on the meta device
-    per_module = counter.get_flop_counts()
-    routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
-    size = model_size(model)
-    prefix = type(model).__name__
-    router_flops = sum(sum(per_module[f"{prefix}.{name}"].values()) for name in routers)
-    return VitCost(size, counter.get_total_flops(), router_flops)
+        model.eval().to(torch.bfloat16)(**inputs)
+    counts, root = counter.get_flop_counts(), type(model).__name__
+    names = [name for name, _ in model.named_modules() if name]
+    by_name = {name: sum(counts.get(f"{root}.{name}", {}).values()) for name in names}
+    return {**by_name, "": counter.get_total_flops()}
 
 
 def vit_s_costs() -> dict[str, VitCost]:

@@ -84,7 +84,8 @@ class LanguageTask:
         rows = self.train.rows(indices)["input_ids"].to(ranks.device)
         return [{"input_ids": part} for part in torch.split(rows, training.micro_batch)]
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    @staticmethod
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return token_losses(model, batch["input_ids"]).mean()
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:

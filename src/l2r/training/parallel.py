@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +24,12 @@ def parallelize(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
         ids = [ranks.device.index] if ranks.device.type == "cuda" else None
         # Running statistics of the norm's BatchNorm are already the same on every rank.
         return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    for block in _blocks(model):
+    return shard(model, init_device_mesh(ranks.device.type, (ranks.world,)))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2: every block, and what is around them, split over the ranks of the mesh."""
+    for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -54,7 +58,7 @@ def gathered_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=options)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks(model: nn.Module) -> list[nn.Module]:
     """Transformer blocks: the entries of the longest ModuleList."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len) if lists else []

@@ -55,11 +55,16 @@ class Task(Protocol):
 
 def build_task(recipe: AnyRecipe, report: Callable[[str], None]) -> Task:
     """The task of a recipe; ``report`` receives a line per slow preparation step."""
-    # Imported when built: each task needs packages that the other can do without.
+    task: Task = task_class(recipe)(recipe, report)
+    return task
+
+
+def task_class(recipe: AnyRecipe) -> Any:
+    """Which task trains a recipe, imported now: each needs packages the other can do without."""
     if isinstance(recipe, VisionRecipe):
         from l2r.training.vision import VisionTask
 
-        return VisionTask(recipe, report)
+        return VisionTask
     from l2r.training.language import LanguageTask
 
-    return LanguageTask(recipe, report)
+    return LanguageTask

@@ -91,7 +91,8 @@ class VisionTask:
         parts = zip(torch.split(images, size), torch.split(targets, size), strict=True)
         return [{"pixel_values": x, "targets": y} for x, y in parts]
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    @staticmethod
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(pixel_values=batch["pixel_values"]).logits
         return nn.functional.cross_entropy(logits.float(), batch["targets"])
 

@@ -1,0 +1,77 @@
+"""``l2r plan``: memory, FLOPs, communication and hours of a recipe, before GPUs are paid for."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from l2r.cli.options import AsJson, Changes, Recipe
+
+
+def plan(
+    recipe: Recipe,
+    changes: Changes = None,
+    gpus: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or mi300x.")] = "h100",
+    parallel: Annotated[
+        str | None, typer.Option(help="ddp, fsdp2 or ep; the fastest that fits by default.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Length of the run, e.g. 10B; the recipe's by default.")
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's stated arithmetic that a step reaches.")
+    ] = 0.3,
+    imbalance: Annotated[
+        float, typer.Option(help="Tokens on the most loaded GPU over their mean (ep).")
+    ] = 1.25,
+    simulate: Annotated[
+        bool, typer.Option(help="Simulate the peaks; without, they are by formula alone.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run on GPUs: memory, communication, FLOPs, hours, the largest micro_batch.
+
+    Example: l2r plan olmoe-1b-7b/l2r-sips --gpus 8 --gpu b200
+    """
+    from rich.console import Console
+
+    from l2r.cli.console import print_table
+    from l2r.data.mixture import parse_tokens
+    from l2r.planning.choose import Assumptions, make_plan
+    from l2r.planning.hardware import find_gpu
+    from l2r.planning.records import plan_records
+    from l2r.recipes.load import load_recipe
+    from l2r.report.planning import flops_table, memory_table, scale_table
+
+    given = Assumptions(find_gpu(gpu), utilization, imbalance)
+    loaded = load_recipe(recipe, changes or ())
+    length = None if tokens is None else parse_tokens(tokens)
+    with Console(stderr=True).status("counting") as status:
+        chosen = make_plan(
+            loaded,
+            gpus,
+            given,
+            parallel=parallel,
+            simulated=simulate,
+            report=lambda line: status.update(f"simulating {line}"),
+        )
+    records = plan_records(chosen, loaded, length)
+    if as_json:
+        typer.echo(json.dumps(records, indent=2))
+        return
+    for table in (memory_table(records), flops_table(records), scale_table(records)):
+        print_table(table)
+    best, above = records["best"], records["above"]
+    peak = (best["simulated"] or best["formula"]) / 1e9
+    typer.echo(f"{records['reason']}.")
+    form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours
+    hours = "" if best["hours"] is None else f", {best['hours']:.1f} hours"
+    typer.echo(
+        f"{form}training.micro_batch={best['micro_batch']} "
+        f"training.activation_checkpointing={str(best['checkpointing']).lower()}: {peak:.1f} GB, "
+        f"{best['tokens_per_second']:,.0f} tokens/s{hours}"
+    )
+    if above and not above["fits"]:
+        larger = (above["simulated"] or above["formula"]) / 1e9
+        typer.echo(f"does not fit: micro_batch {above['micro_batch']}, {larger:.1f} GB")

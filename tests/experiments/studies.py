@@ -1,6 +1,6 @@
 """A small plan, and results made up for it."""
 
-from l2r.experiments.plan import Registered
+from l2r.experiments.study_plan import Registered
 from l2r.machine import describe_machine
 from l2r.runs.study import MEASURES, CellResult
 

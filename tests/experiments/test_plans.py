@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from l2r.experiments.plan import Plan, plan_names, read_plan
+from l2r.experiments.study_plan import Plan, plan_names, read_plan
 from l2r.runs.effects import design
 from tests.experiments.studies import SMALL
 

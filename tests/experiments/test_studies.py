@@ -23,8 +23,8 @@ from l2r.experiments.judging import (
     seeds_that_fit,
     study_of,
 )
-from l2r.experiments.plan import Plan, Registered
 from l2r.experiments.study import run_processes, run_share
+from l2r.experiments.study_plan import Plan, Registered
 from l2r.report.evidence import write_study
 from l2r.runs.study import MEASURES, read_result
 from l2r.training import loop

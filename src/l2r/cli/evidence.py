@@ -12,7 +12,7 @@ from l2r.cli.options import AsJson
 
 if TYPE_CHECKING:
     from l2r.experiments.judging import Places
-    from l2r.experiments.plan import Registered
+    from l2r.experiments.study_plan import Registered
     from l2r.runs.study import CellResult
 
 
@@ -52,8 +52,8 @@ def evidence(
     """
     from l2r.cli.console import print_table
     from l2r.experiments.judging import Places, results_of, study_of
-    from l2r.experiments.plan import read_plan
     from l2r.experiments.study import run_share
+    from l2r.experiments.study_plan import read_plan
     from l2r.report.evidence import contrast_table, write_study
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from l2r.experiments.cells import Cell
-from l2r.experiments.plan import Plan, Registered
+from l2r.experiments.study_plan import Plan, Registered
 from l2r.machine import describe_machine
 from l2r.recipes.load import AnyRecipe, parse_recipe
 from l2r.runs.contrasts import Judged, Pairs, judge

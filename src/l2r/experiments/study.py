@@ -20,8 +20,8 @@ import torch
 from l2r.experiments.cells import Cell
 from l2r.experiments.judging import Places
 from l2r.experiments.measure import measure
-from l2r.experiments.plan import Registered
 from l2r.experiments.run import run_cells
+from l2r.experiments.study_plan import Registered
 from l2r.machine import describe_machine
 from l2r.runs.folder import RunFolder
 from l2r.runs.study import CellResult

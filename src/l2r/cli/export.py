@@ -21,7 +21,7 @@ def export(
         float | None,
         typer.Option(
             help="Largest difference allowed between the logits of program and model, as a share "
-            "of the largest logit [1e-4].",
+            "of the largest logit (default: 1e-4).",
             min=0,
         ),
     ] = None,

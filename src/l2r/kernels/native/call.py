@@ -4,14 +4,12 @@ import ctypes
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from l2r.kernels.contract import (
     SCORINGS,
-    Grads,
+    Options,
     Score,
     Tensors,
-    Upstream,
     empty_grads,
     empty_results,
     sizes_of,
@@ -25,35 +23,34 @@ class _Score(ctypes.Structure):
     ]
 
 
-def forward(given: Tensors, score: Score, *, top_k: int, normalize: bool, save: bool) -> Tensors:
+def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages in one pass over the tokens."""
-    done = empty_results(given, top_k=top_k, save=save)
-    _run("l2r_forward", sizes_of(done), score, normalize, done[:-1])
+    done = empty_results(given, options)
+    _run("l2r_forward", options, done)
     return done
 
 
-def backward(
-    tensors: Tensors, up: Upstream, score: Score, *, normalize: bool, need_x: bool
-) -> Grads:
+def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given, in one pass over the tokens."""
-    grads = empty_grads(tensors, need_x=need_x)
-    pointed = (*tensors[:-1], *up, *grads[:-1])
-    _run("l2r_backward", sizes_of(tensors), score, normalize, pointed)
+    grads = empty_grads(tensors, options)
+    _run("l2r_backward", options, tensors, up, grads)
     return grads
 
 
-def _run(
-    name: str,
-    sizes: tuple[int, ...],
-    score: Score,
-    normalize: bool,
-    tensors: tuple[Tensor | None, ...],
-) -> None:
+def _run(name: str, options: Options, *tensors: Tensors) -> None:
     library = build.library()
     assert library is not None  # asked by the caller
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    call = getattr(library, name)
-    call(_sizes(sizes), _structure(score), _threads(sizes), normalize, *addresses)
+    sizes = (*sizes_of(tensors[0]), options.top_k)
+    score, threads = _structure(options.score), _threads(sizes)
+    pointers = [_pointers(each) for each in tensors]
+    getattr(library, name)(_sizes(sizes), score, threads, options.normalize, *pointers)
+
+
+_Pointers = ctypes.c_void_p * len(Tensors._fields)
+
+
+def _pointers(tensors: Tensors) -> object:
+    return _Pointers(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _threads(sizes: tuple[int, ...]) -> int:

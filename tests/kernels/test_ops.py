@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from routing_cases import TOLERANCE, Case, error, leaves
+from routing_cases import TOLERANCE, Case, error, leaves, route
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -213,10 +213,10 @@ def test_subclasses_and_dispatch_modes_get_the_registered_operation(
     inputs["anchors"] = inputs["anchors"].as_subclass(Watched).requires_grad_(grad)
     with torch.set_grad_enabled(grad), implementation(BACKENDS[-1]):
         Watched.seen.clear()
-        dispatch.route(**inputs, score=SCORE, top_k=2)
+        route(inputs, score=SCORE, top_k=2)
         assert any("route" in name for name in Watched.seen)
         with FlopCounterMode(display=False):
-            dispatch.route(**CASE.inputs(DEVICE), score=SCORE, top_k=2)
+            route(CASE.inputs(DEVICE), score=SCORE, top_k=2)
 
 
 def test_fake_tensors_are_never_read(unchecked: None) -> None:

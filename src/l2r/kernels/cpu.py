@@ -6,7 +6,6 @@ Shape letters: T tokens, R rank, N experts, H anchors.
 import torch
 
 from l2r.kernels import cpu_blocks as blocks
-from l2r.kernels import native
 from l2r.kernels.contract import (
     Options,
     Tensors,
@@ -15,6 +14,8 @@ from l2r.kernels.contract import (
     in_one_stage,
     sizes_of,
 )
+from l2r.kernels.native import call as native
+from l2r.kernels.native.build import library
 
 _MAX_RANK = 8  # above, the products of torch are faster
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
@@ -48,4 +49,4 @@ def _compiled(tensors: Tensors) -> bool:
     tokens, _, rank, *_ = sizes_of(tensors)
     if rho_hat is not None or tokens == 0 or (rank > _MAX_RANK and tokens > blocks.FEW_TOKENS):
         return False
-    return native.library() is not None
+    return library() is not None

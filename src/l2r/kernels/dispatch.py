@@ -18,7 +18,7 @@ from torch import Tensor
 from l2r.kernels import plain
 from l2r.kernels.contract import DEFAULTS, Options, Score, Tensors, first_input, sizes_of
 from l2r.kernels.operation import BACKENDS, run
-from l2r.kernels.plain import Routed
+from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import traced, transformed
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -62,32 +62,26 @@ def softmax_top_k(
 
 
 def route_logits(
-    x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
-    score: Score,
+    x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    made = _fused(Tensors(x, projection, gain, anchors), score)
-    return plain.route_logits(x, projection, gain, anchors, score) if made is None else made.logits
+    made = _fused(Tensors(x, *parts), score)
+    return plain.route_logits(x, parts, score) if made is None else made.logits
 
 
 def route(
     x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
+    parts: KernelWeights,
     score: Score,
     *,
     top_k: int,
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    made = _fused(Tensors(x, projection, gain, anchors), score, top_k, normalize)
+    made = _fused(Tensors(x, *parts), score, top_k, normalize)
     if made is None:
-        return plain.route(x, projection, gain, anchors, score, top_k=top_k, normalize=normalize)
-    return Routed(made.logits, made.weights, made.indices)
+        return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
+    return made.logits, made.weights, made.indices
 
 
 class _Forced:

@@ -91,10 +91,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...])
     ctx.save_for_backward(*given[:MADE], *known)
 
 
-Run = Callable[..., Sequence[Tensor | None]]
-
-
-def _input_grads(run_backward: Run, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _input_grads(run_backward: Callable[..., Any], ctx: Any, grads: Any) -> tuple[Any, ...]:
     """Gradients of all inputs of the operation."""
     query, logits, _, weights, *_ = grads
     rest = [None] * len(ctx.options)

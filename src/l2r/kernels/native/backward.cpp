@@ -14,24 +14,22 @@ inline void select_backward(int64_t t, const Tensors& in, const Tensors& up, boo
                             const Sizes& s, float* grad) {
   const int64_t n = s.experts, k = s.top_k;
   const float* own = up.logits ? up.logits + t * n : nullptr;
-  if (!in.weights) {
+  if (!up.weights) {
     std::memcpy(grad, own, n * sizeof(float));
     return;
   }
   const float *logits = in.logits + t * n, *weights = in.weights + t * k;
   const int64_t* indices = in.indices + t * k;
-  const float* up_weights = up.weights ? up.weights + t * k : nullptr;
+  const float* up_weights = up.weights + t * k;
   float prob_coefficient = 0.0f, total = 0.0f;
-  if (up_weights)
-    for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
+  for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
   if (!normalize) prob_coefficient -= total;
   const float lse = in.lse[t];
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) grad[i] = fast_exp(logits[i] - lse);
   for (int64_t i = 0; i < n; ++i) grad[i] *= prob_coefficient;
-  if (up_weights)
-    for (int64_t j = 0; j < k; ++j)
-      grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
+  for (int64_t j = 0; j < k; ++j)
+    grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
   if (own)
     for (int64_t i = 0; i < n; ++i) grad[i] += own[i];
 }
@@ -169,7 +167,7 @@ void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
 extern "C" {
 
 // The chain of gradients through the stages that ran, by what is not null:
-//   weights:  up.logits, up.weights -> the logits'   (without weights: up.logits are the logits')
+//   weights:  up.logits, up.weights -> the logits'   (without up.weights: up.logits are the logits')
 //   anchors:  the logits' -> grads.anchors, the query's
 //   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
 // Where the chain ends early, its last gradient goes to grads.logits or grads.query.

@@ -14,7 +14,7 @@ from l2r.kernels.contract import (
     empty_results,
     sizes_of,
 )
-from l2r.kernels.native import build
+from l2r.kernels.native.build import library
 
 
 class _Score(ctypes.Structure):
@@ -38,12 +38,12 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
 
 
 def _run(name: str, options: Options, *tensors: Tensors) -> None:
-    library = build.library()
-    assert library is not None  # asked by the caller
+    kernels = library()
+    assert kernels is not None  # asked by the caller
     sizes = (*sizes_of(tensors[0]), options.top_k)
     score, threads = _structure(options.score), _threads(sizes)
     pointers = [_pointers(each) for each in tensors]
-    getattr(library, name)(_sizes(sizes), score, threads, options.normalize, *pointers)
+    getattr(kernels, name)(_sizes(sizes), score, threads, options.normalize, *pointers)
 
 
 _Pointers = ctypes.c_void_p * len(Tensors._fields)

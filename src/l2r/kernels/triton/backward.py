@@ -43,11 +43,7 @@ def select_backward_kernel(
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     ok = rows < T
     experts = tl.arange(0, BN)
-    logits = load_block(logits_ptr, rows, experts, T, N)
-    lse = tl.load(lse_ptr + rows, mask=ok, other=0.0)
-    probs = tl.where((experts < N)[None, :], tl.exp(logits - lse[:, None]), 0.0)
     grad = tl.zeros([BT, BN], tl.float32)
-    prob_coefficient = tl.zeros([BT], tl.float32)  # what pulls all logits down
     if grad_logits_ptr is not None:
         grad += load_block(grad_logits_ptr, rows, experts, T, N)
     if grad_weights_ptr is not None:
@@ -65,9 +61,10 @@ def select_backward_kernel(
                 chosen += tl.where(here, weight[:, None], 0.0)
         if NORMALIZE:
             grad -= chosen * total[:, None]
-        else:
-            prob_coefficient -= total
-    grad += probs * prob_coefficient[:, None]
+        else:  # the probabilities pull all logits down
+            logits = load_block(logits_ptr, rows, experts, T, N)
+            lse = tl.load(lse_ptr + rows, mask=ok, other=0.0)
+            grad -= tl.exp(logits - lse[:, None]) * total[:, None]
     store_block(out_ptr, grad, rows, experts, T, N)
 
 
@@ -127,8 +124,7 @@ def query_backward_kernel(
     grad = tl.zeros([BT, RP], tl.float32)
     for c0 in range(0, N * H, BC):
         cols = c0 + tl.arange(0, BC)
-        keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
-        vectors = keys * key_factor[:, None]
+        vectors = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
         weight = score_grads(
             scaled, vectors, logits_ptr, grad_logits_ptr, rows, cols, T, N, scale, H, R, RP
         )
@@ -172,8 +168,7 @@ def anchors_backward_kernel(
     split = tl.program_id(1)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     lane = tl.arange(0, RP)
-    keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
-    vectors = keys * key_factor[:, None]
+    vectors = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
     grad = tl.zeros([BC, RP], tl.float32)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):

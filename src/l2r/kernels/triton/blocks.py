@@ -107,15 +107,15 @@ def query_side(query, rho_ptr, rows, height, gamma, beta, eps, SCORING: tl.const
 def load_anchors(
     ptr, rows, height, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
 ):
-    """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
+    """b [BC, RP]: anchors times psi / max(|k|, eps)."""
     anchors = load_block(ptr, rows, tl.arange(0, RP), height, R)
-    factor = tl.full(rows.shape, 1.0, tl.float32)
     if SCORING != 0:
         kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
         factor = 1 / tl.maximum(kappa, eps)
         if SCORING == 2:
             factor = factor * (1 + (kappa - 1) / p)
-    return anchors, factor
+        anchors = anchors * factor[:, None]
+    return anchors
 
 
 @triton.jit

@@ -75,13 +75,13 @@ def score_block(
     RP: tl.constexpr,
 ):
     """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each."""
-    keys, factor = load_anchors(anchors_ptr, experts * H, N * H, eps, p, SCORING, R, RP)
-    top = product(scaled, keys, R, RP) * factor[None, :]
+    vectors = load_anchors(anchors_ptr, experts * H, N * H, eps, p, SCORING, R, RP)
+    top = product(scaled, vectors, R, RP)
     if H > 1:
         total = tl.full(top.shape, 1.0, tl.float32)
         for h in range(1, H):
-            keys, factor = load_anchors(anchors_ptr, experts * H + h, N * H, eps, p, SCORING, R, RP)
-            score = product(scaled, keys, R, RP) * factor[None, :]
+            vectors = load_anchors(anchors_ptr, experts * H + h, N * H, eps, p, SCORING, R, RP)
+            score = product(scaled, vectors, R, RP)
             gap = score - top
             small = tl.exp(-tl.abs(gap))
             total = tl.where(gap > 0, total * small + 1, total + small)

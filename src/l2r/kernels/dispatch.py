@@ -119,13 +119,10 @@ def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bo
 
     Raises ValueError for sizes that a kernel would read past; plain code finds them itself.
     """
-    first, watched = first_input(given), traced(*given)
-    name = _named_for(first)
-    if name is None:
+    first, present = first_input(given), [tensor for tensor in given if tensor is not None]
+    name, watched = _named_for(first), traced(*present)
+    if name is None or not _DTYPES.issuperset([tensor.dtype for tensor in present]):
         return None
-    for tensor in given:
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            return None
     if torch.compiler.is_exporting() if watched else transformed():
         return None
     if name == "cpu" and first is given.logits and (watched or first.numel() < _MIN_LOGITS):

@@ -48,17 +48,15 @@ def run(name: str, watched: bool, given: Tensors, options: Options) -> Any:
 
     ``watched`` says whether a compiler, a mode or a subclass must see the registered operation.
     """
-    if not watched and not (torch.is_grad_enabled() and any(map(_wants_gradient, given))):
+    inputs = given[:GIVEN]
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if not (watched or grad):
         # Past the operation: decoding a token feels every microsecond of the call.
         return backend(name).forward(_dense(given), options)
     score, top_k, normalize, *_ = options
     call = _route if watched else _eager
-    made = call(*given[:GIVEN], score.scoring, list(score[1:]), top_k, normalize, name)
+    made = call(*inputs, score.scoring, list(score[1:]), top_k, normalize, name)
     return Tensors(*given[:MADE], *made)
-
-
-def _wants_gradient(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
 
 
 def _dense(tensors: Tensors) -> Tensors:

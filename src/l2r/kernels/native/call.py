@@ -1,15 +1,12 @@
-"""Calls of the compiled router: tensors to pointers, constants to a structure, threads."""
+"""Calls of the compiled router: sizes, constants and tensors to the structures of router.h."""
 
-import ctypes
-import struct
-from functools import lru_cache
+from struct import Struct
 
 import torch
 
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
-    Score,
     Tensors,
     empty_grads,
     empty_results,
@@ -17,13 +14,9 @@ from l2r.kernels.contract import (
 )
 from l2r.kernels.native.build import library
 
-_packed = struct.Struct(f"{len(Tensors._fields)}P").pack  # half the time of a ctypes array
-
-
-class _Score(ctypes.Structure):
-    _fields_ = [("scoring", ctypes.c_int32)] + [
-        (name, ctypes.c_float) for name in Score._fields[1:]
-    ]
+# Bytes, which ctypes passes as their address: half the time of ctypes' own structures.
+_sizes, _score = Struct("6q").pack, Struct("i6f").pack
+_pointers = Struct(f"{len(Tensors._fields)}P").pack
 
 
 def forward(given: Tensors, options: Options) -> Tensors:
@@ -44,9 +37,14 @@ def _run(name: str, options: Options, *tensors: Tensors) -> None:
     kernels = library()
     assert kernels is not None  # asked by the caller
     sizes = (*sizes_of(tensors[0]), options.top_k)
-    score, threads = _structure(options.score), _threads(sizes)
-    pointers = [_packed(*[0 if t is None else t.data_ptr() for t in each]) for each in tensors]
-    getattr(kernels, name)(_sizes(sizes), score, threads, options.normalize, *pointers)
+    scoring, *constants = options.score
+    getattr(kernels, name)(
+        _sizes(*sizes),
+        _score(SCORINGS[scoring], *constants),
+        _threads(sizes),
+        options.normalize,
+        *[_pointers(*[0 if t is None else t.data_ptr() for t in each]) for each in tensors],
+    )
 
 
 def _threads(sizes: tuple[int, ...]) -> int:
@@ -54,13 +52,3 @@ def _threads(sizes: tuple[int, ...]) -> int:
     tokens, hidden, _, experts, heads, _ = sizes
     work = tokens * (hidden + experts * max(1, heads))
     return 1 if work < 2**16 else min(torch.get_num_threads(), tokens, work // 2**15)
-
-
-@lru_cache(maxsize=256)
-def _sizes(sizes: tuple[int, ...]) -> object:
-    return (ctypes.c_int64 * 6)(*sizes)
-
-
-@lru_cache(maxsize=256)
-def _structure(score: Score) -> object:
-    return ctypes.byref(_Score(SCORINGS[score.scoring], *score[1:]))

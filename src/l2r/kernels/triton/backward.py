@@ -40,7 +40,7 @@ def select_backward_kernel(
     BN: tl.constexpr,
 ):
     """Gradient of the logits [T, N] from their own and that of everything computed from them."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     ok = rows < T
     experts = tl.arange(0, BN)
     grad = tl.zeros([BT, BN], tl.float32)
@@ -49,7 +49,7 @@ def select_backward_kernel(
     if grad_weights_ptr is not None:
         chosen = tl.zeros([BT, BN], tl.float32)
         total = tl.zeros([BT], tl.float32)
-        row = rows.to(tl.int64) * K
+        row = rows * K
         for k in range(K):
             index = tl.load(indices_ptr + row + k, mask=ok, other=0).to(tl.int32)
             weight = tl.load(weights_ptr + row + k, mask=ok, other=0.0)
@@ -117,14 +117,15 @@ def query_backward_kernel(
     BC: tl.constexpr,
 ):
     """Gradient of the query (and of rho_hat): a block of tokens against all anchors."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     lane = tl.arange(0, RP)
     query = load_block(query_ptr, rows, lane, T, R)
     scaled, inverse, factor, slope = query_side(query, rho_ptr, rows, T, gamma, beta, eps, SCORING)
     grad = tl.zeros([BT, RP], tl.float32)
     for c0 in range(0, N * H, BC):
         cols = c0 + tl.arange(0, BC)
-        vectors = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
+        keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
+        vectors = keys * key_factor[:, None]
         weight = score_grads(
             scaled, vectors, logits_ptr, grad_logits_ptr, rows, cols, T, N, scale, H, R, RP
         )
@@ -168,11 +169,12 @@ def anchors_backward_kernel(
     split = tl.program_id(1)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     lane = tl.arange(0, RP)
-    vectors = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
+    keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
+    vectors = keys * key_factor[:, None]
     grad = tl.zeros([BC, RP], tl.float32)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):
-        rows = t0 + tl.arange(0, BT)
+        rows = (t0 + tl.arange(0, BT)).to(tl.int64)
         query = load_block(query_ptr, rows, lane, end, R)
         scaled, _, _, _ = query_side(query, rho_ptr, rows, end, gamma, beta, eps, SCORING)
         weight = score_grads(

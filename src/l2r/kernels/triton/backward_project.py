@@ -40,7 +40,7 @@ def project_backward_kernel(
     columns = tl.trans(w)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):
-        rows = t0 + tl.arange(0, BT)
+        rows = (t0 + tl.arange(0, BT)).to(tl.int64)
         grad = load_block(grad_query_ptr, rows, lane, end, R)
         x = load_block(x_ptr, rows, d, end, D)
         if gain_ptr is not None:

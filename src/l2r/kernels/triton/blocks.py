@@ -5,6 +5,8 @@ Every function works on one block held in registers, in fp32. SCORING is a numbe
 to RP lanes that hold zeros; products over R use the matrix units from RP = 16 on, which they
 need, and below a loop over the R columns, which is faster for the paper's rank 2.
 
+Rows of tokens are counted in 64 bits, since T times D may not fit into 32.
+
 Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP padded rank.
 """
 
@@ -67,7 +69,7 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr):
 @no_type_check
 def load_block(ptr, rows, cols, height, width):
     """Entries at rows and cols of a matrix [height, width] in fp32, zeros outside of it."""
-    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    at = rows[:, None] * width + cols[None, :]
     inside = (rows < height)[:, None] & (cols < width)[None, :]
     return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -76,7 +78,7 @@ def load_block(ptr, rows, cols, height, width):
 @no_type_check
 def store_block(ptr, values, rows, cols, height, width):
     """Write entries at rows and cols of a matrix [height, width] in its dtype."""
-    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    at = rows[:, None] * width + cols[None, :]
     inside = (rows < height)[:, None] & (cols < width)[None, :]
     tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=inside)
 
@@ -107,15 +109,15 @@ def query_side(query, rho_ptr, rows, height, gamma, beta, eps, SCORING: tl.const
 def load_anchors(
     ptr, rows, height, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
 ):
-    """b [BC, RP]: anchors times psi / max(|k|, eps)."""
+    """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
     anchors = load_block(ptr, rows, tl.arange(0, RP), height, R)
+    factor = tl.full(rows.shape, 1.0, tl.float32)
     if SCORING != 0:
         kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
         factor = 1 / tl.maximum(kappa, eps)
         if SCORING == 2:
             factor = factor * (1 + (kappa - 1) / p)
-        anchors = anchors * factor[:, None]
-    return anchors
+    return anchors, factor
 
 
 @triton.jit

@@ -74,14 +74,17 @@ def score_block(
     R: tl.constexpr,
     RP: tl.constexpr,
 ):
-    """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each."""
-    vectors = load_anchors(anchors_ptr, experts * H, N * H, eps, p, SCORING, R, RP)
-    top = product(scaled, vectors, R, RP)
+    """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each.
+
+    The factor of b comes after the product: b itself would take twice the shared memory.
+    """
+    keys, factor = load_anchors(anchors_ptr, experts * H, N * H, eps, p, SCORING, R, RP)
+    top = product(scaled, keys, R, RP) * factor[None, :]
     if H > 1:
         total = tl.full(top.shape, 1.0, tl.float32)
         for h in range(1, H):
-            vectors = load_anchors(anchors_ptr, experts * H + h, N * H, eps, p, SCORING, R, RP)
-            score = product(scaled, vectors, R, RP)
+            keys, factor = load_anchors(anchors_ptr, experts * H + h, N * H, eps, p, SCORING, R, RP)
+            score = product(scaled, keys, R, RP) * factor[None, :]
             gap = score - top
             small = tl.exp(-tl.abs(gap))
             total = tl.where(gap > 0, total * small + 1, total + small)
@@ -109,7 +112,7 @@ def select_block(logits, weights_ptr, indices_ptr, rows, experts, T, N, K, NORMA
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
     free = tl.broadcast_to(inside, logits.shape)
-    row = rows.to(tl.int64) * K
+    row = rows * K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(K):
         best, choice, free = take_best(logits, free, experts, N)
@@ -160,7 +163,7 @@ def forward_kernel(
     BN: tl.constexpr,
 ):
     """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1)."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, RP)
     if x_ptr is not None:

@@ -115,7 +115,6 @@ def _select_backward(tensors: Tensors, up: Tensors, grads: Tensors, options: Opt
         NORMALIZE=options.normalize,
         BT=rows,
         BN=columns,
-        num_warps=4,
     )
 
 
@@ -126,10 +125,8 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
     lanes = _lanes(rank)
     shared = {"SCORING": SCORINGS[score.scoring], "H": heads, "R": rank, "RP": lanes}
     inputs = (tensors.query, tensors.rho_hat, anchors, tensors.logits, up.logits)
-    columns, rows = (
-        min(_power(experts * heads, 16), 64 if lanes >= 16 else 256),
-        16 if lanes >= 16 else 8,
-    )
+    rows, most = (16, 64) if lanes >= 16 else (8, 256)
+    columns = min(_power(experts * heads, 16), most)
     kernels.query_backward_kernel[(triton.cdiv(tokens, rows),)](
         *inputs,
         grads.query,
@@ -140,13 +137,11 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
         **shared,
         BT=rows,
         BC=columns,
-        num_warps=4,
     )
     columns, rows = min(columns, 64), 32
     blocks = triton.cdiv(experts * heads, columns)
-    splits, per_split = _splits(tokens, rows, blocks, anchors.numel())
-    partial = contract.empty(splits, *anchors.shape, like=anchors, dtype=torch.float32)
-    kernels.anchors_backward_kernel[(blocks, splits)](
+    partial, per_split = _partial_sums(tokens, rows, blocks, anchors)
+    kernels.anchors_backward_kernel[(blocks, len(partial))](
         *inputs,
         partial,
         tokens,
@@ -156,7 +151,6 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
         **shared,
         BT=rows,
         BC=columns,
-        num_warps=4,
     )
     columns = min(_power(experts * heads, 16), 32)
     kernels.anchors_reduce_kernel[(triton.cdiv(experts * heads, columns),)](
@@ -164,13 +158,12 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
         anchors,
         grads.anchors,
         experts,
-        splits,
+        len(partial),
         score.p,
         score.eps,
         **shared,
         BC=columns,
-        BS=min(_power(splits, 1), max(1, 4096 // (columns * lanes))),
-        num_warps=4,
+        BS=min(_power(len(partial), 1), max(1, 4096 // (columns * lanes))),
     )
 
 
@@ -181,9 +174,8 @@ def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
     lanes = _lanes(rank)
     width, rows = min(_power(hidden, 16), 64 if lanes >= 16 else 256), 16
     blocks = triton.cdiv(hidden, width)
-    splits, per_split = _splits(tokens, rows, blocks, weight.numel())
-    partial = contract.empty(splits, rank, hidden, like=weight, dtype=torch.float32)
-    project_backward_kernel[(blocks, splits)](
+    partial, per_split = _partial_sums(tokens, rows, blocks, weight)
+    project_backward_kernel[(blocks, len(partial))](
         tensors.x,
         weight,
         tensors.gain,
@@ -199,7 +191,6 @@ def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
         RP=lanes,
         BT=rows,
         BD=width,
-        num_warps=4,
     )
     project_reduce_kernel[(triton.cdiv(hidden, 32),)](
         partial,
@@ -208,19 +199,19 @@ def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
         grads.weight,
         grads.gain,
         hidden,
-        splits,
+        len(partial),
         R=rank,
         BD=32,
-        BS=min(_power(splits, 1), 64),
-        num_warps=4,
+        BS=min(_power(len(partial), 1), 64),
     )
 
 
-def _splits(tokens: int, rows: int, blocks: int, numbers: int) -> tuple[int, int]:
-    """Into how many parts a sum over tokens is split, and tokens per part (whole blocks)."""
-    wanted = min(triton.cdiv(_PROGRAMS, blocks), max(1, _PARTIAL_NUMBERS // max(1, numbers)))
-    per_split = triton.cdiv(triton.cdiv(tokens, max(1, wanted)), rows) * rows
-    return triton.cdiv(tokens, per_split), per_split
+def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Tensor, int]:
+    """Room [splits, ...] for sums over parts of the tokens, and tokens per part (whole blocks)."""
+    wanted = min(triton.cdiv(_PROGRAMS, blocks), max(1, _PARTIAL_NUMBERS // like.numel()))
+    per_split = triton.cdiv(triton.cdiv(tokens, wanted), rows) * rows
+    splits = triton.cdiv(tokens, per_split)
+    return contract.empty(splits, *like.shape, like=like, dtype=torch.float32), per_split
 
 
 def _lanes(rank: int) -> int:

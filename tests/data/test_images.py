@@ -137,12 +137,12 @@ def test_missing_fashion_mnist_says_what_to_do(monkeypatch):
 
 def test_an_epoch_shows_every_image_once_and_ranks_share_a_batch(numbered):
     dataset = ImageDataset(numbered, size=6, channels=1, crop=CenterCrop(share=1.0), seed=5)
-    steps = [dataset.training_batch(step, 8) for step in range(5)]
+    steps = [dataset[dataset.places(step, 8)] for step in range(5)]
     seen = [int(v) for batch in steps for v in batch.pixels[:, 0, 0, 0]]
     assert sorted(seen) == list(range(40))
     assert seen != sorted(seen)
     for step in range(5):
-        parts = [dataset.training_batch(step, 8, rank=r, world_size=2) for r in range(2)]
+        parts = [dataset[dataset.places(step, 8, rank=r, world_size=2)] for r in range(2)]
         joined = np.concatenate([part.pixels.numpy() for part in parts])
         assert np.array_equal(joined, steps[step].pixels.numpy())
         assert [p for part in parts for p in part.positions] == list(range(8 * step, 8 * step + 8))
@@ -152,7 +152,7 @@ def test_an_epoch_shows_every_image_once_and_ranks_share_a_batch(numbered):
 def test_batches_do_not_depend_on_workers_or_on_the_steps_before(folder, workers):
     train, _ = open_images(str(folder))
     dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=1)
-    expected = [dataset.training_batch(step, 4) for step in range(4)]
+    expected = [dataset[dataset.places(step, 4)] for step in range(4)]
     loader = ImageLoader(dataset, 4, workers=workers)
     for step in (0, 1, 2, 3, 1, 2):  # a resumed run asks for an earlier step
         got = loader.batch(step)
@@ -167,7 +167,7 @@ def test_crops_differ_between_epochs_and_seeds(folder):
         dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=seed)
         found = {}
         for step in range(2):
-            batch = dataset.training_batch(step, 10)
+            batch = dataset[dataset.places(step, 10)]
             order = np.argsort(batch.pixels.float().mean(dim=(1, 2, 3)).numpy())
             found[step] = batch.pixels[order]
         return found
@@ -219,7 +219,7 @@ def test_corrupt_images_are_named_and_replaced_in_training(folder):
     (folder / "train" / "cat" / "2.JPEG").write_bytes(b"not an image")
     train, _ = open_images(str(folder))
     dataset = ImageDataset(train, size=24, crop=CenterCrop())
-    batch = dataset.training_batch(0, 10)
+    batch = dataset[dataset.places(0, 10)]
     assert batch.pixels.shape == (10, 3, 24, 24)
     assert {name.split("/")[-1] for name in batch.skipped} == {"1.png", "2.JPEG"}
     clean = dataset.rows(np.array([3]))
@@ -243,7 +243,7 @@ def test_nothing_readable_is_one_clear_line(folder):
         path.write_bytes(b"x")
     dataset = ImageDataset(open_images(str(folder))[0], size=8, crop=CenterCrop())
     with pytest.raises(ValueError, match="10 images in a row are unreadable"):
-        dataset.training_batch(0, 2)
+        dataset[dataset.places(0, 2)]
 
 
 def test_gray_and_transparent_images_become_the_wanted_mode(tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 
 from l2r import build_router, router_names
 from l2r.diagnostics import metrics
+from l2r.diagnostics import streaming_sums as sums
 from l2r.diagnostics.collect import collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.token_sample import TokenSample
@@ -38,17 +39,18 @@ def test_streamed_numbers_equal_those_of_all_tokens_at_once():
         close = {"rel": 1e-9, "abs": 1e-12}
         margins = metrics.margin_metrics(logits)
         assert metrics.margin_from_sums(record.sums["margin"]) == pytest.approx(margins, **close)
-        load = metrics.load_metrics(indices, 6, weights)
+        load = metrics.load_from_sums(sums.usage_sums(indices, weights, 6))
         assert metrics.load_from_sums(record.sums["usage"]) == pytest.approx(load, **close)
         variance = metrics.pairwise_cosine_variance(query)
         got = metrics.cosine_variance_from_sums(record.sums["cosine"])
         assert got == pytest.approx(variance, **close)
-        told = metrics.expert_domain_information(indices, domain, 6, 2, rows=row)
+        joint = sums.domain_sums(indices, domain, row, 6, 2)
+        told = metrics.domain_information_from_sums(joint)
         got_told = metrics.domain_information_from_sums(record.sums["domain"])
         assert got_told == pytest.approx(told, **close)
         scores = torch.einsum("tr,nhr->tnh", query, record.router.anchors)
         scores = scores / torch.linalg.vector_norm(record.router.anchors, dim=-1)  # |k| is 1
-        wins = metrics.anchor_use(scores, indices)
+        wins = sums.anchor_sums(scores, indices)["anchor_wins"]
         torch.testing.assert_close(record.sums["anchors"]["anchor_wins"], wins)
 
 

@@ -20,6 +20,13 @@ def _routing(tokens=60, experts=7, top_k=3, seed=0):
     return logits, weights, indices
 
 
+def _told(indices, domains, num_experts, num_domains, rows=None):
+    """What experts tell of domains; without ``rows`` each token is a row of its own."""
+    rows = torch.arange(len(domains)) if rows is None else rows
+    joint = sums.domain_sums(indices, domains, rows, num_experts, num_domains)
+    return metrics.domain_information_from_sums(joint)
+
+
 ADVERSARIAL = {
     "ties": torch.zeros(5, 4),
     "one winner": torch.tensor([[1e4, -1e4, 0.0]] * 3),
@@ -67,11 +74,11 @@ def test_usage_and_load_equal_a_loop():
         for expert, value in zip(row, weight, strict=True):
             topk[expert] += 1 / tokens
             importance[expert] += value / tokens
-    used = metrics.usage(indices, weights, experts)
+    used = metrics.usage_from_sums(sums.usage_sums(indices, weights, experts))
     for got, expected in zip(used, (top1, topk, importance), strict=True):
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
 
-    load = metrics.load_metrics(indices, experts, weights)
+    load = metrics.load_from_sums(sums.usage_sums(indices, weights, experts))
     share = topk / topk.sum()
     entropy = -sum(s * math.log(s) for s in share if s > 0) / math.log(experts)
     assert load["entropy"] == pytest.approx(entropy, rel=1e-12)
@@ -80,21 +87,21 @@ def test_usage_and_load_equal_a_loop():
     assert load["min_over_mean"] == 0
     assert load["dead_experts"] == 2
     assert load["importance_cv"] == pytest.approx(importance.std() / importance.mean(), rel=1e-12)
-    assert "importance_cv" not in metrics.load_metrics(indices, experts)
 
 
 def test_first_choice_follows_the_weights_where_the_k_are_not_sorted():
     indices = torch.tensor([[2, 0]])
-    used = metrics.usage(indices, torch.tensor([[0.1, 0.7]]), 3)
+    used = metrics.usage_from_sums(sums.usage_sums(indices, torch.tensor([[0.1, 0.7]]), 3))
     assert used.top1.tolist() == [1, 0, 0]
 
 
 def test_load_of_balance_and_of_collapse():
-    balanced = metrics.load_metrics(torch.arange(12).view(-1, 1) % 4, 4)
+    turns, weights = torch.arange(12).view(-1, 1) % 4, torch.ones(12, 1)
+    balanced = metrics.load_from_sums(sums.usage_sums(turns, weights, 4))
     assert balanced["entropy"] == pytest.approx(1)
     assert balanced["cv"] == 0
     assert balanced["max_over_mean"] == 1
-    collapsed = metrics.load_metrics(torch.zeros(12, 1, dtype=torch.int64), 4)
+    collapsed = metrics.load_from_sums(sums.usage_sums(0 * turns, weights, 4))
     assert collapsed["entropy"] == 0
     assert collapsed["max_over_mean"] == 4
     assert collapsed["dead_experts"] == 3
@@ -152,14 +159,14 @@ def test_domain_information_equals_a_loop_and_knows_its_ends():
         if joint[g, n] > 0
     )
     prior = -sum(p * math.log2(p) for p in joint.sum(1))
-    got = metrics.expert_domain_information(indices, domains, 7, 3)
+    got = _told(indices, domains, 7, 3)
     assert got["mutual_information"] == pytest.approx(bits, rel=1e-9)
     assert got["normalized"] == pytest.approx(bits / prior, rel=1e-9)
     assert got["by_chance_low"] <= got["by_chance"] <= got["by_chance_high"]
 
-    told = metrics.expert_domain_information(domains[:, None], domains, 3, 3)
+    told = _told(domains[:, None], domains, 3, 3)
     assert told["normalized"] == pytest.approx(1)
-    alone = metrics.expert_domain_information(indices, torch.zeros_like(domains), 7, 1)
+    alone = _told(indices, torch.zeros_like(domains), 7, 1)
     assert alone["normalized"] == 0
 
 
@@ -179,7 +186,7 @@ def test_chance_level_counts_rows_and_not_tokens():
     inside, observed, chance = 0, [], []
     for _ in range(50):
         indices, domain, row = _rows_that_ignore_domains(generator)
-        got = metrics.expert_domain_information(indices, domain, 8, 4, rows=row)
+        got = _told(indices, domain, 8, 4, rows=row)
         inside += got["by_chance_low"] <= got["mutual_information"] <= got["by_chance_high"]
         observed.append(got["mutual_information"])
         chance.append(got["by_chance"])
@@ -194,7 +201,7 @@ def test_domains_that_choose_experts_stand_out_of_chance():
     generator = torch.Generator().manual_seed(3)
     indices, domain, row = _rows_that_ignore_domains(generator)
     indices[:, 0] = domain
-    got = metrics.expert_domain_information(indices, domain, 8, 4, rows=row)
+    got = _told(indices, domain, 8, 4, rows=row)
     assert got["mutual_information"] > 2 * got["by_chance_high"]
 
 
@@ -207,7 +214,7 @@ def test_anchor_use_and_metrics_equal_a_loop():
     for token, row in enumerate(indices.tolist()):
         for expert in row:
             wins[expert, int(scores[token, expert].argmax())] += 1
-    got = metrics.anchor_use(scores, indices)
+    got = sums.anchor_sums(scores, indices)["anchor_wins"]
     np.testing.assert_array_equal(got.numpy(), wins)
 
     shares = [row / row.sum() for row in wins]
@@ -252,7 +259,7 @@ def test_sums_of_two_batches_are_the_sums_of_both(cut, seed):
         sums.add(parts, batch)
     whole = metrics.margin_metrics(logits)
     assert metrics.margin_from_sums(parts) == pytest.approx(whole, rel=1e-12)
-    load = metrics.load_metrics(indices, 7, weights)
+    load = metrics.load_from_sums(sums.usage_sums(indices, weights, 7))
     assert metrics.load_from_sums(parts) == pytest.approx(load, rel=1e-12)
 
     halves: sums.Sums = {}

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from l2r.models.experts_backend import register
-from l2r.swap.stock import stock_experts
+from l2r.swap.stock import one_layer
 
 
 @pytest.mark.parametrize("skew", [False, True])
 def test_forward_and_gradients_equal_eager(skew: bool) -> None:
     torch.manual_seed(0)
-    experts = stock_experts(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+    experts = one_layer(hidden_size=16, num_experts=6, top_k=2).model.layers[0].mlp.experts
     scores = torch.rand(23, 6)
     if skew:
         scores[:12, 2] = 2.0

@@ -16,8 +16,8 @@ from transformers import (
 from l2r import capture
 from l2r.checkpoints import load_image_classifier
 from l2r.models import L2rViTConfig, L2rViTForImageClassification
+from l2r.models.size import vit_s_costs
 from l2r.models.vit import L2rViTModel
-from l2r.models.vit_cost import vit_s_costs
 from l2r.moe import MoELayer
 from l2r.runs.router_names import PAPER_ROUTERS
 
@@ -206,15 +206,15 @@ def costs():
 @pytest.mark.parametrize("kind", PAPER_ROUTERS)
 def test_full_size_counts_equal_the_formula(kind, costs):
     dense = costs["dense"]
-    assert dense.parameters == 22_050_664  # ViT-S/16 with 1000 classes
+    assert dense.size.parameters == 22_050_664  # ViT-S/16 with 1000 classes
     assert 2 * 4.5e9 < dense.flops < 2 * 4.65e9  # 4.6 G multiply-adds
     cost = costs[kind]
     mlp = 2 * D * F + F + D
     router = BLOCKS * ROUTER_PARAMETERS[kind]
-    assert cost.router_parameters == router
-    assert cost.parameters == dense.parameters + BLOCKS * (N - 1) * mlp + router
-    assert cost.active_parameters == dense.parameters + BLOCKS * (K - 1) * mlp + router
-    matrices = {"linear": N * D, "linear_sips": N * D}.get(kind, cost.router_parameters // BLOCKS)
+    assert cost.size.routers == router
+    assert cost.size.parameters == dense.size.parameters + BLOCKS * (N - 1) * mlp + router
+    assert cost.size.active == dense.size.parameters + BLOCKS * (K - 1) * mlp + router
+    matrices = {"linear": N * D, "linear_sips": N * D}.get(kind, cost.size.routers // BLOCKS)
     matrices -= 2 if kind == "l2r_sips" else 0
     assert cost.router_flops == BLOCKS * TOKENS * 2 * matrices
     # The weighted sum of K outputs counts where it runs as a matrix product.

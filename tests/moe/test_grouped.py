@@ -10,7 +10,7 @@ from l2r.models.experts_backend import register
 from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
-from l2r.swap.stock import stock_experts
+from l2r.swap.stock import one_layer
 
 ENDS = torch.tensor([2, 2, 9, 11], dtype=torch.int32)  # the second expert gets nothing
 
@@ -104,7 +104,7 @@ def test_autocast_decides_the_dtype_of_the_experts(monkeypatch, activation, bias
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_autocast_decides_in_decoding_and_in_transformers_experts_too(monkeypatch, tokens):
-    experts = stock_experts(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+    experts = one_layer(hidden_size=16, num_experts=6, top_k=2).model.layers[0].mlp.experts
     experts.config._experts_implementation = register()
     weights, indices = torch.rand(tokens, 6).topk(2)
     x = torch.randn(tokens, 16)

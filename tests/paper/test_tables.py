@@ -1,7 +1,5 @@
 """The paper's tables: what can be computed is recomputed, and its slips are named."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from l2r.benchmarks.inference import overhead
@@ -119,7 +117,8 @@ PROMPT = 4096  # not given: every prefill row of the table is this many tokens
 def test_inference_table_from_its_latencies(name):
     """Our columns from the paper's latencies are the paper's, to the rounding of its latencies."""
     for column, tokens in ((0, PROMPT), (2, 1)):
-        linear, mine = (Timing.of([INFERENCE[row][column] / 1e3]) for row in ("Linear", name))
+        seconds = (INFERENCE[row][column] / 1e3 for row in ("Linear", name))
+        linear, mine = (Timing(time, time, time) for time in seconds)
         found = overhead(mine, tokens, stock=linear, linear=linear)
         latency, rate = INFERENCE[name][column : column + 2]
         assert found["latency_ms"] == pytest.approx(latency)
@@ -134,9 +133,9 @@ def test_tokens_of_the_training_table_are_the_recipes_steps(name):
     """Table 12: 10^10 tokens are 2384 steps of 1024 x 4096, and the rate peaks after 72."""
     recipe = load_recipe(f"olmoe-1b-7b/{name}")
     length = recipe.data.sequence_length
-    steps = step_count(recipe, SimpleNamespace(item_size=length, items=10**7))
-    assert steps == 2384
     per_step = recipe.training.global_batch * length
+    steps = step_count(recipe, 10**7, per_step)
+    assert steps == 2384
     rates = [
         learning_rate(recipe.optimizer, step * per_step, steps * per_step)
         for step in range(steps + 1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from l2r.report import geometry, landscape, robustness
+from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
 
@@ -18,8 +19,10 @@ def test_principal_axes_equal_a_singular_value_decomposition():
 
 
 def test_scatter_has_a_panel_per_cloud_and_colors_64_experts():
-    cloud = geometry.Cloud("x, layer 0", RNG.normal(size=(900, 5)), np.arange(900) % 64)
-    figure = geometry.pca_scatter([[cloud, cloud, cloud], [cloud, cloud, cloud]], 64)
+    tokens = {"sample_x": RNG.normal(size=(900, 5)), "sample_query": RNG.normal(size=(900, 3))}
+    layer = {**tokens, "sample_first": np.arange(900) % 64}
+    arrays = {f"{number}.{name}": values for number in range(3) for name, values in layer.items()}
+    figure = geometry.pca_scatter(Diagnosis({"experts": 64}, [], arrays), [0, 1, 2])
     assert len(figure.data) == 6
     assert all(0 < len(trace.x) <= 600 for trace in figure.data)
     axis = figure.layout.coloraxis
@@ -30,14 +33,14 @@ def test_scatter_has_a_panel_per_cloud_and_colors_64_experts():
 
 
 def test_planes_show_regions_tokens_and_anchors():
-    plane = geometry.Plane(
-        "layer 0",
-        np.linspace(-2, 2, 21),
-        RNG.integers(0, 4, size=(21, 21)),
-        RNG.normal(size=(4, 3, 2)),
-        RNG.normal(size=(30, 2)),
-    )
-    figure = geometry.routing_planes([plane, plane])
+    layer = {
+        "plane_axis": np.linspace(-2, 2, 21),
+        "plane_first": RNG.integers(0, 4, size=(21, 21)),
+        "anchors": RNG.normal(size=(4, 3, 2)),
+        "sample_query": RNG.normal(size=(30, 2)),
+    }
+    arrays = {f"{number}.{name}": values for number in range(2) for name, values in layer.items()}
+    figure = geometry.routing_planes(Diagnosis({"experts": 4}, [], arrays), [0, 1])
     kinds = [trace.type for trace in figure.data]
     assert kinds == ["heatmap", "scatter", "scatter"] * 2
     assert len(figure.data[2].x) == 12
@@ -45,7 +48,10 @@ def test_planes_show_regions_tokens_and_anchors():
 
 
 def test_variance_bars_show_means_layers_and_the_reference():
-    figure = geometry.cosine_variance_bars({"linear": [0.01, 0.03], "l2r_sips": [0.4, 0.7]})
+    variances = {"linear": [0.01, 0.03], "l2r_sips": [0.4, 0.7]}
+    layers = {name: [{"cosine_variance": v} for v in both] for name, both in variances.items()}
+    views = {name: Diagnosis({}, of_model, {}) for name, of_model in layers.items()}
+    figure = geometry.cosine_variance_bars(views)
     assert list(figure.data[0].y) == pytest.approx([0.02, 0.55])
     assert list(figure.data[1].y) == [0.01, 0.03, 0.4, 0.7]
     assert figure.layout.shapes[0].y0 == 0.5
@@ -56,8 +62,11 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
     certified = np.sort(RNG.random(200))
     found = certified * 1.1
     found[-1] = np.inf
-    radii = robustness.Radii(certified, found, noise=0.3)
-    figure = robustness.certified_curves({"First": {"a": radii}, "Set": {"a": radii}})
+    radii = {f"0.certified_{d}": certified for d in ("top1", "topk")}
+    radii |= {f"0.found_{d}": found for d in ("top1", "topk")}
+    arrays = {**radii, "0.sample_x": np.zeros((1, 9))}
+    view = Diagnosis({"settings": {"sigma": 0.1}}, [{}], arrays)
+    figure = robustness.certified_curves({"a": view})
     proven, searched = figure.data[0], figure.data[1]
     assert proven.y[0] == 1
     assert (np.diff(proven.y) <= 0).all()
@@ -66,8 +75,9 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
 
 
 def test_stability_bars_carry_their_intervals():
-    values = {"a": {"stability": (0.9, 0.88, 0.93)}}
-    figure = robustness.stability_bars(values, {"stability": "Stability"})
+    layer = dict.fromkeys(("stability", "topk_overlap"), 0.9)
+    layer |= {f"{name}_interval": [0.88, 0.93] for name in ("stability", "topk_overlap")}
+    figure = robustness.stability_bars({"a": Diagnosis({}, [layer], {})})
     assert figure.data[0].error_y.array[0] == pytest.approx(0.03)
     assert figure.data[0].error_y.arrayminus[0] == pytest.approx(0.02)
 

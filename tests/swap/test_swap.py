@@ -149,6 +149,8 @@ def test_a_layer_without_a_router_is_refused():
 def test_a_swapped_softmax_family_takes_the_fused_path(name, monkeypatch):
     from l2r.kernels import dispatch
 
+    if name in families.REFUSED:
+        pytest.skip(families.REFUSED[name])
     model, routes, route = swapped(name), [], dispatch.route
 
     def spy(*args, **kwargs):
@@ -215,9 +217,11 @@ def test_families_that_do_not_fit_are_refused_with_the_reason(kind):
 
 
 def test_families_whose_routers_an_older_transformers_writes_otherwise_are_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.23.0")
+    every = runpy.run_path(families.__file__)["FAMILIES"]
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.20.2")
     older = runpy.run_path(families.__file__)
-    assert older["FAMILIES"].keys() == FAMILIES.keys() - older["REFUSED"].keys()
+    assert older["FAMILIES"].keys() == every.keys() - older["REFUSED"].keys()
     assert "needs transformers >= 5.21; this is 5.20.2" in older["REFUSED"]["granitemoe"]
     assert "jamba" in older["FAMILIES"]
 

@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from l2r.benchmarks.results import Settings
+from l2r.benchmarks.timing import Step
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router, make_config
 
@@ -55,13 +57,12 @@ class Contender:
 
 
 def contenders(
+    settings: Settings,
     *,
     hidden: int,
     experts: int,
     top_k: int,
-    device: str,
-    dtype: torch.dtype,
-    compiled: bool,
+    compiled: bool = False,
     routers: Mapping[str, tuple[str, dict[str, Any]]] = ROUTERS,
     swapped: bool = False,
 ) -> list[Contender]:
@@ -70,8 +71,10 @@ def contenders(
     ``swapped`` adds the router of transformers' OLMoE and ours in its place; in half precision
     the former, whose product is in the dtype of x, is always there.
     """
-    from l2r.swap.stock import stock_router, swapped_router
+    from l2r.swap.stock import one_layer
+    from l2r.swap.swap import swap_routers
 
+    device, dtype = settings.device, settings.dtype
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
     entries = []
     for label, (kind, options) in routers.items():
@@ -84,10 +87,11 @@ def contenders(
     half = dtype != torch.float32
     if half or swapped:
         torch.manual_seed(0)
-        stock = stock_router(**sizes).to(device, dtype)
+        stock = one_layer(**sizes).model.layers[0].mlp.gate.to(device, dtype)
         entries.append(Contender(STOCK, stock, "fused", tolerance=5e-2 if half else 1e-3))
     if swapped:
-        router = swapped_router(make_config("l2r_sips", heads=16), **sizes).to(device)
+        model = swap_routers(one_layer(**sizes), make_config("l2r_sips", heads=16))
+        router = model.model.layers[0].mlp.gate.to(device)
         entries.append(Contender("l2r_sips H16, swapped", router, "fused"))
     return entries
 
@@ -113,8 +117,9 @@ def is_correct(contender: Contender, x: Tensor) -> bool:
     return True
 
 
-def forward_step(call: Call, inputs: list[Tensor]) -> Callable[[int], object]:
+def forward_step(entry: Contender, inputs: list[Tensor]) -> Step:
     """Forward without gradients, rotating the inputs."""
+    call = entry.call
 
     def step(number: int) -> object:
         with torch.no_grad():
@@ -123,10 +128,10 @@ def forward_step(call: Call, inputs: list[Tensor]) -> Callable[[int], object]:
     return step
 
 
-def training_step(call: Call, router: nn.Module, inputs: list[Tensor]) -> Callable[[int], object]:
+def training_step(entry: Contender, inputs: list[Tensor]) -> Step:
     """Forward and backward to x and all parameters, with fixed upstream gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    parameters = list(router.parameters())
+    call, parameters = entry.call, list(entry.router.parameters())
     logits, weights, _ = call(leaves[0])
     upstream = [torch.randn_like(logits) / logits.numel(), torch.randn_like(weights)]
 

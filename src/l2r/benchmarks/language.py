@@ -43,17 +43,7 @@ def sizes(settings: Settings, size: str = "small") -> dict[str, Any]:
     return {**chosen, **_SPECIAL}
 
 
-def stock(settings: Settings, size: str = "small") -> nn.Module:
-    """transformers' OLMoE with its default experts (grouped_mm)."""
-    from l2r.swap.stock import stock_olmoe
-
-    torch.manual_seed(0)
-    return _placed(stock_olmoe(**sizes(settings, size)), settings)
-
-
-def ours(
-    settings: Settings, router: dict[str, Any], weights: nn.Module, size: str = "small"
-) -> nn.Module:
+def _ours(settings: Settings, router: dict[str, Any], weights: nn.Module, size: str) -> nn.Module:
     """Our OLMoE with a router and our dispatch; other weights as in ``weights``."""
     from l2r.models.experts_backend import register
     from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
@@ -65,17 +55,16 @@ def ours(
     missing, unexpected = model.load_state_dict(weights.state_dict(), strict=False)
     strange = [name for name in [*missing, *unexpected] if ".gate." not in name]
     assert not strange, strange
-    return _placed(model, settings)
+    return model.to(settings.device, settings.dtype)
 
 
 def models(settings: Settings, size: str = "small") -> dict[str, nn.Module]:
-    """All contenders by name, the stock model first."""
-    base = stock(settings, size)
-    return {"stock": base, **{name: ours(settings, r, base, size) for name, r in ROUTERS.items()}}
+    """All contenders by name, first transformers' OLMoE with its default experts (grouped_mm)."""
+    from l2r.swap.stock import stock_olmoe
 
-
-def _placed(model: nn.Module, settings: Settings) -> nn.Module:
-    return model.to(settings.device, torch.bfloat16 if settings.device == "cuda" else torch.float32)
+    torch.manual_seed(0)
+    base = stock_olmoe(**sizes(settings, size)).to(settings.device, settings.dtype)
+    return {"stock": base, **{name: _ours(settings, r, base, size) for name, r in ROUTERS.items()}}
 
 
 def agrees(logits: torch.Tensor, expected: torch.Tensor, settings: Settings) -> bool:

@@ -14,19 +14,12 @@ def run(settings: Settings) -> Bench:
         "memory", settings, note="ratio: over the smallest linear form; gradients of x included."
     )
     hidden, experts, tokens = (64, 16, 64) if settings.quick else (2048, 64, 4096)
-    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
-    x = torch.randn(tokens, hidden, device=settings.device, dtype=dtype)
+    x = torch.randn(tokens, hidden, device=settings.device, dtype=settings.dtype)
     peaks = {}
-    for entry in contenders(
-        hidden=hidden,
-        experts=experts,
-        top_k=4 if settings.quick else 8,
-        device=settings.device,
-        dtype=dtype,
-        compiled=False,
-    ):
+    top_k = 4 if settings.quick else 8
+    for entry in contenders(settings, hidden=hidden, experts=experts, top_k=top_k):
         if is_correct(entry, x):
-            step = training_step(entry.call, entry.router, [x])
+            step = training_step(entry, [x])
             peaks[entry.name] = peak_bytes(lambda step=step: step(0), settings.device)  # type: ignore[misc]
     base = fastest({name: float(peak) for name, peak in peaks.items()}, "linear")
     for name, peak in peaks.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.benchmarks.results import Bench, Settings
-from l2r.benchmarks.timing import Step, measure
+from l2r.benchmarks.timing import Step
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _shape(bench: Bench, shape: Shape) -> None:
     settings = bench.settings
-    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    dtype = settings.dtype
     torch.manual_seed(0)
     x = torch.randn(shape.tokens, shape.hidden, device=settings.device, dtype=dtype)
     indices, weights = _choices(shape, settings.device, dtype)
@@ -74,18 +74,14 @@ def _shape(bench: Bench, shape: Shape) -> None:
         steps = {
             name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
         }
-        times = measure(
-            steps, device=settings.device, seconds=settings.seconds, kind=settings.clock, rounds=7
-        )
+        times = bench.measure(steps, rounds=7)
         base = times["transformers grouped_mm"].median
         for name, time in times.items():
             bench.add(
                 shape=shape.name,
                 phase=phase,
                 contender=name,
-                median_ms=1e3 * time.median,
-                low_ms=1e3 * time.low,
-                high_ms=1e3 * time.high,
+                **time.columns("ms"),
                 ratio=time.median / base,
             )
 
@@ -114,15 +110,16 @@ def _step(
 def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
     """The same experts under every implementation, and their module."""
     from l2r.models.experts_backend import register
-    from l2r.swap.stock import stock_experts
+    from l2r.swap.stock import one_layer
 
     ours = register()
-    experts: Any = stock_experts(
+    model = one_layer(
         hidden_size=shape.hidden,
         intermediate_size=shape.width,
         num_experts=shape.experts,
         top_k=shape.top_k,
-    ).to(device, dtype)
+    )
+    experts: Any = model.model.layers[0].mlp.experts.to(device, dtype)
     names = list(_FORMS)
     bytes_copied = 3 * shape.tokens * shape.top_k * shape.hidden * shape.width * dtype.itemsize
     if bytes_copied > _BATCHED_LIMIT:

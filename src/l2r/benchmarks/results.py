@@ -1,12 +1,13 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from l2r.benchmarks.timing import CLOCKS
+from l2r.benchmarks.timing import CLOCKS, Step, Timing, measure
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_json
 
@@ -42,6 +43,11 @@ class Settings:
         if self.seconds <= 0:
             raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in: bf16 on a GPU, else fp32."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
 
 @dataclass
 class Bench:
@@ -56,6 +62,16 @@ class Bench:
     def add(self, **record: Any) -> None:
         """Append one record."""
         self.records.append(record)
+
+    def measure(
+        self, steps: Mapping[str, Step], *, share: float = 1.0, rounds: int = 9
+    ) -> dict[str, Timing]:
+        """Time contenders against each other, for ``share`` of the seconds of a group."""
+        settings = self.settings
+        seconds = share * settings.seconds
+        return measure(
+            steps, device=settings.device, seconds=seconds, kind=settings.clock, rounds=rounds
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What ``save`` writes."""

@@ -14,7 +14,7 @@ from l2r.benchmarks.contenders import (
     training_step,
 )
 from l2r.benchmarks.results import Bench, Settings, fastest
-from l2r.benchmarks.timing import Step, graphed, measure
+from l2r.benchmarks.timing import Step, graphed
 
 
 def run(settings: Settings) -> Bench:
@@ -27,19 +27,17 @@ def run(settings: Settings) -> Bench:
         "in the dtype of x. over stock: over linear, transformers, which a swap replaces.",
     )
     hidden, experts, top_k = (64, 16, 4) if settings.quick else (2048, 64, 8)
-    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
     batches = [8, 1] if settings.quick else [4096, 256, 1]
     entries = contenders(
+        settings,
         hidden=hidden,
         experts=experts,
         top_k=top_k,
-        device=settings.device,
-        dtype=dtype,
         compiled=settings.compiled,
         swapped=True,
     )
     for tokens in batches:
-        inputs = _inputs(tokens, hidden, settings.device, dtype)
+        inputs = _inputs(tokens, hidden, settings.device, settings.dtype)
         torch.compiler.reset()
         for entry in entries:
             entry.forget()
@@ -47,7 +45,7 @@ def run(settings: Settings) -> Bench:
         right = [entry for entry in entries if correct[entry.name]]
         if settings.device == "cuda" and tokens != max(batches):
             right = [entry for entry in right if entry.form != "compiled"]
-        phases = {"forward": _forward, "forward+backward": _training}
+        phases = {"forward": forward_step, "forward+backward": training_step}
         for phase, make in phases.items():
             if phase != "forward" and tokens == 1:
                 continue
@@ -72,14 +70,6 @@ def run(settings: Settings) -> Bench:
 Make = Callable[[Contender, list[Tensor]], Step]
 
 
-def _forward(entry: Contender, inputs: list[Tensor]) -> Step:
-    return forward_step(entry.call, inputs)
-
-
-def _training(entry: Contender, inputs: list[Tensor]) -> Step:
-    return training_step(entry.call, entry.router, inputs)
-
-
 def _group(
     bench: Bench,
     entries: list[Contender],
@@ -95,8 +85,7 @@ def _group(
     steps = {entry.name: make(entry, inputs) for entry in entries}
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
-    settings = bench.settings
-    times = measure(steps, device=settings.device, seconds=settings.seconds, kind=settings.clock)
+    times = bench.measure(steps)
     base = fastest({name: time.median for name, time in times.items()}, "linear")
     for name, time in times.items():
         bench.add(
@@ -105,9 +94,7 @@ def _group(
             tokens=inputs[0].shape[0],
             contender=name,
             correct=True,
-            median_us=1e6 * time.median,
-            low_us=1e6 * time.low,
-            high_us=1e6 * time.high,
+            **time.columns("us"),
             ratio=time.median / base,
             over_stock=time.median / times[STOCK].median if STOCK in times else None,
         )

@@ -5,7 +5,6 @@ import torch
 from l2r.benchmarks.contenders import contenders, forward_step, is_correct, training_step
 from l2r.benchmarks.memory import peak_bytes
 from l2r.benchmarks.results import Bench, Settings, fastest
-from l2r.benchmarks.timing import measure
 
 _START = {"tokens": 2048, "experts": 64, "heads": 4, "rank": 2, "hidden": 1024}
 _SWEEPS = {
@@ -29,36 +28,22 @@ def run(settings: Settings) -> Bench:
 
 def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
     settings = bench.settings
-    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
     routers = {
         "linear": ("linear", {}),
         "l2r_sips": ("l2r_sips", {"heads": sizes["heads"], "rank": sizes["rank"]}),
     }
-    entries = contenders(
-        hidden=sizes["hidden"],
-        experts=sizes["experts"],
-        top_k=8,
-        device=settings.device,
-        dtype=dtype,
-        compiled=False,
-        routers=routers,
-    )
-    x = torch.randn(sizes["tokens"], sizes["hidden"], device=settings.device, dtype=dtype)
+    hidden, experts = sizes["hidden"], sizes["experts"]
+    entries = contenders(settings, hidden=hidden, experts=experts, top_k=8, routers=routers)
+    x = torch.randn(sizes["tokens"], hidden, device=settings.device, dtype=settings.dtype)
     entries = [
         entry for entry in entries if entry.name != "l2r_sips, plain" and is_correct(entry, x)
     ]
     phases = {
-        "forward": {e.name: forward_step(e.call, [x]) for e in entries},
-        "forward+backward": {e.name: training_step(e.call, e.router, [x]) for e in entries},
+        "forward": {e.name: forward_step(e, [x]) for e in entries},
+        "forward+backward": {e.name: training_step(e, [x]) for e in entries},
     }
     for phase, steps in phases.items():
-        times = measure(
-            steps,
-            device=settings.device,
-            seconds=settings.seconds / 4,
-            kind=settings.clock,
-            rounds=5,
-        )
+        times = bench.measure(steps, share=0.25, rounds=5)
         base = fastest({name: time.median for name, time in times.items()}, "linear")
         for name, time in times.items():
             bench.add(
@@ -66,9 +51,7 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
                 value=sizes[axis],
                 phase=phase,
                 contender=name,
-                median_us=1e6 * time.median,
-                low_us=1e6 * time.low,
-                high_us=1e6 * time.high,
+                **time.columns("us"),
                 ratio=time.median / base,
                 peak_mib=peak_bytes(lambda step=steps[name]: step(0), settings.device) / 2**20,  # type: ignore[misc]
             )

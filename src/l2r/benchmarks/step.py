@@ -1,5 +1,6 @@
 """A whole training step: our model and loop against transformers', on the same batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from l2r.benchmarks.language import ROUTERS, agrees, models, sizes
 from l2r.benchmarks.results import Bench, Settings
-from l2r.benchmarks.timing import Step, measure
+from l2r.benchmarks.timing import Step
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import capture
 
@@ -34,14 +35,11 @@ def run(settings: Settings) -> Bench:
         expected = by_name["stock"](batches[0][:1, :32]).logits
         right = agrees(by_name["l2r, linear"](batches[0][:1, :32]).logits, expected, settings)
     steps: dict[str, Step] = {"stock, plain loop": _stock_step(by_name["stock"], batches)}
-    trainer = _trainer_step(by_name["stock"], batches, settings)
-    steps["stock, Trainer"] = trainer
+    steps["stock, Trainer"] = _trainer_step(by_name["stock"], batches, settings)
     for name in ROUTERS:
         if right:  # ours with the stock weights must be the stock model
             steps[name] = _our_step(by_name[name], batches)
-    times = measure(
-        steps, device=settings.device, seconds=settings.seconds * 2, kind=settings.clock, rounds=5
-    )
+    times = bench.measure(steps, share=2, rounds=5)
     tokens = batch * length
     base = times["stock, plain loop"].median
     for name, time in times.items():
@@ -65,18 +63,11 @@ def _batch(settings: Settings) -> tuple[int, int]:
 
 def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
     """What a user writes first: the model's own losses, clipping, torch's AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    def step(number: int) -> object:
-        batch = batches[number % len(batches)]
-        loss = model(input_ids=batch, labels=batch, output_router_logits=True).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    def loss(batch: Tensor) -> Tensor:
+        return model(input_ids=batch, labels=batch, output_router_logits=True).loss
 
-    return step
+    return _step(model, batches, loss, torch.optim.AdamW(model.parameters(), lr=1e-5))
 
 
 def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
@@ -103,22 +94,28 @@ def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step
 
 def _our_step(model: Any, batches: list[Tensor]) -> Step:
     """Our loop: losses from the captured routers, fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    aux = _auxiliary
 
-    def step(number: int) -> object:
-        batch = batches[number % len(batches)]
+    def loss(batch: Tensor) -> Tensor:
         with capture(model) as routed:
-            loss = model(input_ids=batch, labels=batch).loss
-        loss = loss + aux(routed.logits(), routed.indices())
-        loss.backward()
+            task = model(input_ids=batch, labels=batch).loss
+        logits, indices = routed.logits(), routed.indices()
+        return task + 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)
+
+    return _step(model, batches, loss, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+
+
+def _step(
+    model: nn.Module,
+    batches: list[Tensor],
+    loss_of: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Step:
+    def step(number: int) -> object:
+        loss = loss_of(batches[number % len(batches)])
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step
-
-
-def _auxiliary(logits: list[Tensor], indices: list[Tensor]) -> Tensor:
-    return 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)

@@ -17,12 +17,11 @@ class Timing:
     median: float
     low: float
     high: float
-    rounds: int
 
-    @classmethod
-    def of(cls, samples: list[float]) -> "Timing":
-        """From one mean time per round."""
-        return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+    def columns(self, unit: str) -> dict[str, float]:
+        """The three as fields of a record, in ``ms`` or ``us``."""
+        scale = {"ms": 1e3, "us": 1e6}[unit]
+        return {f"{name}_{unit}": scale * value for name, value in vars(self).items()}
 
 
 def measure(
@@ -57,7 +56,7 @@ def measure(
         for name in names if turn % 2 == 0 else reversed(names):
             count = repeats[name]
             samples[name].append(clock(contenders[name], count) / count)
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {n: Timing(statistics.median(v), min(v), max(v)) for n, v in samples.items()}
 
 
 def _warm(step: Step, seconds: float) -> None:

@@ -6,13 +6,12 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from l2r.routers.observe import first_choice, route
+from l2r.routers.observe import first_choice
 
 Chosen = Bool[Tensor, "T N"]
 
@@ -20,7 +19,7 @@ Chosen = Bool[Tensor, "T N"]
 def decisions(router: nn.Module, x: Float[Tensor, "T D"], *, top1: bool) -> Chosen:
     """Mask of the experts whose set must not change: the first one, or the k chosen."""
     with torch.no_grad():
-        logits, weights, indices = route(router, x)
+        logits, weights, indices = router(x)
     kept = first_choice(weights, indices)[:, None] if top1 else indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, kept, True)
 
@@ -38,7 +37,6 @@ def find_flip(
     top1: bool = True,
     starts: int = 6,
     steps: int = 15,
-    seed: int = 0,
 ) -> Float[Tensor, " T"]:
     """Norm of the smallest change found that flips a decision; infinity where none was found.
 
@@ -51,7 +49,7 @@ def find_flip(
     wide = exact(router)
     start = x.double()
     inside = decisions(wide, start, top1=top1)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits, slopes = _logit_slopes(wide, start)
     ties = _towards_ties(wide, start, *_nearest_pairs(logits, slopes, inside, starts), steps)
     best = _nearest_flip(wide, start, inside, ties, steps)
@@ -72,13 +70,12 @@ def count_violations(
     tries: int = 100,
     steps: int = 5,
     seed: int = 0,
-    report: Callable[[int], None] = lambda done: None,
 ) -> int:
     """Tries that flipped a decision inside its certified ball; 0 for a sound certificate.
 
     Each try starts on the sphere of the token's radius at random, follows the gradient of the
     gap with the closest other expert for ``steps`` projected steps, and looks at every point
-    on the way. ``report`` is called with the number of tries done after each round.
+    on the way.
     """
     wide = exact(router)
     start, radius = x.double(), radii.double()[:, None]
@@ -87,7 +84,7 @@ def count_violations(
     inside = decisions(wide, start, top1=top1)
     generator = torch.Generator().manual_seed(seed)
     violations = 0
-    for done in range(tries):
+    for _ in range(tries):
         noise = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(x.device)
         delta = radius * nn.functional.normalize(noise, dim=1)
         broken = torch.zeros(len(start), dtype=torch.bool, device=x.device)
@@ -99,7 +96,6 @@ def count_violations(
         gap, _ = _gap_and_slope(wide, start + delta, inside)
         broken |= gap < 0
         violations += int(broken.sum())
-        report((done + 1) * len(start))
     return violations
 
 
@@ -127,7 +123,7 @@ def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, N] and their gradients [T, N, D]."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
-        logits = route(router, point)[0]
+        logits = router(point)[0]
         slopes = [
             torch.autograd.grad(logits[:, expert].sum(), point, retain_graph=True)[0]
             for expert in range(logits.shape[1])
@@ -159,7 +155,7 @@ def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor
     """Gap of the decision and its gradient in the input."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
-        gap = decision_gap(route(router, point)[0], inside)
+        gap = decision_gap(router(point)[0], inside)
         (slope,) = torch.autograd.grad(gap.sum(), point)
     return gap.detach(), slope
 
@@ -174,7 +170,7 @@ def _towards_ties(
     for step in range(steps):
         with torch.enable_grad():
             point = (wide + delta).requires_grad_()
-            logits = route(router, point)[0]
+            logits = router(point)[0]
             gap = logits.gather(1, kept) - logits.gather(1, other)
             (slope,) = torch.autograd.grad(gap.sum(), point)
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
@@ -214,10 +210,10 @@ def _shrink(
     where ``delta`` itself does not flip."""
     low = torch.zeros(len(start), 1, dtype=delta.dtype, device=delta.device)
     high = torch.ones_like(low)
-    flips = decision_gap(route(router, start + delta)[0], inside) <= 0
+    flips = decision_gap(router(start + delta)[0], inside) <= 0
     for _ in range(halvings):
         middle = (low + high) / 2
-        flipped = (decision_gap(route(router, start + middle * delta)[0], inside) <= 0)[:, None]
+        flipped = (decision_gap(router(start + middle * delta)[0], inside) <= 0)[:, None]
         low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
     shrunk = high * delta
     size = torch.linalg.vector_norm(shrunk, dim=1)

@@ -21,7 +21,7 @@ from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import decision_gap
 from l2r.certificates.rank2_cells import plane_radii
 from l2r.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
-from l2r.routers.observe import evaluating, first_choice, route
+from l2r.routers.observe import evaluating, first_choice
 
 PAIRS = 2**20  # pairs of experts, over all tokens of a chunk, that are held at once
 SHRINK = 1 - 1e-6
@@ -52,7 +52,7 @@ def certify(router: nn.Module, x: Float[Tensor, "T D"]) -> Certificate:
     with evaluating(router):
         for part in torch.split(x, rows):
             logits = form.logits(part)
-            own_logits, weights, chosen = route(router, part)
+            own_logits, weights, chosen = router(part)
             inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
             first = first_choice(weights, chosen)[:, None]
             one = torch.zeros_like(inside).scatter_(1, first, True)

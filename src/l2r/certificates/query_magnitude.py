@@ -34,22 +34,11 @@ class Identity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """Cosine: w = u."""
-
-    def value(self, rho: Tensor) -> Tensor:
-        return torch.ones_like(rho)
-
-    def slope(self, rho: Tensor) -> Tensor:
-        return torch.zeros_like(rho)
-
-    def curvature(self, low: Tensor, high: Tensor) -> Tensor:
-        return _ANGULAR / low.square()
-
-
-@dataclasses.dataclass(frozen=True)
 class Saturated:
-    """SIPS: t = gamma (1 + beta tanh(scale rho + shift)), Eq. 9 with its norm of |q|."""
+    """SIPS: t = gamma (1 + beta tanh(scale rho + shift)), Eq. 9 with its norm of |q|.
+
+    The cosine, w = u, is gamma = 1 and beta = 0.
+    """
 
     gamma: float = 1.0
     beta: float = 1.0
@@ -72,4 +61,4 @@ class Saturated:
         return bent + _ANGULAR * defect / low.square()
 
 
-Radial = Identity | Constant | Saturated
+Radial = Identity | Saturated

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from l2r.certificates.query_magnitude import Constant, Identity, Radial, Saturated
+from l2r.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.functional import psi, unit
 from l2r.kernels.contract import Scoring
 from l2r.routers import LinearRouter, LinearSipsRouter, XMoERouter
@@ -153,7 +153,7 @@ def radial_of(router: AnchorRouter) -> Radial:
         shift = (norm.bias - norm.running_mean * scale).item()
     forms: dict[Scoring, Radial] = {
         "dot": Identity(),
-        "cosine": Constant(),
+        "cosine": Saturated(beta=0.0),
         "sips": Saturated(config.gamma, config.beta, scale, shift),
     }
     return forms[config.scoring]

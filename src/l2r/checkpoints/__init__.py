@@ -1,7 +1,6 @@
 """Checkpoints in and out: stock models, ours, and models with swapped routers."""
 
-from l2r.checkpoints.classifier import is_image_classifier, load_image_classifier
-from l2r.checkpoints.loading import load_causal_lm
+from l2r.checkpoints.loading import is_image_classifier, load_causal_lm, load_image_classifier
 from l2r.checkpoints.pretrained import load_pretrained
 
 __all__ = ["is_image_classifier", "load_causal_lm", "load_image_classifier", "load_pretrained"]

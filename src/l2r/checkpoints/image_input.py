@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from l2r.data.image_sources import open_images
 from l2r.data.images import CenterCrop, ImageDataset, sample_indices, standardize
-from l2r.recipes.load import parse_recipe
+from l2r.recipes.load import load_recipe
 from l2r.recipes.vision import ImageSection, VisionRecipe
 from l2r.runs.folder import RunFolder
 
@@ -54,7 +53,7 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
     """
     run = RunFolder(checkpoint)
     if run.is_run():
-        recipe = parse_recipe(yaml.safe_load(run.recipe.read_text("utf-8")), source=str(run.recipe))
+        recipe = load_recipe(str(run.recipe))
         if not isinstance(recipe, VisionRecipe):
             raise ValueError(f"{checkpoint} is a run of a language model; it takes no images")
         section = recipe.data

@@ -3,14 +3,16 @@
 import importlib
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.main import get_command
 
 from l2r import __version__
 from l2r.cli.old_names import with_new_names
 
-# Each module defines ``register(app)``; it imports its heavy dependencies inside the command.
+# Each module has a function of its name, whose docstring is the help, or a group of commands; heavy
+# dependencies are imported inside the function.
 COMMANDS = (
     "train",
     "compare",
@@ -29,6 +31,9 @@ COMMANDS = (
     "landscape",
     "evidence",
 )
+
+# Of click, or of the copy of click that newer versions of typer hold.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 def build_app() -> typer.Typer:
@@ -51,14 +56,25 @@ def build_app() -> typer.Typer:
         """What holds for every command."""
 
     for name in COMMANDS:
-        importlib.import_module(f"l2r.cli.{name}").register(app)
+        command = getattr(importlib.import_module(f"l2r.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
+    words = with_new_names(sys.argv[1:] if args is None else args)
     try:
-        build_app()(args=with_new_names(sys.argv[1:] if args is None else args))
+        code = get_command(build_app())(args=words, prog_name="l2r", standalone_mode=False)
+    except _UsageError as error:
+        text, where = error.format_message(), error.ctx
+        path = "l2r" if where is None else where.command_path
+        line = f"error: {one_line(text).rstrip('.')}; see {path} --help"
+        typer.echo(line if words else text, err=True)
+        sys.exit(2)
     except (ValueError, OSError) as error:
         if os.environ.get("L2R_TRACEBACK"):
             raise
@@ -68,13 +84,14 @@ def main(args: list[str] | None = None) -> NoReturn:
         typer.echo(f"error: {missing_package(error)}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
+        code = 130
+    if code == 130:
         typer.echo("interrupted", err=True)
-        sys.exit(130)
-    sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def one_line(error: Exception) -> str:
-    """Message of an error on a single line; operating-system errors keep their path."""
+def one_line(error: Exception | str) -> str:
+    """A message on a single line; operating-system errors keep their path."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

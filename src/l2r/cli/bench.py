@@ -8,15 +8,6 @@ import typer
 from l2r.cli.options import AsJson, Device
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "bench",
-        epilog="Example: l2r bench router --seconds 4 --json",
-        help="Time what this machine does: router, memory, scaling, moe, step or inference.",
-    )(bench)
-
-
 def bench(
     name: Annotated[str, typer.Argument(help="router|memory|scaling|moe|step|inference")],
     device: Device = "auto",
@@ -29,7 +20,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Contenders take turns; medians, ranges and ratios. A wrong result gets no speed."""
+    """Time what this machine does: router, memory, scaling, moe, step or inference.
+
+    Contenders take turns; medians, ranges and ratios. A wrong result gets no speed.
+
+    Example: l2r bench router --seconds 4 --json
+    """
     from rich.console import Console
 
     from l2r.benchmarks import run_bench

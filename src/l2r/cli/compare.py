@@ -9,15 +9,6 @@ from l2r.cli.experiment import Launch, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Seeds
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "compare",
-        epilog="Example: l2r compare demo training.steps=100 --routers linear,l2r_sips",
-        help="Train every recipe of a packaged folder on the same batches and compare routers.",
-    )(compare)
-
-
 def compare(
     folder: Annotated[str, typer.Argument(help="Packaged folder of recipes, e.g. demo.")],
     changes: Changes = None,
@@ -25,26 +16,30 @@ def compare(
         str | None, typer.Option(help="Only these routers, separated by commas.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs [runs/FOLDER].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs (default: runs/FOLDER).")
+    ] = None,
     launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train, diagnose and report; runs that are finished are not trained again."""
+    """Train every recipe of a packaged folder on the same batches and compare routers.
+
+    Runs that are finished are not trained again.
+
+    Example: l2r compare demo training.steps=100 --routers linear,l2r_sips
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import folder_cells
-    from l2r.report.comparison import comparison_table, write_report
-    from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
+    from l2r.report.comparison import first_seeds, write_report
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder
     finished, failed = run_all(cells, root, launch=launch)
     runs = [outcome.run for outcome in finished]
-    shown = first_seeds(runs)
-    if shown:
+    if runs:
+        shown = first_seeds(runs)
         diagnose_all(outcome for outcome in finished if outcome.run in shown)
-        results = accuracy_over_seeds(runs)
-        print_table(results[0] if results else comparison_table(shown), as_json=as_json)
-        more = patch_sections(shown)
-        page = write_report(shown, root / "report.html", results=results, more=more)
+        table, page = write_report(runs, root / "report.html")
+        print_table(table, as_json=as_json)
         typer.echo(f"report: {page}", err=as_json)
     end(failed, cells)

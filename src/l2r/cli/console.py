@@ -34,7 +34,7 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Callable[..., None]]:
     """A bar on standard error for each name that is reported, with (name, done, total)."""
     bars: dict[str, TaskID] = {}
     name = TextColumn("{task.description}")

@@ -19,17 +19,13 @@ if TYPE_CHECKING:
     from l2r.report.tables import Table
 
 
-def register(app: typer.Typer) -> None:
-    """Add the ``data`` group to the application."""
-    data = typer.Typer(
-        help="Plan a subset of the OLMoE mixture and turn it into token files.",
-        epilog="Example: l2r data plan --tokens 200B",
-    )
-    data.command()(plan)
-    data.command()(prepare)
-    app.add_typer(data, name="data")
+data = typer.Typer(
+    help="Plan a subset of the OLMoE mixture and turn it into token files.",
+    epilog="Example: l2r data plan --tokens 200B",
+)
 
 
+@data.command()
 def plan(
     tokens: Annotated[str, typer.Option(help="Size of the subset: 10B, 200B, 1.5T.")] = "200B",
     seed: Annotated[int, typer.Option(help="Seed of the draw; 2025 in the paper.")] = 2025,
@@ -45,15 +41,13 @@ def plan(
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """
     from l2r.cli.console import print_table
-    from l2r.data.listing import folder_listing, hub_listing
+    from l2r.data.listing import shard_source
     from l2r.data.mixture import name_shards, parse_tokens, plan_subset, write_plan
 
     chosen = plan_subset(parse_tokens(tokens), seed=seed)
-    if listing == "hub":
-        files, revision = hub_listing(chosen.repository)
-        chosen = name_shards(chosen, files, revision=revision)
-    elif listing is not None:
-        chosen = name_shards(chosen, folder_listing(Path(listing)))
+    if listing is not None:
+        shards = shard_source(listing, chosen)
+        chosen = name_shards(chosen, shards.files, revision=shards.origin.get("revision"))
     if out is not None:
         write_plan(out, chosen)
     print_table(_plan_table(chosen), as_json=as_json)
@@ -61,6 +55,7 @@ def plan(
         typer.echo(f"wrote {out}", err=True)
 
 
+@data.command()
 def prepare(
     out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
     *,

@@ -1,26 +1,12 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from l2r.cli.options import AsJson, BatchSize, Device
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from l2r.checkpoints.image_input import ImageInput
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "diagnose",
-        epilog="Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis",
-        help="Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.",
-    )(diagnose)
 
 
 def diagnose(
@@ -30,8 +16,8 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text file, folder of *.txt, or token files [the embedded corpus]; for image "
-            "classifiers digits, fashion-mnist or a folder [the run's own images]."
+            help="Text file, folder of *.txt, or token files (default: the embedded corpus); for "
+            "image classifiers digits, fashion-mnist or a folder (default: the run's own images)."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
@@ -50,12 +36,16 @@ def diagnose(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Run every checkpoint on the same data, save its diagnosis, print tables, write the page."""
+    """Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.
+
+    Runs every checkpoint on the same data, saves its diagnosis, prints tables, writes the page.
+
+    Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
+    """
     import torch
-    from rich.progress import Progress
 
     from l2r.checkpoints.inputs import open_subject
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_table, progress_bars
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
@@ -74,9 +64,8 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
-        with Progress(transient=True, disable=as_json) as progress:
+        with progress_bars() as bars:
             steps = -(-subject.items // batch_size)
-            reading = progress.add_task(f"{name}: data", total=steps)
             records = collect(
                 subject.model.to(torch.device(device)),
                 subject.batches(batch_size, torch.device(device)),
@@ -85,17 +74,20 @@ def diagnose(
                 sample=sample,
                 seed=seed,
                 run=subject.run,
-                report=advance(progress, reading),
+                report=partial(bars, f"{name}: data", total=steps),
             )
-            measuring = progress.add_task(f"{name}: layers", total=len(records))
             diagnosis = measure(
                 records,
                 domains=subject.domains,
                 settings=settings,
-                report=advance(progress, measuring),
+                report=partial(bars, f"{name}: layers", total=len(records)),
             )
         if subject.images is not None:
-            page = write_patch_page(out / name, subject.model, subject.images)
+            from l2r.diagnostics.patches import validation_patches
+            from l2r.report.patches import write_patch_page
+
+            routing = validation_patches(subject.model, subject.images, count=12)
+            page = write_patch_page(out / name, routing, type(subject.model).__name__)
             typer.echo(f"patches: {page}", err=as_json)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
@@ -109,11 +101,6 @@ def diagnose(
     typer.echo(f"page: {page}", err=as_json)
 
 
-def advance(progress: "Progress", task: "TaskID") -> Callable[[int], None]:
-    """What a function calls with the number of steps that it has done."""
-    return lambda done: progress.update(task, completed=done)
-
-
 def names(checkpoints: list[str]) -> dict[str, str]:
     """A name for every checkpoint: its last folder, or more of the path where that repeats."""
     paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
@@ -124,22 +111,3 @@ def names(checkpoints: list[str]) -> dict[str, str]:
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
     raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
-
-
-def write_patch_page(folder: Path, model: Any, images: "ImageInput") -> Path:
-    """patches.npz and patches.html of some validation images in ``folder``."""
-    from l2r.diagnostics.patches import validation_patches
-    from l2r.report.page import Section, write_page
-    from l2r.report.patches import patch_figure
-    from l2r.report.vision import HOW_TO_READ_PATCHES
-
-    routing = validation_patches(model, images, count=12)
-    routing.save(folder / "patches.npz")
-    figure = patch_figure(routing, images=12)
-    section = Section("Patches and experts", HOW_TO_READ_PATCHES, [figure])
-    return write_page(
-        folder / "patches.html",
-        title=folder.name,
-        summary=str(type(model).__name__),
-        sections=[section],
-    )

@@ -32,19 +32,15 @@ class Check:
     detail: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "doctor",
-        epilog="Example: l2r doctor --json",
-        help="Check this machine: kernels against plain code, compiler, threads, disk, extras.",
-    )(doctor)
-
-
 def doctor(
     as_json: AsJson = False,
 ) -> None:
-    """Run every check and print one line each; exit code 1 when one failed."""
+    """Check this machine: kernels against plain code, compiler, threads, disk, extras.
+
+    Exit code 1 when a check failed.
+
+    Example: l2r doctor --json
+    """
     from l2r.cli.console import print_table
     from l2r.report.tables import Table
 

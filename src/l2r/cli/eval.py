@@ -1,5 +1,6 @@
 """``l2r eval``: the paper's downstream tasks on a language model, accuracy on an image one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +13,7 @@ _LANGUAGE_ONLY = ("tasks", "split", "requests", "length")
 _IMAGES_ONLY = ("data", "average")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "eval",
-        epilog="Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100",
-        help="Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the "
-        "paper's full-results rows, with paired differences from the first (run again to resume "
-        "after a kill), or an image classifier on its validation images.",
-    )(evaluate)
-
-
-def evaluate(
+def eval(
     context: typer.Context,
     checkpoints: Annotated[
         list[Path],
@@ -48,20 +38,28 @@ def evaluate(
         int | None, typer.Option(help="Tokens of context; 2048 or the model's own if shorter.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results of one [the checkpoint folder].")
+        Path | None,
+        typer.Option(help="Folder for results of one (default: the checkpoint folder)."),
     ] = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     data: Annotated[
         str | None,
-        typer.Option(help="Images: digits, fashion-mnist or a folder [those of the run]."),
+        typer.Option(help="Images: digits, fashion-mnist or a folder (default: those of the run)."),
     ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print accuracies in percent with standard errors and write evaluation.json."""
+    """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the paper's
+    full-results rows, with paired differences from the first (run again to resume after a kill), or
+    an image classifier on its validation images.
+
+    Accuracies are in percent, with standard errors; evaluation.json has them too.
+
+    Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
+    """
     from l2r.checkpoints import is_image_classifier
     from l2r.cli.diagnose import names
     from l2r.evaluation.checkpoint import DTYPES, TaskSettings
@@ -127,19 +125,8 @@ def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None
     from l2r.report.evaluation import images_table
 
     with progress_bars() as bars:
-        accuracy = evaluate_images(
-            checkpoint, out, on_progress=lambda done, total: bars("images", done, total), **options
-        )
-    for name in accuracy.skipped:
+        record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)
+    for name in record["skipped"]:
         typer.echo(f"skipped unreadable image {name}", err=True)
-    name = checkpoint.resolve().name + (" (average)" if options["averaged"] else "")
-    table = images_table(
-        name,
-        top1=accuracy.top1,
-        top5=accuracy.top5,
-        loss=accuracy.loss,
-        images=accuracy.images,
-        skipped=len(accuracy.skipped),
-    )
-    print_table(table, as_json=as_json)
+    print_table(images_table(record), as_json=as_json)
     typer.echo(f"wrote {out / RESULT}", err=True)

@@ -13,16 +13,6 @@ _RECIPE, _SEEDS, _OUT = "demo/l2r-sips", 5, Path("runs/evidence")
 _QUICK = ("training.steps=20", "evaluation.every=0", "evaluation.max_batches=4")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "evidence",
-        epilog="Example: l2r evidence --seeds 5 --write docs/evidence.md",
-        help="Re-test the paper's claims that a small run can carry: each holds, does not hold, or "
-        "is undecided here. The same command resumes unfinished runs.",
-    )(evidence)
-
-
 def evidence(
     changes: Changes = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose router is varied.")] = _RECIPE,
@@ -33,7 +23,13 @@ def evidence(
     launch: Launch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train every router with every seed, measure, judge."""
+    """Re-test the paper's claims that a small run can carry: each holds, does not hold, or is
+    undecided here. The same command resumes unfinished runs.
+
+    Trains every router with every seed, measures, judges.
+
+    Example: l2r evidence --seeds 5 --write docs/evidence.md
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import claim_cells
     from l2r.experiments.claims import CLAIMS, judge

@@ -8,21 +8,17 @@ import typer
 from l2r.cli.options import NEW_FOLDER
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "export",
-        epilog="Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe",
-        help="Write an OLMoE with our routers and its code in one file, for "
-        "AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True).",
-    )(export)
-
-
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Our OLMoE, a run, or a swapped OLMoE.")],
     out: Annotated[Path, NEW_FOLDER],
 ) -> None:
-    """Write weights, configuration, tokenizer and modeling file."""
+    """Write an OLMoE with our routers and its code in one file, for
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True).
+
+    The folder gets weights, configuration, tokenizer and modeling file.
+
+    Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
+    """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.export import export_remote_code
     from l2r.checkpoints.pretrained import check_new_folder

@@ -11,21 +11,15 @@ if TYPE_CHECKING:
     from l2r.report.tables import Table
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "families",
-        epilog="Example: l2r families --only olmoe,mixtral --json",
-        help="Swap the routers of tiny random models of all supported families, and check them.",
-    )(families)
-
-
 def families(
     only: Annotated[str | None, typer.Option(help="Families to check, by commas.")] = None,
     write: Annotated[Path | None, typer.Option(help="Also write the page as Markdown.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the families one after another and print the table."""
+    """Swap the routers of tiny random models of all supported families, and check them.
+
+    Example: l2r families --only olmoe,mixtral --json
+    """
     from rich.console import Console
     from rich.progress import track
 

@@ -8,20 +8,14 @@ import typer
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "landscape",
-        epilog="Example: l2r landscape --out landscape.html",
-        help="Draw the score of a fixed anchor over the routing plane: dot, cosine and SIPS.",
-    )(landscape)
-
-
 def landscape(
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
 ) -> None:
-    """Compute the scores on a grid and write the page."""
+    """Draw the score of a fixed anchor over the routing plane: dot, cosine and SIPS.
+
+    Example: l2r landscape --out landscape.html
+    """
     from l2r.diagnostics.landscape import FLAT, SWEEP
     from l2r.diagnostics.landscape import landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d

@@ -18,12 +18,12 @@ def _device(name: str) -> str:
 Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
 RouterChanges = Annotated[
     list[str] | None,
-    typer.Argument(help="router.kind=l2r_sips rank=8 ...: the new router [l2r_sips]."),
+    typer.Argument(help="router.kind=l2r_sips rank=8 ...: the new router (default: l2r_sips)."),
 ]
 Recipe = Annotated[str, typer.Argument(help="Packaged recipe (see l2r train --list) or YAML path.")]
 NEW_FOLDER = typer.Option("--out", help="New folder for the checkpoint.")
 Seeds = Annotated[int, typer.Option(help="Seeds, from the recipe's on.", min=1)]
-Layers = Annotated[str | None, typer.Option(help="Indices like 0,3,5 [all].")]
+Layers = Annotated[str | None, typer.Option(help="Indices like 0,3,5 (default: all).")]
 BatchSize = Annotated[int, typer.Option(help="Rows, answers or images per forward pass.")]
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, ... or auto: a GPU where there is one.", callback=_device)

@@ -1,22 +1,10 @@
 """``l2r params``: router parameters and cost as the paper counts them."""
 
-from dataclasses import astuple
 from typing import Annotated
 
 import typer
 
 from l2r.cli.options import AsJson, positive_numbers
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "params",
-        epilog="Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, "
-        "or l2r params --recipes olmoe-1b-7b",
-        help="Router parameters (or cost) for ranks and heads, over all layers, against the "
-        "linear router.",
-    )(params)
 
 
 def params(
@@ -37,7 +25,13 @@ def params(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the router-parameter table (paper, Appendix D), or the cost by its formulas."""
+    """Router parameters (or cost) for ranks and heads, over all layers, against the linear router.
+
+    The table of the paper's Appendix D, or the cost by its formulas.
+
+    Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, or
+    l2r params --recipes olmoe-1b-7b
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.recipe_sizes import recipe_sizes
     from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
@@ -46,10 +40,9 @@ def params(
     if cost and (vit or recipes is not None):
         raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
     if vit:
-        from l2r.models.vit_cost import vit_s_costs
+        from l2r.models.size import vit_s_costs
 
-        costs = {name: astuple(cost) for name, cost in vit_s_costs().items()}
-        print_table(vit_cost_table(costs), as_json=as_json)
+        print_table(vit_cost_table(vit_s_costs()), as_json=as_json)
         return
     if recipes is not None:
         rows = {name: (kind, *size) for name, (kind, size) in recipe_sizes(recipes).items()}

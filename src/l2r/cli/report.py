@@ -8,35 +8,27 @@ import typer
 from l2r.cli.options import AsJson
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "report",
-        epilog="Example: l2r report runs/demo --out runs/demo/report.html",
-        help="Write the report page of a run folder, or of all runs inside a folder.",
-    )(report)
-
-
 def report(
     folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
-    out: Annotated[Path | None, typer.Option(help="Page [default: FOLDER/report.html].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page (default: FOLDER/report.html).")] = None,
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the comparison table and write the page."""
+    """Write the report page of a run folder, or of all runs inside a folder.
+
+    Prints the comparison table as well.
+
+    Example: l2r report runs/demo --out runs/demo/report.html
+    """
     from l2r.cli.console import print_table
-    from l2r.report.comparison import comparison_table, in_paper_order, write_report
+    from l2r.report.comparison import in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
-    from l2r.report.vision import accuracy_over_seeds, first_seeds, patch_sections
     from l2r.runs.folder import find_runs
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
     runs = in_paper_order(find_runs(folder))
-    shown = first_seeds(runs)
-    results = accuracy_over_seeds(runs)
-    print_table(results[0] if results else comparison_table(shown), as_json=as_json)
-    target = out or folder / "report.html"
-    page = write_report(shown, target, results=results, more=[*patch_sections(shown), *speed])
+    table, page = write_report(runs, out or folder / "report.html", more=speed)
+    print_table(table, as_json=as_json)
     typer.echo(f"report: {page}", err=as_json)

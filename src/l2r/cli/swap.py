@@ -12,15 +12,6 @@ if TYPE_CHECKING:
     from l2r.swap.swap import Site
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "swap",
-        epilog="Example: l2r swap my-olmoe router.kind=l2r_sips rank=2 heads=16 --out my-l2r",
-        help="Replace the routers of a Hugging Face MoE checkpoint; everything else stays.",
-    )(swap)
-
-
 def swap(
     checkpoint: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
     changes: RouterChanges = None,
@@ -32,7 +23,12 @@ def swap(
     ] = "family",
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoint with new routers and print what stands in every layer."""
+    """Replace the routers of a Hugging Face MoE checkpoint; everything else stays.
+
+    Prints what stands in every layer.
+
+    Example: l2r swap my-olmoe router.kind=l2r_sips rank=2 heads=16 --out my-l2r
+    """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from l2r.report.tables import Table
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "sweep",
-        epilog="Example: l2r sweep demo/l2r-sips --grid router.rank=2,8,32 --seeds 3 "
-        "training.steps=100",
-        help="Train every cell of a grid with every seed and print the ablation tables. The same "
-        "command resumes an unfinished sweep; finished cells are not trained again.",
-    )(sweep)
-
-
 def sweep(
     recipe: Recipe,
     changes: Changes = None,
@@ -33,7 +22,7 @@ def sweep(
         list[str] | None, typer.Option(help="key.sub=value,value ...; give it once per field.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder [default: runs/sweep/RECIPE].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder (default: runs/sweep/RECIPE).")] = None,
     launch: Launch = None,
     usage: Annotated[
         bool,
@@ -42,7 +31,13 @@ def sweep(
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the grid; exit code 1 when a cell failed."""
+    """Train every cell of a grid with every seed and print the ablation tables. The same
+    command resumes an unfinished sweep; finished cells are not trained again.
+
+    Exit code 1 when a cell failed.
+
+    Example: l2r sweep demo/l2r-sips --grid router.rank=2,8,32 --seeds 3 training.steps=100
+    """
     from l2r.cli.console import print_table
     from l2r.experiments.cells import grid_cells, read_grid
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table

@@ -8,25 +8,19 @@ import typer
 from l2r.cli.options import Changes
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "train",
-        epilog="Example: l2r train demo/l2r-sips router.rank=8 training.steps=100",
-        help="Train a recipe. The same command resumes an unfinished run.",
-    )(train)
-
-
 def train(
     recipe: Annotated[
         str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
     ] = None,
     changes: Changes = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/RECIPE).")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,
 ) -> None:
-    """Train a recipe into a run folder."""
+    """Train a recipe into a run folder. The same command resumes an unfinished run.
+
+    Example: l2r train demo/l2r-sips router.rank=8 training.steps=100
+    """
     from l2r.recipes.load import dump_recipe, load_recipe, recipe_header, recipe_names
 
     if list_:

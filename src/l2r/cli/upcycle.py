@@ -22,20 +22,13 @@ if TYPE_CHECKING:
     from l2r.training.upcycle import UpcycleReport
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "upcycle",
-        epilog="Example: l2r upcycle my-olmoe router.kind=l2r_sips rank=8 --out my-l2r",
-        help="Replace the routers of a checkpoint by ones fitted to the old ones' decisions.",
-    )(upcycle)
-
-
 def upcycle(
     checkpoint: Annotated[Path, typer.Argument(help="Folder in Hugging Face format, or a run.")],
     changes: RouterChanges = None,
     layers: Layers = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of *.txt [embedded text].")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of *.txt (default: embedded text).")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 200_000,
     held_out: Annotated[int, typer.Option(help="Tokens to measure on.")] = 50_000,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
@@ -47,7 +40,12 @@ def upcycle(
     out: Annotated[Path | None, NEW_FOLDER] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print agreement per layer and perplexity per stage; write the checkpoint to --out."""
+    """Replace the routers of a checkpoint by ones fitted to the old ones' decisions.
+
+    Prints agreement per layer and perplexity per stage.
+
+    Example: l2r upcycle my-olmoe router.kind=l2r_sips rank=8 --out my-l2r
+    """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table, progress_bars

@@ -1,6 +1,6 @@
 """Training images: flip, RandAugment, normalization, random erasing, mixup and CutMix.
 
-Everything is decided by the images' positions in the training stream (random_streams.py)
+Everything is decided by the images' positions in the training stream (shuffling.py)
 and runs on the device of the pixels.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from l2r.data.images import standardize
 from l2r.data.randaugment import DRAWS_PER_OPERATION, rand_augment
-from l2r.data.random_streams import uniform_draws
+from l2r.data.shuffling import uniform_draws
 
 
 def augment(

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,26 +50,15 @@ class CorpusOptions:
                 raise ValueError(f"{name} must be >= {least}; got {getattr(self, name)}")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Folders of a built corpus."""
+class Corpus(NamedTuple):
+    """Folders of a built corpus: a tokenizer in Hugging Face format, and the token files.
 
-    root: Path
+    train: for training. validation: of the held-out files.
+    """
 
-    @property
-    def tokenizer(self) -> Path:
-        """Tokenizer in Hugging Face format."""
-        return self.root / "tokenizer"
-
-    @property
-    def train(self) -> Path:
-        """Token files for training."""
-        return self.root / "train"
-
-    @property
-    def validation(self) -> Path:
-        """Token files of the held-out files."""
-        return self.root / "validation"
+    tokenizer: Path
+    train: Path
+    validation: Path
 
 
 def build_corpus(
@@ -94,7 +83,7 @@ def build_corpus(
             if target.exists():
                 shutil.rmtree(target)
             folder.replace(target)
-    return Corpus(target)
+    return Corpus(target / "tokenizer", target / "train", target / "validation")
 
 
 def _build(
@@ -132,13 +121,11 @@ def _build(
 
 
 def split_texts(files: Files, characters: int) -> tuple[list[str], list[str]]:
-    """Training and validation texts of a domain cut to ``characters``, by whole files."""
-    return _split(_cut(files, characters))
+    """Training and validation texts of a domain cut to ``characters``, by whole files.
 
-
-def _split(files: Files) -> tuple[list[str], list[str]]:
-    """Training and validation texts, by whole files: every tenth in the order of a hash."""
-    ranked = sorted(files, key=lambda f: hashlib.sha256(f[0].encode()).digest())
+    Every tenth file, in the order of a hash, goes to validation.
+    """
+    ranked = sorted(_cut(files, characters), key=lambda f: hashlib.sha256(f[0].encode()).digest())
     held_out = max(1, len(ranked) // _HELD_OUT)
     return [text for _, text in ranked[held_out:]], [text for _, text in ranked[:held_out]]
 

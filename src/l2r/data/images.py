@@ -9,15 +9,16 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from l2r.data import shuffling as order
 from l2r.data.image_sources import ImageSource
-from l2r.data.random_streams import uniform_draws
-from l2r.data.shuffling import epoch_order
+from l2r.data.shuffling import batch_indices, epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
 _MODES = {1: "L", 3: "RGB"}
 Box = tuple[int | float, int | float, int | float, int | float]
+# Which images, and in training their positions in the stream.
+Places = tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class ImageBatch:
     skipped: tuple[str, ...] = ()
 
 
-class ImageDataset:
+class ImageDataset(Dataset[ImageBatch]):
     """Images of one size from a source.
 
     crop: random for training, central for evaluation. channels: 1 gray or 3 color.
@@ -104,16 +105,17 @@ class ImageDataset:
         """Names of the classes, in the order of the labels."""
         return self.source.classes
 
-    def training_batch(
-        self, step: int, batch_size: int, *, rank: int = 0, world_size: int = 1
-    ) -> ImageBatch:
+    def __getitem__(self, places: Places) -> ImageBatch:
+        return self.rows(*places)
+
+    def places(self, step: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Places:
         """One rank's slice of the global batch at ``step``, in the shuffled order of the seed."""
         rows = batch_size // world_size
-        indices = order.batch_indices(
+        indices = batch_indices(
             len(self), step, batch_size, seed=self.seed, rank=rank, world_size=world_size
         )
         first = step * batch_size + rank * rows
-        return self.rows(indices, np.arange(first, first + rows))
+        return indices, np.arange(first, first + rows)
 
     def rows(
         self, indices: Int[np.ndarray, " B"], positions: Int[np.ndarray, " B"] | None = None

@@ -28,11 +28,6 @@ class Domain:
     shards: int
     tokens: float
 
-    @property
-    def tokens_per_shard(self) -> float:
-        """Mean tokens of one shard."""
-        return self.tokens / self.shards
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -119,7 +114,7 @@ def plan_subset(
         count = max(1, round(domain.shards * target_tokens / mixture.tokens))
         chosen = sorted(epoch_order(domain.shards, seed, position)[:count].tolist())
         shards = tuple(PlannedShard(index) for index in chosen)
-        tokens = count * domain.tokens_per_shard
+        tokens = count * (domain.tokens / domain.shards)  # of the mean shard
         domains.append(PlannedDomain(domain.name, domain.shards, tokens, shards))
     return ShardPlan(mixture.repository, target_tokens, seed, tuple(domains))
 

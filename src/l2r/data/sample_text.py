@@ -1,6 +1,6 @@
 """A few batches of text in a checkpoint's own tokens: to fit routers on, and to measure on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from l2r.data.corpus import CorpusOptions, split_texts
-from l2r.data.sources import Files, embedded_sources, folder_sources
+from l2r.data.sources import embedded_sources, folder_sources
 
 
 def sample_batches(
@@ -35,7 +35,8 @@ def sample_batches(
         if value < least:
             raise ValueError(f"{name} must be >= {least}; got {value}")
     sources = embedded_sources() if folder is None else folder_sources(folder)
-    splits = [_texts(files) for files in sources.values()]
+    characters = CorpusOptions().characters_per_domain
+    splits = [split_texts(files(), characters) for files in sources.values()]
     parts = []
     for split, budget in ((0, tokens), (1, held_out_tokens)):
         per_domain = max(budget // len(splits), sequence_length)
@@ -48,10 +49,6 @@ def sample_batches(
             raise ValueError(f"the text must give at least {sequence_length} tokens; got fewer")
         parts.append(list(torch.split(torch.stack(mixed), batch_size)))
     return parts[0], parts[1]
-
-
-def _texts(files: Callable[[], Files]) -> tuple[list[str], list[str]]:
-    return split_texts(files(), CorpusOptions().characters_per_domain)
 
 
 def packed_rows(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> Iterator[Tensor]:

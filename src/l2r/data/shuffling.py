@@ -1,14 +1,18 @@
-"""Shuffled order as a pure function of the seed: the position in training is one integer.
+"""Order and random numbers as pure functions of the seed: a position in training is one integer.
 
 Item number ``position`` of the endless stream is item ``position % size`` of the permutation of
 epoch ``position // size``. Nothing has to be saved but the position, and the stream does not
 depend on the number of ranks or on the batch size.
+
+What happens to an image depends on its place in the stream alone too: not on the number of ranks or
+workers, nor on how a step is cut into micro-batches.
 """
 
+import zlib
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
 
 @lru_cache(maxsize=2)
@@ -63,6 +67,24 @@ def batch_indices(
         raise ValueError(f"rank must be in [0, {world_size}); got rank={rank}")
     rows = batch_size // world_size
     return stream_indices(size, step * batch_size + rank * rows, rows, seed=seed)
+
+
+def uniform_draws(
+    positions: Int[np.ndarray, " B"], count: int, *, seed: int, purpose: str
+) -> Float[np.ndarray, "B count"]:
+    """``count`` numbers in [0, 1) for every position; ``purpose`` keeps uses apart.
+
+    Raw bits of a bit generator, whose stream numpy promises for ever.
+    """
+    if count == 0:
+        return np.empty((len(positions), 0))
+    tag = zlib.crc32(purpose.encode())
+    bits = [
+        np.random.PCG64(np.random.SeedSequence([seed, tag, int(position)])).random_raw(count)
+        for position in positions
+    ]
+    raw = np.stack(bits) if bits else np.empty((0, count), dtype=np.uint64)
+    return (raw >> np.uint64(11)) * 2.0**-53
 
 
 def _check_size(size: int) -> None:

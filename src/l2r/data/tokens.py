@@ -13,10 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from jaxtyping import Int, UInt, UInt32
+from jaxtyping import Int, UInt
 from torch import Tensor
 
-from l2r.data import shuffling as order
 from l2r.data.manifest import (
     Manifest,
     TokenFile,
@@ -27,16 +26,14 @@ from l2r.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from l2r.runs.atomic import flush_to_disk, publish
+from l2r.data.shuffling import batch_indices
+from l2r.runs.atomic import publish
 
 _ENDS = np.dtype("<u8")
 
 
 class TokenWriter:
-    """Appends documents to one token file; the file gets its name only at ``close``.
-
-    :func:`write_token_file` does the whole of it for an iterable of documents.
-    """
+    """Appends documents to one token file; the file gets its name only at ``close``."""
 
     def __init__(
         self, folder: Path, name: str, *, domain: str, tokenizer: TokenizerIdentity
@@ -81,25 +78,6 @@ class TokenWriter:
         self._ends.remove()
 
 
-def write_token_file(
-    folder: Path,
-    name: str,
-    documents: Iterable[Sequence[int]],
-    *,
-    domain: str,
-    tokenizer: TokenizerIdentity,
-) -> TokenFile:
-    """Write documents, each a list of token ids, to one file; nothing is left if one fails."""
-    writer = TokenWriter(folder, name, domain=domain, tokenizer=tokenizer)
-    try:
-        for ids in documents:
-            writer.append(ids)
-    except BaseException:
-        writer.abort()
-        raise
-    return writer.close()
-
-
 def write_token_files(
     folder: Path,
     documents: Mapping[str, Iterable[Sequence[int]]],
@@ -109,12 +87,19 @@ def write_token_files(
 ) -> Manifest:
     """Write one token file per domain, then the manifest.
 
-    ``documents`` maps a domain to its documents, each a list of token ids.
+    ``documents`` maps a domain to its documents, each a list of token ids; nothing is left of a
+    file of which one fails.
     """
-    files = [
-        write_token_file(folder, f"{domain}-00000", texts, domain=domain, tokenizer=tokenizer)
-        for domain, texts in documents.items()
-    ]
+    files = []
+    for domain, texts in documents.items():
+        writer = TokenWriter(folder, f"{domain}-00000", domain=domain, tokenizer=tokenizer)
+        try:
+            for ids in texts:
+                writer.append(ids)
+        except BaseException:
+            writer.abort()
+            raise
+        files.append(writer.close())
     manifest = Manifest(tokenizer, tuple(files), source or {})
     write_manifest(Path(folder), manifest)
     return manifest
@@ -200,15 +185,14 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 
-    def epoch_order(self, seed: int, epoch: int) -> UInt32[np.ndarray, " n"]:
-        """Order of the items in one epoch; see :mod:`l2r.data.shuffling`."""
-        return order.epoch_order(len(self), seed, epoch)
-
     def batch(
         self, step: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
     ) -> Int[np.ndarray, " rows"]:
-        """Indices of one rank's slice of the global batch at ``step``; no state is kept."""
-        return order.batch_indices(
+        """Indices of one rank's slice of the global batch at ``step``; no state is kept.
+
+        See :mod:`l2r.data.shuffling`.
+        """
+        return batch_indices(
             len(self), step, batch_size, seed=seed, rank=rank, world_size=world_size
         )
 
@@ -264,7 +248,7 @@ class _HashedFile:
 
     def publish(self) -> str:
         self._stream.flush()
-        flush_to_disk(self._stream.fileno())
+        os.fsync(self._stream.fileno())
         self._stream.close()
         publish(self._temporary, self._path)
         return self._hash.hexdigest()

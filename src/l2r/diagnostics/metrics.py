@@ -1,7 +1,7 @@
 """Metrics of routing decisions (paper, Sections 3.2 and 4.1, Appendix A), from tensors alone.
 
-The functions that take tokens are exact over all of them; the ``*_from_sums`` forms give the
-same numbers from sums that were streamed over batches (l2r.diagnostics.streaming_sums).
+The ``*_from_sums`` functions take sums that were streamed over batches, exact over all tokens
+(l2r.diagnostics.streaming_sums); the two without it are the paper's metrics of tokens at hand.
 
 Shape letters: T tokens, N experts, K experts chosen per token, R size of a query, H anchors
 per expert.
@@ -11,17 +11,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from l2r.diagnostics.streaming_sums import (
-    Sums,
-    anchor_sums,
-    cosine_sums,
-    domain_sums,
-    margin_sums,
-    usage_sums,
-)
+from l2r.diagnostics.streaming_sums import Sums, cosine_sums, margin_sums
+
+PERMUTATIONS = 200
 
 
 def margin_metrics(logits: Float[Tensor, "T N"], threshold: float = 0.2) -> dict[str, float]:
@@ -58,38 +53,20 @@ class Usage(NamedTuple):
     importance: Float[Tensor, " N"]
 
 
-def usage(indices: Int[Tensor, "T K"], weights: Float[Tensor, "T K"], num_experts: int) -> Usage:
-    """Top-1 frequency, top-k frequency and importance of every expert (paper, Figure 7)."""
-    return usage_from_sums(usage_sums(indices, weights, num_experts))
-
-
 def usage_from_sums(sums: Sums) -> Usage:
-    """``usage`` from streamed sums."""
+    """Top-1 frequency, top-k frequency and importance of every expert (paper, Figure 7)."""
     tokens = _count(sums)
     return Usage(sums["top1"] / tokens, sums["topk"] / tokens, sums["importance"] / tokens)
 
 
-def load_metrics(
-    indices: Int[Tensor, "T K"],
-    num_experts: int,
-    weights: Float[Tensor, "T K"] | None = None,
-) -> dict[str, float]:
+def load_from_sums(sums: Sums) -> dict[str, float]:
     """Balance of the load: number of assignments per expert over all k choices.
 
     entropy: of the shares, divided by log N (1 is perfect balance, 0 one expert). cv: standard
     deviation over mean. max_over_mean and min_over_mean: of the load. dead_experts: number
-    without a token. With ``weights``, importance_entropy and importance_cv say the same of the
-    summed routing weights.
+    without a token. importance_entropy and importance_cv say the same of the summed routing
+    weights.
     """
-    sums = usage_sums(indices, indices.double() if weights is None else weights, num_experts)
-    result = load_from_sums(sums)
-    if weights is None:
-        del result["importance_entropy"], result["importance_cv"]
-    return result
-
-
-def load_from_sums(sums: Sums) -> dict[str, float]:
-    """``load_metrics`` with weights, from streamed sums."""
     _count(sums)
     load, importance = sums["topk"], sums["importance"]
     mean = load.mean()
@@ -135,37 +112,22 @@ def cosine_variance_from_sums(sums: Sums) -> float:
     return max(0.0, (mean_square - mean.square()).item())
 
 
-def expert_domain_information(
-    indices: Int[Tensor, "T K"],
-    domains: Int[Tensor, " T"],
-    num_experts: int,
-    num_domains: int,
-    *,
-    rows: Int[Tensor, " T"] | None = None,
-) -> dict[str, float]:
+def domain_information_from_sums(sums: Sums) -> dict[str, float]:
     """Mutual information between the domain of a token and the experts that it chose.
 
     mutual_information in bits, counted over all T K assignments. normalized: divided by the
     entropy of the domains (0 experts say nothing, 1 they tell the domain; 0 for one domain).
     by_chance: what the same choices show when domains are dealt anew to whole rows (sequences
-    or images, numbered by ``rows``; each token its own without it), a mean of 200 permutations;
-    by_chance_low and by_chance_high hold 95% of them. Tokens of a row and the k choices of a
-    token depend on each other, so chance is far above what independent choices would show.
+    or images), a mean of PERMUTATIONS; by_chance_low and by_chance_high hold 95% of them. Tokens
+    of a row and the k choices of a token depend on each other, so chance is far above what
+    independent choices would show.
     """
-    numbers = torch.arange(len(domains), device=domains.device) if rows is None else rows
-    return domain_information_from_sums(
-        domain_sums(indices, domains, numbers, num_experts, num_domains)
-    )
-
-
-def domain_information_from_sums(sums: Sums, *, permutations: int = 200) -> dict[str, float]:
-    """``expert_domain_information`` from streamed sums."""
     joint = sums["joint"]
     if joint.sum().item() <= 0:
         raise ValueError("expert-domain information needs at least 1 token; got 0")
     bits = _mutual_information(joint)
     known = _entropy(joint.sum(dim=1) / joint.sum()) / math.log(2)
-    chance = _information_by_chance(sums["blocks"].cpu(), permutations)
+    chance = _information_by_chance(sums["blocks"].cpu())
     low, high = chance.quantile(torch.tensor([0.025, 0.975], dtype=chance.dtype)).tolist()
     return {
         "mutual_information": bits,
@@ -176,9 +138,7 @@ def domain_information_from_sums(sums: Sums, *, permutations: int = 200) -> dict
     }
 
 
-def _information_by_chance(
-    blocks: Float[Tensor, "G B N"], permutations: int
-) -> Float[Tensor, " P"]:
+def _information_by_chance(blocks: Float[Tensor, "G B N"]) -> Float[Tensor, " P"]:
     """Mutual information after dealing the domains anew to the blocks of rows, from one seed."""
     domains, count, experts = blocks.shape
     units = blocks.reshape(-1, experts)
@@ -186,7 +146,7 @@ def _information_by_chance(
     labels = torch.arange(domains).repeat_interleave(count)[kept]
     generator = torch.Generator().manual_seed(0)
     found = []
-    for _ in range(permutations):
+    for _ in range(PERMUTATIONS):
         dealt = labels[torch.randperm(len(labels), generator=generator)]
         found.append(
             _mutual_information(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
@@ -201,13 +161,8 @@ def _mutual_information(joint: Float[Tensor, "G N"]) -> float:
     return max(0.0, nats) / math.log(2)
 
 
-def anchor_use(scores: Float[Tensor, "T N H"], indices: Int[Tensor, "T K"]) -> Float[Tensor, "N H"]:
-    """How often each anchor gave the best score of an expert that was chosen."""
-    return anchor_sums(scores, indices)["anchor_wins"]
-
-
 def anchor_metrics(wins: Float[Tensor, "N H"], anchors: Float[Tensor, "N H R"]) -> dict[str, float]:
-    """Use of the anchors (heads) of the experts, from ``anchor_use`` and the anchors.
+    """Use of the anchors (heads) of the experts, from ``anchor_sums`` and the anchors.
 
     head_entropy: entropy of the wins inside an expert over log H, mean over used experts.
     effective_heads: exp of that entropy. unused_anchors: share of all anchors that never win.

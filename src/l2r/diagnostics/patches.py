@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from l2r.checkpoints.image_input import ImageInput
 from l2r.data.images import sample_indices
 from l2r.routers import capture
+from l2r.routers.observe import evaluating
 from l2r.runs.patches import PatchRouting
 
 
@@ -28,11 +29,8 @@ def patch_routing(
     ``pixels`` are the images as people see them. The model must put one class token before the
     patches, as ViT does. Raises ValueError when the number of tokens does not fit the grid.
     """
-    was_training = model.training
-    model.eval()
-    with capture(model) as record:
+    with evaluating(model), capture(model) as record:
         logits = model(images).logits
-    model.train(was_training)
     count, tokens = images.shape[0], 1 + grid[0] * grid[1]
     experts, weights, num_experts = [], [], 0
     for calls in record.outputs.values():

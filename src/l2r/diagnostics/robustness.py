@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.routers.observe import evaluating, first_choice, route
+from l2r.routers.observe import evaluating, first_choice
 from l2r.runs.statistics import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
@@ -45,11 +45,11 @@ def perturbation_stability(
     kept, overlaps = [0.0] * repeats, [0.0] * repeats
     with evaluating(router):
         for part in torch.split(x, CHUNK):
-            _, weights, chosen = route(router, part)
+            _, weights, chosen = router(part)
             first = first_choice(weights, chosen)
             for repeat in range(repeats):
                 noise = torch.randn(part.shape, generator=generator).to(part)
-                _, noisy_weights, noisy = route(router, part + sigma * noise)
+                _, noisy_weights, noisy = router(part + sigma * noise)
                 same = first_choice(noisy_weights, noisy) == first
                 kept[repeat] += same.sum().item()
                 overlaps[repeat] += top_k_overlap(chosen, noisy).sum().item()

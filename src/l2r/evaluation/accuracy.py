@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from l2r.data.image_loader import batches_of
+from l2r.data.image_loader import read_ahead
 from l2r.data.images import ImageDataset, sample_indices, standardize
+from l2r.routers.observe import evaluating
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def evaluate_accuracy(
     batch_size: int = 64,
     max_images: int | None = None,
     workers: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Accuracy:
     """Run the model in evaluation mode over the whole set, or a fixed sample of ``max_images``.
 
@@ -49,13 +50,12 @@ def evaluate_accuracy(
     device = next(model.parameters()).device
     indices = sample_indices(dataset, max_images)
     total = len(indices)
+    parts = ((indices[start : start + batch_size], None) for start in range(0, total, batch_size))
     first = five = count = 0
     loss = 0.0
     skipped: list[str] = []
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches_of(dataset, indices, batch_size, workers=workers):
+    with evaluating(model):
+        for batch in read_ahead(dataset, parts, workers):
             skipped += batch.skipped
             if len(batch.labels) == 0:
                 continue
@@ -72,10 +72,7 @@ def evaluate_accuracy(
             five += int(guesses.any(dim=1).sum())
             loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
             count += len(labels)
-            if progress is not None:
-                progress(count + len(skipped), total)
-    finally:
-        model.train(was_training)
+            progress(count + len(skipped), total)
     if count == 0:
         raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier
 from l2r.checkpoints.image_input import open_image_input
 from l2r.checkpoints.pretrained import checkpoint_folder
-from l2r.evaluation.accuracy import Accuracy, evaluate_accuracy
+from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
@@ -87,8 +88,8 @@ def evaluate_images(
     device: str,
     dtype: str,
     on_progress: Callable[[int, int], None],
-) -> Accuracy:
-    """Accuracy on the images of the checkpoint's run or on ``data``, also in ``out``.
+) -> dict[str, Any]:
+    """Accuracy on the images of the checkpoint's run or on ``data``: what evaluation.json has.
 
     Raises ValueError without images, or when the images are of other classes.
     """
@@ -114,7 +115,7 @@ def evaluate_images(
         "skipped": list(accuracy.skipped),
     }
     write_json(out / RESULT, record)
-    return accuracy
+    return record
 
 
 def _fingerprint(folder: Path) -> str:

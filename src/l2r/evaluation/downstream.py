@@ -11,6 +11,7 @@ from l2r.evaluation.scoring import Request, TaskResult, score_batch, summarize
 from l2r.evaluation.store import TaskStore
 from l2r.evaluation.tasks import Split, Task, build_requests, select_tasks
 from l2r.evaluation.tokenizer import task_tokenizer
+from l2r.routers.observe import evaluating
 
 # NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
 # evaluation that OLMoE was trained with.
@@ -53,9 +54,7 @@ def evaluate_tasks(
     reader = task_tokenizer(tokenizer, vocab_size=config.get_text_config().vocab_size)
     length = model_length(config) if max_length is None else max_length
     results = {}
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for task in chosen:
             done = store.finished(task.name) if store is not None else None
             if done is None:
@@ -75,8 +74,6 @@ def evaluate_tasks(
                     on_progress=on_progress,
                 )
             results[task.name] = done
-    finally:
-        model.train(was_training)
     return results
 
 

@@ -13,6 +13,8 @@ from l2r.evaluation.results import MEANS
 from l2r.evaluation.scoring import TaskResult
 from l2r.evaluation.tasks import PAPER_TASKS
 
+_CONFIDENCE = 0.95
+
 
 class PairedDifference(NamedTuple):
     """Accuracy of the second less that of the first, with its interval, as shares of 1."""
@@ -28,20 +30,18 @@ class _Estimate(NamedTuple):
     variance: float
 
 
-def paired_difference(
-    first: TaskResult, second: TaskResult, *, confidence: float = 0.95
-) -> PairedDifference:
+def paired_difference(first: TaskResult, second: TaskResult) -> PairedDifference:
     """Difference of one task's accuracies over documents, by pairs.
 
     The interval is Agresti and Min's (Statistics in Medicine 24, 2005): half a document is added
     to each of the four outcomes, so that few documents, or models that never differ, do not give
     an interval of width 0. Raises ValueError unless both were scored on the same documents.
     """
-    return _interval([_estimate(first, second)], confidence)
+    return _interval([_estimate(first, second)])
 
 
 def paired_row(
-    first: Mapping[str, TaskResult], second: Mapping[str, TaskResult], *, confidence: float = 0.95
+    first: Mapping[str, TaskResult], second: Mapping[str, TaskResult]
 ) -> dict[str, PairedDifference]:
     """Differences by column of the paper's table; means take their tasks as independent."""
     estimates = {
@@ -50,13 +50,13 @@ def paired_row(
         if task.name in first and task.name in second
     }
     row = {
-        task.column: _interval([estimates[task.name]], confidence)
+        task.column: _interval([estimates[task.name]])
         for task in PAPER_TASKS
         if task.name in estimates
     }
     for column, tasks in MEANS.items():
         if all(task.name in estimates for task in tasks):
-            row[column] = _interval([estimates[task.name] for task in tasks], confidence)
+            row[column] = _interval([estimates[task.name] for task in tasks])
     return row
 
 
@@ -76,10 +76,10 @@ def _estimate(first: TaskResult, second: TaskResult) -> _Estimate:
     return _Estimate((won - lost) / count, (won - lost) / padded, variance)
 
 
-def _interval(estimates: list[_Estimate], confidence: float) -> PairedDifference:
+def _interval(estimates: list[_Estimate]) -> PairedDifference:
     count = len(estimates)
     center = sum(e.center for e in estimates) / count
     error = math.sqrt(sum(e.variance for e in estimates)) / count
-    reach = NormalDist().inv_cdf((1 + confidence) / 2) * error
+    reach = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * error
     difference = sum(e.difference for e in estimates) / count
     return PairedDifference(difference, max(-1.0, center - reach), min(1.0, center + reach))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.data.tokens import TokenDataset
+from l2r.routers.observe import evaluating
 
 _NO_TARGET = -100
 
@@ -31,15 +32,13 @@ def validation_loss(
     chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
     sums = dict.fromkeys(dataset.domains, 0.0)
     seen = dict.fromkeys(dataset.domains, 0)
-    was_training = model.training
-    model.eval()
-    for start in range(0, count, batch_size):
-        batch = dataset.rows(chosen[start : start + batch_size])
-        losses = token_losses(model, batch["input_ids"].to(device)).mean(dim=1).tolist()
-        for domain, loss in zip(batch["domain"].tolist(), losses, strict=True):
-            sums[dataset.domains[domain]] += loss
-            seen[dataset.domains[domain]] += 1
-    model.train(was_training)
+    with evaluating(model):
+        for start in range(0, count, batch_size):
+            batch = dataset.rows(chosen[start : start + batch_size])
+            losses = token_losses(model, batch["input_ids"].to(device)).mean(dim=1).tolist()
+            for domain, loss in zip(batch["domain"].tolist(), losses, strict=True):
+                sums[dataset.domains[domain]] += loss
+                seen[dataset.domains[domain]] += 1
     result = {domain: sums[domain] / seen[domain] for domain in sums if seen[domain]}
     return {**result, "mean": sum(result.values()) / len(result)}
 

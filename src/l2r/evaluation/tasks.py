@@ -5,7 +5,6 @@ PIQA and SciQ as completion without examples. Prompts, answers and normalization
 library's; nothing is rewritten here.
 """
 
-import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any, Literal
 
 from olmo_eval import Tokenizer
 from olmo_eval.tasks import LABEL_TO_TASK_MAP
+
+from l2r.routers.config import nearest
 
 Split = Literal["val", "test"]
 
@@ -66,8 +67,7 @@ def select_tasks(names: str | Sequence[str]) -> tuple[Task, ...]:
     chosen: list[Task] = []
     for name in given:
         if name not in _NAMED:
-            close = difflib.get_close_matches(name, _NAMED, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = nearest(name, _NAMED)
             raise ValueError(f"tasks must be among {', '.join(_NAMED)}; got {name!r}{hint}")
         chosen += _NAMED[name]
     return tuple(task for task in PAPER_TASKS if task in chosen)

@@ -1,10 +1,15 @@
-"""Parameters of a model with routers: all, those one token meets, and those of the routers."""
+"""Parameters of a model with routers: all, those one token meets, and those of the routers; and the
+floating-point operations of a ViT.
+"""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from l2r.routers import Router
+from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
+from l2r.routers import Router, router_names
 
 
 class ModelSize(NamedTuple):
@@ -38,3 +43,47 @@ def model_size(model: nn.Module) -> ModelSize:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+class VitCost(NamedTuple):
+    """flops: of the matrix products for one image, forward, a multiply-add counted as 2.
+
+    router_flops: the routers' share of them.
+    """
+
+    size: ModelSize
+    flops: int
+    router_flops: int
+
+
+def vit_cost(config: L2rViTConfig) -> VitCost:
+    """Count a model on the meta device: nothing is allocated, so the full size takes a second."""
+    with torch.device("meta"):
+        model = L2rViTForImageClassification._from_config(config, attn_implementation="eager")
+        side = config.image_size
+        height, width = (side, side) if isinstance(side, int) else side
+        image = torch.empty(1, config.num_channels, height, width, dtype=torch.bfloat16)
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops}
+    )
+    with counter, torch.no_grad():
+        model.eval().to(torch.bfloat16)(image)  # the only dtype of grouped_mm on the meta device
+    per_module = counter.get_flop_counts()
+    routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
+    size = model_size(model)
+    prefix = type(model).__name__
+    router_flops = sum(sum(per_module[f"{prefix}.{name}"].values()) for name in routers)
+    return VitCost(size, counter.get_total_flops(), router_flops)
+
+
+def vit_s_costs() -> dict[str, VitCost]:
+    """The paper's ViT-S, dense and with every router of the paper."""
+    configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
+    for kind in router_names():
+        configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
+    return {name: vit_cost(config) for name, config in configs.items()}
+
+
+def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Every row meets the matrix of one expert: rows [S, I], weight [N, I, O]."""
+    return 2 * rows[0] * rows[1] * weight[2]

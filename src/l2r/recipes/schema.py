@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from l2r.functional.losses import BalanceVariant, ZVariant
 from l2r.routers import RouterConfig
 from l2r.routers.config import OtherThan, ReadWith, check_read
 
@@ -24,28 +25,26 @@ class Section(BaseModel):
     """Base of all sections: frozen, no unknown fields, no NaN.
 
     read_with: fields that are read only beside some values of others, as in RouterConfig.
-    old_names: fields that an earlier version called otherwise, to their names now.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     read_with: ClassVar[ReadWith] = {}
-    old_names: ClassVar[dict[str, str]] = {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_new_names(cls, values: Any) -> Any:
-        return cls._renamed(values) if isinstance(values, Mapping) else values
-
-    @classmethod
-    def _renamed(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {cls.old_names.get(name, name): value for name, value in values.items()}
+    def check_multiple(self, large: str, small: str) -> None:
+        """Raise ValueError unless one field is a multiple of another."""
+        if getattr(self, large) % getattr(self, small):
+            raise ValueError(
+                f"{large} must be a multiple of {small}; got "
+                f"{getattr(self, large)} and {getattr(self, small)}"
+            )
 
     def check_read(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError for a field off its default that was ``given`` and that nothing reads.
 
         A section that is given whole was written by a run, whose base had what its run did not use.
         """
-        fields, given = type(self).model_fields, self._renamed(given)
+        fields = type(self).model_fields
+        given = {name: values for name, values in given.items() if name in fields}
         for name, values in given.items():
             section = getattr(self, name)
             if isinstance(section, Section):
@@ -53,6 +52,15 @@ class Section(BaseModel):
         if fields.keys() - given.keys():
             defaults = {n: fields[n].get_default(call_default_factory=True) for n in given}
             check_read(self, self.read_with, defaults)
+
+
+def check_experts(model: Any) -> None:
+    """Raise ValueError where a token would take more experts than there are."""
+    if model.num_experts_per_tok > model.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok must be <= num_experts; got "
+            f"{model.num_experts_per_tok} > {model.num_experts}"
+        )
 
 
 class OlmoeSection(Section):
@@ -78,16 +86,8 @@ class OlmoeSection(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok must be <= num_experts; got "
-                f"{self.num_experts_per_tok} > {self.num_experts}"
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads; got "
-                f"{self.hidden_size} and {self.num_attention_heads}"
-            )
+        check_experts(self)
+        self.check_multiple("hidden_size", "num_attention_heads")
         return self
 
 
@@ -145,11 +145,7 @@ class TrainingSection(Section):
         given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, tokens, epochs; got {given or 'none'}")
-        if self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"global_batch must be a multiple of micro_batch; got "
-                f"{self.global_batch} and {self.micro_batch}"
-            )
+        self.check_multiple("global_batch", "micro_batch")
         return self
 
 
@@ -188,11 +184,11 @@ class LossSection(Section):
     """
 
     balance: NonNegativeFloat = 0.01
-    balance_variant: Literal["paper", "olmoe", "hf", "tutel"] = "paper"
+    balance_variant: BalanceVariant = "paper"
     balance_scope: Literal["microbatch", "step"] = "microbatch"
     bias_speed: NonNegativeFloat = 0.0
     z: NonNegativeFloat = 0.001
-    z_variant: Literal["paper", "olmoe"] = "paper"
+    z_variant: ZVariant = "paper"
 
 
 class EvaluationSection(Section):

@@ -2,9 +2,16 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from l2r.recipes.schema import Fraction, Recipe, Section
+from l2r.recipes.schema import Fraction, Recipe, Section, check_experts
 from l2r.routers.config import OtherThan
 from l2r.routers.vision import vision_router
 
@@ -42,20 +49,9 @@ class VitSection(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        for small, large in (
-            ("patch_size", "image_size"),
-            ("num_attention_heads", "hidden_size"),
-        ):
-            if getattr(self, large) % getattr(self, small):
-                raise ValueError(
-                    f"{large} must be a multiple of {small}; got "
-                    f"{getattr(self, large)} and {getattr(self, small)}"
-                )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok must be <= num_experts; got "
-                f"{self.num_experts_per_tok} > {self.num_experts}"
-            )
+        self.check_multiple("image_size", "patch_size")
+        self.check_multiple("hidden_size", "num_attention_heads")
+        check_experts(self)
         if any(block >= self.num_hidden_layers for block in self.moe_layers or []):
             raise ValueError(
                 f"moe_layers must be below num_hidden_layers={self.num_hidden_layers}; "
@@ -87,13 +83,14 @@ class ImageSection(Section):
     shorter side that evaluation looks at. mean, deviation: of pixels in [0, 1], per channel.
     """
 
-    old_names: ClassVar = {"centre": "center"}  # of version 0.1.0
-
     images: str = "digits"
     workers: NonNegativeInt = 0
     crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    center: PositiveFraction = 0.875
+    # Version 0.1.0 wrote the other spelling.
+    center: PositiveFraction = Field(
+        default=0.875, validation_alias=AliasChoices("center", "centre")
+    )
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     deviation: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
     augmentation: AugmentationSection = AugmentationSection()

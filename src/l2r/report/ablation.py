@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from l2r.report.curves import mean_curve
-from l2r.report.paper_tables import show_count
-from l2r.report.style import layout, line_style
+from l2r.report.curves import line_panels, mean_curve
+from l2r.report.paper_tables import seeds_caption, show_count
+from l2r.report.style import layout
 from l2r.report.tables import Table
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
@@ -166,31 +165,15 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
 
 def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
     """Training cross-entropy against ``unit``, a panel per ablation and a line per value."""
-    columns = min(2, len(found))
-    rows = -(-len(found) // columns)
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        subplot_titles=[ablation.title for ablation in found],
-        vertical_spacing=0.28 / rows,
-    )
-    for number, ablation in enumerate(found):
-        place = {"row": number // columns + 1, "col": number % columns + 1}
-        for position, row in enumerate(ablation.rows):
-            x, y = mean_curve(row.runs, "train_mean", "ce", unit)
-            value = row.settings[ablation.field]
-            figure.add_scatter(
-                x=x,
-                y=y,
-                name=phrase(ablation.field, value),
-                legendgroup=f"{number}",
-                legendgrouptitle_text=ablation.title,
-                mode="lines+markers" if len(x) < 20 else "lines",
-                line=line_style(str(value), position),
-                **place,
-            )
-        figure.update_xaxes(title_text=unit, **place)
-        figure.update_yaxes(title_text="training cross-entropy (nats)", **place)
+    content = []
+    for ablation in found:
+        names = [phrase(ablation.field, row.settings[ablation.field]) for row in ablation.rows]
+        curves = [mean_curve(row.runs, "train_mean", "ce", unit) for row in ablation.rows]
+        lines = dict(zip(names, curves, strict=True))
+        content.append((ablation.title, "training cross-entropy (nats)", lines))
+    figure, rows = line_panels(content, unit)
+    for line in figure.data:
+        line.update(legendgrouptitle_text=line.legendgroup)
     figure.update_layout(**layout(height=max(380, 340 * rows + 60)))
     return figure
 
@@ -225,7 +208,4 @@ def _caption(rows: Sequence[Row], *, sizes: bool = True) -> str:
     text = "Accuracies in per cent, CE in nats."
     if sizes:
         text += " Router parameters over all MoE layers, and their share of the linear router's."
-    seeds = sorted({len(row.runs) for row in rows})
-    if seeds == [1]:
-        return f"{text} One seed each: differences of this size say nothing without more seeds."
-    return f"{text} Mean over {'/'.join(map(str, seeds))} seeds ± half of the 95% interval."
+    return f"{text} {seeds_caption(sorted({len(row.runs) for row in rows}))}"

@@ -6,12 +6,15 @@ from typing import Any
 
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
+from l2r.report.paper_tables import accuracy_table
+from l2r.report.patches import patch_sections
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
-from l2r.runs.folder import RunFolder
+from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.statistics import mean_interval
 
 # column -> field of the diagnosis (mean over layers), and which direction is better
 _ROUTING = (
@@ -33,34 +36,52 @@ def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
     return sorted(runs, key=lambda r: (order.index(r.name) if r.name in order else last, r.name))
 
 
+def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
+    """The runs that are not repeats of another with a different seed; all, where every one is."""
+    return [run for run in runs if SEED_MARK not in run.name] or list(runs)
+
+
+def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
+    """A table of accuracy per router, mean and interval over its runs; none for language."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        last = (run.read_metrics("validation") or [{}])[-1]
+        if "top1" in last:
+            router = str(run.read_json(run.environment).get("router", run.name))
+            found.setdefault(router, []).append((100 * last["top1"], 100 * last["top5"]))
+    if not found:
+        return []
+    results = {}
+    for router, pairs in found.items():
+        top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
+        results[router] = (top1, top5, len(pairs))
+    return [accuracy_table(results)]
+
+
 def comparison_table(runs: Sequence[RunFolder]) -> Table:
     """One row per run: validation CE per domain, balance, routing metrics, router parameters."""
     last = {run.name: (run.read_metrics("validation") or [{}])[-1] for run in runs}
     first = next(iter(last.values()), {})
     domains = [key for key in first if key.startswith("ce/")]
     accuracies = [key for key in ("top1", "top5") if key in first]
-    columns = ["router", *accuracies]
-    columns += [*(f"CE {d.removeprefix('ce/')}" for d in domains), "balance loss"]
-    columns += [name for name, _, _ in _ROUTING] + ["router params"]
+    columns: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
+    columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
+    columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
     rows = []
     for run in runs:
         mean = read_diagnosis(run.path).mean() if is_diagnosed(run.path) else {}
         rows.append(
             (
                 run.name,
-                *(last[run.name].get(accuracy) for accuracy in accuracies),
-                *(last[run.name].get(domain) for domain in domains),
+                *(last[run.name].get(field) for field in (*accuracies, *domains)),
                 last_tenth(run, "balance"),
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
-    best: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
-    best += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
-    best += [(name, direction) for name, _, direction in _ROUTING] + [("router params", "min")]
     return Table(
         "Routers compared",
-        tuple(columns),
+        ("router", *(name for name, _ in columns)),
         tuple(rows),
         caption=(
             "CE: validation cross-entropy in nats per token; top1, top5: share of validation "
@@ -70,29 +91,25 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
             "by the standard deviation of a token's logits. Stability and overlap: under noise "
             "of sigma 0.02 on router inputs. Routing metrics are means over layers."
         ),
-        best=tuple(best),
+        best=tuple(columns),
     )
 
 
 def write_report(
-    runs: Sequence[RunFolder],
-    path: Path,
-    *,
-    results: Sequence[Table] = (),
-    more: Sequence[Section] = (),
-) -> Path:
-    """Write the page of one run or several; ``results`` go first, ``more`` before the facts.
+    every: Sequence[RunFolder], path: Path, *, more: Sequence[Section] = ()
+) -> tuple[Table, Path]:
+    """Write the page of one run or several; the first table of it, and the path.
 
-    Raises ValueError when there are none.
+    Repeats with other seeds count in the accuracies alone; ``more`` goes before the facts.
     """
-    if not runs:
-        raise ValueError("a report needs at least one run; got none")
+    runs = first_seeds(every)
+    tables = [*accuracy_over_seeds(every), comparison_table(runs)]
     facts = {run.name: run.read_json(run.environment) for run in runs}
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
     sections = [
-        Section("Result", parts=[*results, comparison_table(runs)]),
+        Section("Result", parts=tables),
         Section(
             "Training",
             "Every run starts from the same weights outside its router and sees the same batches.",
@@ -103,30 +120,25 @@ def write_report(
         ),
     ]
     if views:
-        sections.append(
-            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)])
-        )
-        sections.append(
+        sections += [
+            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)]),
             Section(
                 "Expert usage by layer",
                 "Rows are layers, columns experts. 1 (white) is an even share.",
                 [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-            )
-        )
-        sections.append(
+            ),
             Section(
                 "Expert usage by domain",
                 "The same layer's experts under text of different domains or images of "
                 "different classes; an expert that is red in one row and blue in the others has "
                 "specialized.",
                 [usage_by_domain(views)],
-            )
-        )
-    sections.extend(more)
-    sections.append(Section("Runs", parts=[facts_table(facts)]))
-    return write_page(
-        path, title="l2r: routers compared", summary=_summary(runs, facts, unit), sections=sections
-    )
+            ),
+        ]
+    sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
+    summary = _summary(runs, facts, unit)
+    write_page(path, title="l2r: routers compared", summary=summary, sections=sections)
+    return tables[0], path
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:

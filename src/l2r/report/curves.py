@@ -5,9 +5,8 @@ from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, line_style
+from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.folder import RunFolder
 
 # (record kind, field, panel title, axis title)
@@ -35,6 +34,7 @@ HEALTH_PANELS = (
     ("train", "dead_experts", "Experts without a token", "experts, all layers"),
     ("train", "grad_norm", "Gradient norm before clipping", "l2 norm"),
 )
+Curve = tuple[list[float], list[float]]  # positions and values
 _WORST: dict[str, Callable[..., float]] = {
     "load_entropy": min,
     "max_over_mean": max,
@@ -57,38 +57,38 @@ def curves(
         for panel in panels
     }
     shown = [panel for panel in panels if any(x for x, _ in lines[panel].values())] or panels[:1]
-    columns = 2
-    rows = -(-len(shown) // columns)
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        subplot_titles=[title for _, _, title, _ in shown],
-        vertical_spacing=0.28 / rows,
-    )
-    for number, panel in enumerate(shown):
-        row, column = number // columns + 1, number % columns + 1
-        for position, (name, (x, y)) in enumerate(lines[panel].items()):
-            figure.add_scatter(
-                x=x,
-                y=y,
-                name=name,
-                legendgroup=name,
-                showlegend=number == 0,
-                mode="lines+markers" if len(x) < 20 else "lines",
-                line=line_style(name, position),
-                row=row,
-                col=column,
-            )
-        figure.update_xaxes(title_text=unit, row=row, col=column)
-        figure.update_yaxes(title_text=panel[3], row=row, col=column)
+    figure, rows = line_panels([(panel[2], panel[3], lines[panel]) for panel in shown], unit)
+    for number, line in enumerate(figure.data):
+        line.update(legendgroup=line.name, showlegend=number < len(groups))
     legend = {"orientation": "h", "y": 1.0 + 0.22 / rows, "x": 0}
     figure.update_layout(**layout(height=360 * rows + 40, legend=legend, margin={"t": 110}))
     return figure
 
 
-def mean_curve(
-    runs: Sequence[RunFolder], kind: str, field: str, unit: str
-) -> tuple[list[float], list[float]]:
+def line_panels(
+    content: Sequence[tuple[str, str, Mapping[str, Curve]]], unit: str
+) -> tuple[go.Figure, int]:
+    """Two panels to a row, each with a title, a title of its axis and named lines; and the rows."""
+    rows = -(-len(content) // 2)
+    titles = [title for title, _, _ in content]
+    figure, places = panel_figure(titles, 2, vertical_spacing=0.28 / rows)
+    for place, (title, axis, lines) in zip(places, content, strict=True):
+        for position, (name, (x, y)) in enumerate(lines.items()):
+            figure.add_scatter(
+                x=x,
+                y=y,
+                name=name,
+                legendgroup=title,
+                mode="lines+markers" if len(x) < 20 else "lines",
+                line=line_style(name, position),
+                **place,
+            )
+        figure.update_xaxes(title_text=unit, **place)
+        figure.update_yaxes(title_text=axis, **place)
+    return figure, rows
+
+
+def mean_curve(runs: Sequence[RunFolder], kind: str, field: str, unit: str) -> Curve:
     """Positions that every run has reached, and the mean of the runs there."""
     found = [
         {r[unit]: _value(field, r[field]) for r in _records(run, kind) if field in r}

@@ -4,24 +4,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from l2r.report.geometry import Cloud, Plane, cosine_variance_bars, pca_scatter, routing_planes
+from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
-from l2r.report.robustness import Radii, certified_curves, stability_bars
+from l2r.report.robustness import certified_curves, stability_bars
 from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis
 
-# column -> (field, which direction is better)
-_DECISIONS: Mapping[str, tuple[str, str | None]] = {
+_Fields = Mapping[str, tuple[str, str | None]]  # column -> (field, which direction is better)
+_Group = tuple[str, _Fields, str]  # title, columns and what they mean
+_DECISIONS: _Fields = {
     "mean margin": ("mean_margin", None),
     "margin / spread": ("scale_free_margin", "max"),
     "low-margin rate": ("low_margin_rate", None),
     "stability": ("stability", "max"),
     "top-k overlap": ("topk_overlap", "max"),
 }
-_CERTIFIED: Mapping[str, tuple[str, str | None]] = {
+_CERTIFIED: _Fields = {
     "top-1 radius": ("certified_top1", "max"),
     "top-1 found": ("found_top1", None),
     "top-1 tightness": ("tightness_top1", None),
@@ -31,7 +30,7 @@ _CERTIFIED: Mapping[str, tuple[str, str | None]] = {
     "top-k tightness": ("tightness_topk", None),
     "top-k at noise norm": ("certified_share_topk", "max"),
 }
-_LOAD: Mapping[str, tuple[str, str | None]] = {
+_LOAD: _Fields = {
     "cosine variance": ("cosine_variance", "max"),
     "load entropy": ("entropy", "max"),
     "load cv": ("cv", "min"),
@@ -44,7 +43,7 @@ _LOAD: Mapping[str, tuple[str, str | None]] = {
     "unused anchors": ("unused_anchors", None),
     "anchor redundancy": ("redundancy", None),
 }
-_GROUPS = (
+_GROUPS: tuple[_Group, ...] = (
     (
         "Decisions and robustness",
         _DECISIONS,
@@ -76,8 +75,7 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     rows = {name: view.mean() for name, view in views.items()}
     return [
         _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
-        for title, fields, caption in _GROUPS
-        if any(field in row for row in rows.values() for field, _ in fields.values())
+        for title, fields, caption in _groups_of(rows)
     ]
 
 
@@ -98,7 +96,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
             "the router input x and of the routing query q; color is the first expert.",
-            [cosine_variance_bars(_per_layer(views, "cosine_variance"))],
+            [cosine_variance_bars(views)],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
         Section(
@@ -113,7 +111,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
         sections.append(Section("Expert usage by domain", parts=parts))
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
-        tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _GROUPS]
+        tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
         sections.append(Section(f"Layers of {name}", _remarks(view), tables))
     first = next(iter(views.values()))
     summary = (
@@ -124,11 +122,17 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
     return write_page(path, title="l2r: what the routers do", summary=summary, sections=sections)
 
 
+def _groups_of(rows: Mapping[str, Mapping[str, Any]]) -> list[_Group]:
+    """Groups of which the rows have a number."""
+    known = set[str]().union(*rows.values())
+    return [group for group in _GROUPS if any(field in known for field, _ in group[1].values())]
+
+
 def _table(
     title: str,
     key: str,
     rows: Mapping[str, Mapping[str, Any]],
-    fields: Mapping[str, tuple[str, str | None]],
+    fields: _Fields,
     caption: str,
 ) -> Table:
     present = {
@@ -149,74 +153,16 @@ def _table(
 
 
 def _robustness(views: Mapping[str, Diagnosis]) -> list[Any]:
-    titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
-    bars = {
-        name: {field: _interval(view, field) for field in titles} for name, view in views.items()
-    }
-    parts: list[Any] = [stability_bars(bars, titles)]
     certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
-    if certified:
-        decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
-        panels = {
-            title: {name: _radii(view, kind) for name, view in certified.items()}
-            for kind, title in decisions.items()
-        }
-        parts.append(certified_curves(panels))
-    return parts
-
-
-def _interval(view: Diagnosis, field: str) -> tuple[float, float, float]:
-    """Mean over layers, with the mean of the ends of the layers' intervals."""
-    ends = [layer[f"{field}_interval"] for layer in view.layers]
-    low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
-    return view.mean()[field], low, high
-
-
-def _radii(view: Diagnosis, kind: str) -> Radii:
-    layers = range(len(view.layers))
-    hidden = view.array(0, "sample_x").shape[1]
-    return Radii(
-        np.concatenate([view.array(i, f"certified_{kind}") for i in layers]),
-        np.concatenate([view.array(i, f"found_{kind}") for i in layers]),
-        view.info["settings"]["sigma"] * hidden**0.5,
-    )
+    return [stability_bars(views), *([certified_curves(certified)] if certified else [])]
 
 
 def _geometry(view: Diagnosis) -> list[Any]:
-    chosen = _chosen(view)
-    experts = view.info["experts"]
-    rows: list[list[Cloud]] = []
-    for space, name in (("x", "sample_x"), ("q", "sample_query")):
-        has = [i for i in chosen if f"{i}.{name}" in view.arrays]
-        if has:
-            rows.append(
-                [
-                    Cloud(f"{space}, layer {i}", view.array(i, name), view.array(i, "sample_first"))
-                    for i in has
-                ]
-            )
-    parts: list[Any] = [pca_scatter(rows, experts)]
-    planes = [
-        Plane(
-            f"Routing plane, layer {i}",
-            view.array(i, "plane_axis"),
-            view.array(i, "plane_first"),
-            view.array(i, "anchors"),
-            view.array(i, "sample_query"),
-        )
-        for i in chosen
-        if f"{i}.plane_first" in view.arrays
-    ]
-    return [*parts, routing_planes(planes)] if planes else parts
-
-
-def _chosen(view: Diagnosis) -> list[int]:
-    """First, middle and last layer."""
-    return sorted({0, len(view.layers) // 2, len(view.layers) - 1})
-
-
-def _per_layer(views: Mapping[str, Diagnosis], field: str) -> dict[str, list[float]]:
-    return {name: [layer[field] for layer in view.layers] for name, view in views.items()}
+    """Of the first, the middle and the last layer."""
+    depth = len(view.layers)
+    chosen = sorted({0, depth // 2, depth - 1})
+    planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
+    return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
 
 
 def _remarks(view: Diagnosis) -> str:

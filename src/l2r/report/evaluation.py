@@ -1,6 +1,7 @@
 """The tables of ``l2r eval``: downstream tasks with paired differences, and images."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from l2r.report.tables import Table
 
@@ -32,16 +33,17 @@ def downstream_table(
     return Table("Downstream accuracy (%)", ("Model", *columns), tuple(cells), caption, digits=1)
 
 
-def images_table(
-    name: str, *, top1: float, top5: float, loss: float, images: int, skipped: int
-) -> Table:
-    """Accuracies with the standard errors of shares of independent images."""
-    errors = [100 * (share * (1 - share) / images) ** 0.5 for share in (top1, top5)]
+def images_table(record: Mapping[str, Any]) -> Table:
+    """Accuracies with the standard errors of shares of independent images, from evaluation.json."""
+    shares, images = [record["top1"], record["top5"]], record["images"]
+    errors = [100 * (share * (1 - share) / images) ** 0.5 for share in shares]
+    name = record["checkpoint"] + (" (average)" if record["averaged"] else "")
+    accuracies = [100 * share for share in shares]
     return Table(
         "Accuracy on images (%)",
         ("Model", "Top-1 (%)", "Top-5 (%)", "CE", "images", "skipped"),
         (
-            (name, 100 * top1, 100 * top5, loss, images, skipped),
+            (name, *accuracies, record["ce"], images, len(record["skipped"])),
             ("standard error", *errors, None, None, None),
         ),
         digits=2,

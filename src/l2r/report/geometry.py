@@ -1,41 +1,17 @@
 """Figures of routing geometry: PCA scatter plots, the routing plane of rank 2, cosine variance."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colors, layout, router_color
+from l2r.report.style import expert_axis, layout, panel_figure, router_color
+from l2r.runs.diagnosis import Diagnosis
 
 _POINTS = 600  # tokens drawn per panel
 _ISOTROPIC_2D = 0.5
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """Tokens of one layer: points [S, D] and the first expert of each [S]."""
-
-    title: str
-    points: Float[np.ndarray, "S D"]
-    first: Int[np.ndarray, " S"]
-
-
-@dataclass(frozen=True)
-class Plane:
-    """Routing plane of one layer of rank 2.
-
-    axis [G]; regions [G, G]: first expert at (y, x); anchors [N, H, 2]; queries [S, 2].
-    """
-
-    title: str
-    axis: Float[np.ndarray, " G"]
-    regions: Int[np.ndarray, "G G"]
-    anchors: Float[np.ndarray, "N H 2"]
-    queries: Float[np.ndarray, "S 2"]
 
 
 def principal_axes(
@@ -50,13 +26,18 @@ def principal_axes(
     return centerd @ vectors[:, order], shares
 
 
-def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
-    """A panel per cloud, a row of panels per inner sequence; color is the first expert.
+def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
+    """Tokens of each layer, x above q where it has one; color is the first expert.
 
     Axes leave out the outermost percent on each side (scroll or double-click to see it).
     """
-    titles = [cloud.title for row in rows for cloud in row]
-    columns = max(len(row) for row in rows)
+    rows = [
+        (space, name, having)
+        for space, name in (("x", "sample_x"), ("q", "sample_query"))
+        if (having := [layer for layer in layers if f"{layer}.{name}" in view.arrays])
+    ]
+    titles = [f"{space}, layer {layer}" for space, _, having in rows for layer in having]
+    columns = max(len(having) for _, _, having in rows)
     figure = make_subplots(
         rows=len(rows),
         cols=columns,
@@ -64,14 +45,15 @@ def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
         horizontal_spacing=0.08,
         vertical_spacing=0.2 / len(rows),
     )
-    for number, row in enumerate(rows, start=1):
-        for column, cloud in enumerate(row, start=1):
-            flat, shares = principal_axes(cloud.points)
+    for number, (_, name, having) in enumerate(rows, start=1):
+        for column, layer in enumerate(having, start=1):
+            flat, shares = principal_axes(view.array(layer, name))
+            first = view.array(layer, "sample_first")[:_POINTS]
             figure.add_scatter(
                 x=_round(flat[:_POINTS, 0]),
                 y=_round(flat[:_POINTS, 1]),
                 mode="markers",
-                marker={"size": 5, "color": cloud.first[:_POINTS], "coloraxis": "coloraxis"},
+                marker={"size": 5, "color": first, "coloraxis": "coloraxis"},
                 hovertemplate="expert %{marker.color}<br>(%{x}, %{y})<extra></extra>",
                 showlegend=False,
                 row=number,
@@ -81,41 +63,40 @@ def pca_scatter(rows: Sequence[Sequence[Cloud]], num_experts: int) -> go.Figure:
             place = {"title_standoff": 4, "row": number, "col": column}
             figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
             figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
-    bar = _expert_axis(num_experts, "first expert")
+    bar = expert_axis(view.info["experts"], "first expert", len=0.9)
     figure.update_layout(**layout(height=60 + 400 * len(rows), coloraxis=bar))
     return figure
 
 
-def routing_planes(planes: Sequence[Plane]) -> go.Figure:
+def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
     """Decision regions of rank-2 routers: background first expert, rings anchors, dots tokens."""
-    figure = make_subplots(
-        rows=1, cols=len(planes), subplot_titles=[plane.title for plane in planes]
-    )
-    experts = max(len(plane.anchors) for plane in planes)
-    for column, plane in enumerate(planes, start=1):
+    titles = [f"Routing plane, layer {layer}" for layer in layers]
+    figure, places = panel_figure(titles, len(layers))
+    for place, layer in zip(places, layers, strict=True):
+        axis, anchors = view.array(layer, "plane_axis"), view.array(layer, "anchors")
+        queries = view.array(layer, "sample_query")[:_POINTS]
+        first = place["col"] == 1
         figure.add_heatmap(
-            x=_round(plane.axis),
-            y=_round(plane.axis),
-            z=plane.regions,
+            x=_round(axis),
+            y=_round(axis),
+            z=view.array(layer, "plane_first"),
             coloraxis="coloraxis",
             opacity=0.45,
             hovertemplate="first expert %{z}<br>q = (%{x}, %{y})<extra></extra>",
-            row=1,
-            col=column,
+            **place,
         )
         figure.add_scatter(
-            x=_round(plane.queries[:_POINTS, 0]),
-            y=_round(plane.queries[:_POINTS, 1]),
+            x=_round(queries[:, 0]),
+            y=_round(queries[:, 1]),
             mode="markers",
             name="tokens",
             marker={"size": 3, "color": "#1f2933"},
             hoverinfo="skip",
-            showlegend=column == 1,
-            row=1,
-            col=column,
+            showlegend=first,
+            **place,
         )
-        count, heads, _ = plane.anchors.shape
-        flat = plane.anchors.reshape(-1, 2)
+        count, heads, _ = anchors.shape
+        flat = anchors.reshape(-1, 2)
         expert = np.repeat(np.arange(count), heads)
         figure.add_scatter(
             x=_round(flat[:, 0]),
@@ -130,28 +111,27 @@ def routing_planes(planes: Sequence[Plane]) -> go.Figure:
             },
             customdata=np.stack([expert, np.tile(np.arange(heads), count)], axis=1),
             hovertemplate="expert %{customdata[0]}, anchor %{customdata[1]}<extra></extra>",
-            showlegend=column == 1,
-            row=1,
-            col=column,
+            showlegend=first,
+            **place,
         )
-        reach = float(plane.axis[-1])
-        figure.update_xaxes(title_text="q1", range=[-reach, reach], row=1, col=column)
+        reach = float(axis[-1])
+        figure.update_xaxes(title_text="q1", range=[-reach, reach], **place)
         figure.update_yaxes(
-            title_text="q2" if column == 1 else None,
+            title_text="q2" if first else None,
             range=[-reach, reach],
-            scaleanchor=f"x{column if column > 1 else ''}",
+            scaleanchor="x" if first else f"x{place['col']}",
             constrain="domain",
-            row=1,
-            col=column,
+            **place,
         )
     legend = {"orientation": "h", "y": -0.2, "x": 0}
-    bar = _expert_axis(experts, "first expert")
+    bar = expert_axis(view.info["experts"], "first expert", len=0.9)
     figure.update_layout(**layout(height=440, coloraxis=bar, legend=legend))
     return figure
 
 
-def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
+def cosine_variance_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Variance of pairwise token cosines per checkpoint: bar mean over layers, dots layers."""
+    variances = {n: [layer["cosine_variance"] for layer in v.layers] for n, v in views.items()}
     figure = go.Figure()
     names = list(variances)
     means = [float(np.mean(variances[name])) for name in names]
@@ -180,21 +160,6 @@ def cosine_variance_bars(variances: Mapping[str, Sequence[float]]) -> go.Figure:
     figure.update_yaxes(title_text="variance of pairwise cosines", range=[0, top])
     figure.update_layout(**layout(height=380, legend={"orientation": "h", "y": 1.12, "x": 0.7}))
     return figure
-
-
-def _expert_axis(count: int, title: str) -> dict[str, Any]:
-    """Color axis with one flat color per expert, readable at 64 experts and more."""
-    scale: list[list[Any]] = []
-    for expert, color in enumerate(expert_colors(count)):
-        scale += [[expert / count, color], [(expert + 1) / count, color]]
-    every = max(1, -(-count // 16))
-    ticks = list(range(0, count, every))
-    return {
-        "colorscale": scale,
-        "cmin": -0.5,
-        "cmax": count - 0.5,
-        "colorbar": {"title": title, "tickvals": ticks, "len": 0.9},
-    }
 
 
 def _most(values: Float[np.ndarray, " S"]) -> list[float]:

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
-from plotly.subplots import make_subplots
 
-from l2r.report.style import layout
+from l2r.report.style import layout, panel_figure
 
 
 def landscapes_2d(
@@ -16,11 +15,11 @@ def landscapes_2d(
     anchor: tuple[float, float],
 ) -> go.Figure:
     """Heatmaps of the score at q = (x, y), with level lines and the anchor marked."""
-    figure = make_subplots(
-        rows=1, cols=len(scores), subplot_titles=list(scores), horizontal_spacing=0.16
-    )
-    for column, (name, grid) in enumerate(scores.items(), start=1):
-        right = figure.layout[f"xaxis{column if column > 1 else ''}"].domain[1]
+    figure, places = panel_figure(list(scores), len(scores), horizontal_spacing=0.16)
+    for place, (name, grid) in zip(places, scores.items(), strict=True):
+        first = place["col"] == 1
+        axis_number = "" if first else place["col"]
+        right = figure.layout[f"xaxis{axis_number}"].domain[1]
         figure.add_contour(
             x=axis,
             y=axis,
@@ -32,8 +31,7 @@ def landscapes_2d(
             line={"width": 0.6, "color": "rgba(31,41,51,0.5)"},
             colorbar={"x": right + 0.01, "len": 0.9, "thickness": 14, "title": "score"},
             hovertemplate="q = (%{x:.2f}, %{y:.2f})<br>score %{z:.3f}<extra>" + name + "</extra>",
-            row=1,
-            col=column,
+            **place,
         )
         figure.add_scatter(
             x=[0, anchor[0]],
@@ -42,17 +40,12 @@ def landscapes_2d(
             marker={"size": [0, 11], "symbol": "star", "color": "#1f2933"},
             line={"color": "#1f2933", "width": 2},
             name=f"anchor k = [{anchor[0]:g}, {anchor[1]:g}]",
-            showlegend=column == 1,
-            row=1,
-            col=column,
+            showlegend=first,
+            **place,
         )
-        figure.update_xaxes(title_text="q1", row=1, col=column)
+        figure.update_xaxes(title_text="q1", **place)
         figure.update_yaxes(
-            title_text="q2",
-            scaleanchor=f"x{column if column > 1 else ''}",
-            constrain="domain",
-            row=1,
-            col=column,
+            title_text="q2", scaleanchor=f"x{axis_number}", constrain="domain", **place
         )
     figure.update_layout(
         **layout(height=500, legend={"orientation": "h", "y": -0.16, "x": 0.5, "xanchor": "center"})
@@ -66,15 +59,11 @@ def landscapes_3d(
     """Surfaces of the score at q = (x, y), three to a row, each with its own height scale."""
     columns = min(3, len(scores))
     rows = -(-len(scores) // columns)
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        specs=[[{"type": "surface"}] * columns] * rows,
-        subplot_titles=list(scores),
-        horizontal_spacing=0.02,
-        vertical_spacing=0.06,
+    surfaces = [[{"type": "surface"}] * columns] * rows
+    figure, places = panel_figure(
+        list(scores), columns, specs=surfaces, horizontal_spacing=0.02, vertical_spacing=0.06
     )
-    for number, (name, grid) in enumerate(scores.items()):
+    for place, (name, grid) in zip(places, scores.items(), strict=True):
         figure.add_surface(
             x=axis,
             y=axis,
@@ -83,8 +72,7 @@ def landscapes_3d(
             cmid=0,
             showscale=False,
             hovertemplate="q = (%{x:.2f}, %{y:.2f})<br>score %{z:.3f}<extra>" + name + "</extra>",
-            row=number // columns + 1,
-            col=number % columns + 1,
+            **place,
         )
     scene = {
         "xaxis": {"title": {"text": "q1"}, "nticks": 5},

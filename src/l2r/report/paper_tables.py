@@ -6,8 +6,8 @@ from l2r.report.tables import Table
 from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.runs.statistics import Interval
 
-# parameters, active parameters, router parameters, flops, router flops of one image
-Counts = tuple[int, int, int, int, int]
+# (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
+Counts = tuple[tuple[int, int, int, int], int, int]
 
 
 def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
@@ -67,7 +67,7 @@ def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
     """Counts of each router's model as a table; operations in units of 10^9 and 10^6."""
     rows = tuple(
         (name, total, active, router, flops / 1e9, router_flops / 1e6)
-        for name, (total, active, router, flops, router_flops) in counts.items()
+        for name, ((total, active, router, _), flops, router_flops) in counts.items()
     )
     return Table(
         "ViT with experts: parameters, and operations per image",
@@ -92,13 +92,15 @@ def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Tab
         "Top-1 and top-5 accuracy",
         ("Method", "Top-1 (%)", "± top-1", "Top-5 (%)", "± top-5", "seeds"),
         tuple(rows),
-        caption=_caption(seeds),
+        caption=seeds_caption(seeds),
         digits=2,
         best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")),
     )
 
 
-def _caption(seeds: Sequence[int]) -> str:
+def seeds_caption(seeds: Sequence[int]) -> str:
+    """What the numbers of a row are, with the numbers of seeds that rows have."""
     if seeds == [1]:
         return "One seed each: differences of this size say nothing without more seeds."
-    return "Mean over seeds ± half of the 95% interval (Student's t)."
+    counts = "/".join(map(str, seeds))
+    return f"Mean over {counts} seeds ± half of the 95% interval (Student's t)."

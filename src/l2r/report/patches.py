@@ -1,18 +1,42 @@
-"""Figure of patch routing: experts drawn over the image."""
+"""Patch routing: experts drawn over the image."""
 
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_colors, layout
-from l2r.runs.patches import PatchRouting
+from l2r.report.page import Section, write_page
+from l2r.report.style import expert_axis, layout
+from l2r.runs.folder import RunFolder
+from l2r.runs.patches import PatchRouting, read_patches
 
+_HOW_TO_READ = "Color: the expert with the largest weight. Point at a patch to see all its experts."
 _TILE = 150  # pixels per drawn image
+
+
+def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
+    """Patches of one run layer by layer, of several by router; empty for language models."""
+    routings = {r.name: read_patches(r.patches) for r in runs if r.patches.is_file()}
+    if not routings:
+        return []
+    if len(routings) == 1:
+        figure = patch_figure(next(iter(routings.values())))
+        return [Section("Patches and experts", _HOW_TO_READ, [figure])]
+    text = "The last layer with experts of every run. " + _HOW_TO_READ
+    return [Section("Patches and experts", text, [compare_patches(routings)])]
+
+
+def write_patch_page(folder: Path, routing: PatchRouting, model: str) -> Path:
+    """patches.npz and patches.html of the images of one model in ``folder``."""
+    routing.save(folder / "patches.npz")
+    figure = patch_figure(routing, images=len(routing.images))
+    section = Section("Patches and experts", _HOW_TO_READ, [figure])
+    page = folder / "patches.html"
+    return write_page(page, title=folder.name, summary=model, sections=[section])
 
 
 def patch_figure(routing: PatchRouting, *, images: int = 6) -> go.Figure:
@@ -67,12 +91,7 @@ def _figure(
             title="Which expert each patch goes to",
             height=110 + _TILE * count,
             width=160 + _TILE * (1 + len(panels)),
-            coloraxis={
-                "colorscale": _steps(experts),
-                "cmin": -0.5,
-                "cmax": experts - 0.5,
-                "colorbar": {"title": "expert", "tickvals": list(range(experts)), "x": 1.06},
-            },
+            coloraxis=expert_axis(experts, "expert", x=1.06),
             margin={"l": 10, "r": 40, "t": 80, "b": 20},
         )
     )
@@ -113,14 +132,6 @@ def _png(pixels: np.ndarray) -> str:
     gray = pixels.shape[-1] == 1
     Image.fromarray(pixels[..., 0] if gray else pixels).convert("RGB").save(stream, format="PNG")
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
-def _steps(experts: int) -> list[list[Any]]:
-    """A color scale in steps: one flat color per expert."""
-    scale: list[list[Any]] = []
-    for number, color in enumerate(expert_colors(experts)):
-        scale += [[number / experts, color], [(number + 1) / experts, color]]
-    return scale
 
 
 def _row_title(routing: PatchRouting, row: int) -> str:

@@ -1,37 +1,23 @@
 """Figures of robustness: stability under noise and certified radii."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
-from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, router_color
-
-
-@dataclass(frozen=True)
-class Radii:
-    """Radii of the tokens of one checkpoint [S]: certified, and the smallest flip found.
-
-    noise: the usual norm of the stability test's noise, sigma * sqrt(d).
-    """
-
-    certified: Float[np.ndarray, " S"]
-    found: Float[np.ndarray, " S"]
-    noise: float
+from l2r.report.style import layout, panel_figure, router_color
+from l2r.runs.diagnosis import Diagnosis
 
 
-def stability_bars(
-    values: Mapping[str, Mapping[str, tuple[float, float, float]]], titles: Mapping[str, str]
-) -> go.Figure:
-    """A panel per metric with (mean, low, high) of every checkpoint."""
-    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=list(titles.values()))
-    for column, field in enumerate(titles, start=1):
-        rows = [values[name][field] for name in values]
+def stability_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Stability and Top-k Overlap of every checkpoint, with their intervals."""
+    titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
+    figure, places = panel_figure(list(titles.values()), len(titles))
+    for place, field in zip(places, titles, strict=True):
+        rows = [_interval(view, field) for view in views.values()]
         figure.add_bar(
-            x=list(values),
+            x=list(views),
             y=[mean for mean, _, _ in rows],
             error_y={
                 "array": [high - mean for mean, _, high in rows],
@@ -40,37 +26,32 @@ def stability_bars(
             text=[f"{mean:.4f}" for mean, _, _ in rows],
             textposition="inside",
             insidetextanchor="start",
-            marker_color=[router_color(name, i) for i, name in enumerate(values)],
+            marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
-            row=1,
-            col=column,
+            **place,
         )
-        figure.update_yaxes(title_text="share", range=[0, 1.05], row=1, col=column)
+        figure.update_yaxes(title_text="share", range=[0, 1.05], **place)
     figure.update_layout(**layout(height=360))
     return figure
 
 
-def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
+def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Share of tokens whose decision holds for every change of the input up to a norm.
 
     A panel per decision (first expert, chosen set); per checkpoint a solid line that is proven
     and a dotted one above it that no change found contradicts: the truth lies between.
     """
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=list(panels))
-    finite = [
-        radii.found[np.isfinite(radii.found)]
-        for group in panels.values()
-        for radii in group.values()
-    ]
+    decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
+    figure, places = panel_figure(list(decisions.values()), len(decisions))
+    found = [_all_layers(view, f"found_{d}") for d in decisions for view in views.values()]
+    finite = [radii[np.isfinite(radii)] for radii in found]
     far = max((float(np.quantile(one, 0.98)) for one in finite if one.size), default=1.0)
-    far = max(far, *(1.2 * r.noise for group in panels.values() for r in group.values()))
-    grid = np.linspace(0, far, 161)
-    for column, group in enumerate(panels.values(), start=1):
-        for number, (name, radii) in enumerate(group.items()):
-            for kind, dash, values in (
-                ("certified", "solid", radii.certified),
-                ("found", "dot", radii.found),
-            ):
+    noises = sorted({_noise(view) for view in views.values()})
+    grid = np.linspace(0, max(far, 1.2 * noises[-1]), 161)
+    for place, decision in zip(places, decisions, strict=True):
+        for number, (name, view) in enumerate(views.items()):
+            for kind, dash in (("certified", "solid"), ("found", "dot")):
+                values = _all_layers(view, f"{kind}_{decision}")
                 figure.add_scatter(
                     x=np.round(grid, 4),
                     y=np.round(_share_above(values, grid), 4),
@@ -78,13 +59,11 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
                     line={"dash": dash, "color": router_color(name, number)},
                     name=f"{name}, {kind}",
                     legendgroup=name,
-                    showlegend=column == 1,
-                    row=1,
-                    col=column,
+                    showlegend=place["col"] == 1,
+                    **place,
                 )
-        noises = sorted({round(radii.noise, 6) for radii in group.values()})
         for noise in noises:
-            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", row=1, col=column)
+            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", **place)
             figure.add_annotation(
                 x=noise,
                 y=1.02,
@@ -92,14 +71,30 @@ def certified_curves(panels: Mapping[str, Mapping[str, Radii]]) -> go.Figure:
                 showarrow=False,
                 xanchor="left",
                 font={"size": 11},
-                row=1,
-                col=column,
+                **place,
             )
-        figure.update_xaxes(title_text="norm of the change of the router input", row=1, col=column)
-        figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], row=1, col=column)
+        figure.update_xaxes(title_text="norm of the change of the router input", **place)
+        figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], **place)
     legend = {"orientation": "h", "y": -0.25, "x": 0}
     figure.update_layout(**layout(height=430, legend=legend))
     return figure
+
+
+def _interval(view: Diagnosis, field: str) -> tuple[float, float, float]:
+    """Mean over layers, with the mean of the ends of the layers' intervals."""
+    ends = [layer[f"{field}_interval"] for layer in view.layers]
+    low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
+    return view.mean()[field], low, high
+
+
+def _all_layers(view: Diagnosis, name: str) -> Float[np.ndarray, " S"]:
+    return np.concatenate([view.array(layer, name) for layer in range(len(view.layers))])
+
+
+def _noise(view: Diagnosis) -> float:
+    """The usual norm of the stability test's noise, sigma * sqrt(d)."""
+    hidden = view.array(0, "sample_x").shape[1]
+    return round(float(view.info["settings"]["sigma"] * hidden**0.5), 6)
 
 
 def _share_above(values: Float[np.ndarray, " S"], grid: Float[np.ndarray, " G"]) -> list[float]:

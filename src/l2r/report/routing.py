@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, router_color
+from l2r.report.style import layout, panel_figure, router_color
 from l2r.runs.diagnosis import Array, Diagnosis
 
 # Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
@@ -52,8 +51,8 @@ def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
         "stability": "Stability",
         "topk_overlap": "Top-k overlap",
     }
-    figure = make_subplots(rows=1, cols=len(fields), subplot_titles=list(fields.values()))
-    for column, field in enumerate(fields, start=1):
+    figure, places = panel_figure(list(fields.values()), len(fields))
+    for place, field in zip(places, fields, strict=True):
         values = [view.mean()[field] for view in views.values()]
         figure.add_bar(
             x=list(views),
@@ -61,8 +60,7 @@ def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
             text=[f"{value:.3f}" for value in values],
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
-            row=1,
-            col=column,
+            **place,
         )
     figure.update_layout(**layout(height=380, margin={"t": 60, "b": 90}))
     return figure
@@ -84,27 +82,22 @@ def _heatmaps(
     tallest = max(len(grid) for grid in grids.values())
     panel, gap = max(90, 24 * tallest), 95  # pixels; the gap holds ticks and two titles
     area = rows * panel + (rows - 1) * gap
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        subplot_titles=list(grids),
-        horizontal_spacing=0.1,
-        vertical_spacing=gap / area if rows > 1 else 0,
+    apart = gap / area if rows > 1 else 0
+    figure, places = panel_figure(
+        list(grids), columns, horizontal_spacing=0.1, vertical_spacing=apart
     )
-    for number, (name, grid) in enumerate(grids.items()):
-        row, column = number // columns + 1, number % columns + 1
+    for place, (name, grid) in zip(places, grids.items(), strict=True):
         figure.add_heatmap(
             z=grid,
             y=labels[name],
             coloraxis="coloraxis",
             hovertemplate="%{y}, expert %{x}: %{z:.2f} x mean<extra>" + name + "</extra>",
-            row=row,
-            col=column,
+            **place,
         )
-        figure.update_yaxes(autorange="reversed", type="category", row=row, col=column)
-        figure.update_xaxes(title_text="expert", row=row, col=column)
-        if column == 1:
-            figure.update_yaxes(title_text=y_title, row=row, col=column)
+        figure.update_yaxes(autorange="reversed", type="category", **place)
+        figure.update_xaxes(title_text="expert", **place)
+        if place["col"] == 1:
+            figure.update_yaxes(title_text=y_title, **place)
     colors = {
         "colorscale": _AROUND_ONE,
         "cmin": 0,

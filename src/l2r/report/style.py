@@ -1,7 +1,11 @@
 """Colors and layout that every figure shares."""
 
 import colorsys
+from collections.abc import Sequence
 from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from l2r.runs.router_names import PAPER_ROUTERS
 
@@ -31,6 +35,28 @@ def expert_colors(count: int) -> list[str]:
         red, green, blue = colorsys.hls_to_rgb(expert / count, lightness, 0.75)
         colors.append(f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})")
     return colors
+
+
+def expert_axis(count: int, title: str, **colorbar: Any) -> dict[str, Any]:
+    """Color axis with one flat color per expert, readable at 64 experts and more."""
+    scale: list[list[Any]] = []
+    for expert, color in enumerate(expert_colors(count)):
+        scale += [[expert / count, color], [(expert + 1) / count, color]]
+    ticks = list(range(0, count, max(1, -(-count // 16))))
+    return {
+        "colorscale": scale,
+        "cmin": -0.5,
+        "cmax": count - 0.5,
+        "colorbar": {"title": title, "tickvals": ticks, **colorbar},
+    }
+
+
+def panel_figure(titles: Sequence[str], across: int, **options: Any) -> tuple[go.Figure, list[Any]]:
+    """A figure with a panel per title, at most ``across`` in a row, and the place of each."""
+    columns = min(across, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = make_subplots(rows=rows, cols=columns, subplot_titles=list(titles), **options)
+    return figure, [{"row": n // columns + 1, "col": n % columns + 1} for n in range(len(titles))]
 
 
 def layout(**changes: Any) -> dict[str, Any]:

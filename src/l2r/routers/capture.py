@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
+from l2r.routers.observe import Hook, hooked
 
 
 @dataclass
@@ -27,11 +28,6 @@ class Captured:
         """Indices [T, K] of every layer, calls after one another."""
         return [output.indices for calls in self.outputs.values() for output in calls]
 
-    def clear(self) -> None:
-        """Forget everything collected so far."""
-        self.outputs.clear()
-        self.inputs.clear()
-
 
 @contextmanager
 def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
@@ -43,7 +39,7 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     """
     record = Captured()
 
-    def hook_for(name: str):  # type: ignore[no-untyped-def]
+    def hook_for(name: str) -> Hook:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
             record.outputs.setdefault(name, []).append(output)
             if inputs:
@@ -54,9 +50,5 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
     if not routers:
         raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
-    handles = [m.register_forward_hook(hook_for(name)) for name, m in routers.items()]
-    try:
+    with hooked({module: hook_for(name) for name, module in routers.items()}):
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -47,13 +47,6 @@ def hooked(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
             handle.remove()
 
 
-def route(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and indices of a router of ours or of Hugging Face."""
-    output: Any = router(x)
-    logits, weights, indices = output
-    return logits, weights, indices
-
-
 def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
     """Expert with the largest weight; some Hugging Face routers return the k unsorted."""
     return indices.gather(1, weights.argmax(dim=1, keepdim=True)).flatten()

@@ -17,18 +17,13 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.part")
     with temporary.open("wb") as stream:
         stream.write(content)
-        flush_to_disk(stream.fileno())
+        os.fsync(stream.fileno())
     publish(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in the same way; keys keep their order."""
     write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def flush_to_disk(descriptor: int) -> None:
-    """Ask the operating system to store what was written to an open file."""
-    os.fsync(descriptor)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -56,11 +56,6 @@ def _softmax(old: Any) -> Selection:
     return Selection(normalize=getattr(old, "norm_topk_prob", False))
 
 
-def _softmax_normalized(old: Any) -> Selection:
-    """Also where the softmax is over the k chosen logits alone: the same weights."""
-    return Selection(normalize=True)
-
-
 def _deepseek_v2(old: Any) -> Selection:
     limited = old.topk_method == "group_limited_greedy"
     return Selection(
@@ -69,55 +64,6 @@ def _deepseek_v2(old: Any) -> Selection:
         kept_groups=old.topk_group if limited else 1,
         group_best=1,
     )
-
-
-def _deepseek_v3(old: Any) -> Selection:
-    return Selection(
-        score="sigmoid",
-        normalize=old.norm_topk_prob,
-        norm_eps=1e-20,
-        scale=old.routed_scaling_factor,
-        groups=old.num_group,
-        kept_groups=old.topk_group,
-        bias="e_score_correction_bias",
-    )
-
-
-def _ernie(old: Any) -> Selection:
-    # The original bounds the sum from below by the same constant instead of adding it.
-    path = "moe_statics.e_score_correction_bias"
-    return Selection(normalize=True, norm_eps=old.norm_min, bias=path)
-
-
-def _sigmoid_with_block_bias(old: Any) -> Selection:
-    """Sigmoid scores; the selection bias belongs to the block and comes with each call."""
-    return Selection(score="sigmoid", normalize=True, block_bias=True)
-
-
-def _lfm2(old: Any) -> Selection:
-    return Selection(
-        score="sigmoid",
-        normalize=old.norm_topk_prob,
-        norm_eps=1e-6,
-        scale=old.routed_scaling_factor,
-        block_bias=True,
-    )
-
-
-def _scaled_sigmoid(scale: float) -> Selection:
-    return Selection(score="sigmoid", normalize=True, norm_eps=1e-20, scale=scale, block_bias=True)
-
-
-def _afmoe(old: Any) -> Selection:
-    return _scaled_sigmoid(old.route_scale)
-
-
-def _hy_v3(old: Any) -> Selection:
-    return _scaled_sigmoid(old.router_scaling_factor)
-
-
-def _laguna(old: Any) -> Selection:
-    return Selection(score="sigmoid", normalize=True, bias="e_score_correction_bias")
 
 
 def _cohere2(old: Any) -> Selection:
@@ -129,6 +75,30 @@ def _cohere2(old: Any) -> Selection:
 def _phimoe(old: Any) -> Selection:
     return SparseMixer(jitter=old.router_jitter_noise)
 
+
+def _rule(read: Mapping[str, str], **fixed: Any) -> Callable[[Any], Selection]:
+    """Fixed fields of a selection, and fields that are read from attributes of the old router."""
+    return lambda old: Selection(**fixed, **{f: getattr(old, name) for f, name in read.items()})
+
+
+# Also where the softmax is over the k chosen logits alone: the same weights.
+_softmax_normalized = _rule({}, normalize=True)
+# The original bounds the sum from below by the same constant instead of adding it.
+_ernie = _rule({"norm_eps": "norm_min"}, normalize=True, bias="moe_statics.e_score_correction_bias")
+_SCALED = {"normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
+_V3 = _rule(
+    {**_SCALED, "groups": "num_group", "kept_groups": "topk_group"},
+    score="sigmoid",
+    norm_eps=1e-20,
+    bias="e_score_correction_bias",
+)
+_laguna = _rule({}, score="sigmoid", normalize=True, bias="e_score_correction_bias")
+# From here on the selection bias belongs to the block and comes with each call.
+_BLOCK: dict[str, Any] = {"score": "sigmoid", "block_bias": True}
+_minimax_m2 = _rule({}, **_BLOCK, normalize=True)
+_lfm2 = _rule(_SCALED, **_BLOCK, norm_eps=1e-6)
+_afmoe = _rule({"scale": "route_scale"}, **_BLOCK, normalize=True, norm_eps=1e-20)
+_hy_v3 = _rule({"scale": "router_scaling_factor"}, **_BLOCK, normalize=True, norm_eps=1e-20)
 
 _E = {"num_experts": 8}
 _L = {"num_local_experts": 8}
@@ -223,7 +193,6 @@ TINY: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 
-_V3 = _deepseek_v3
 _V3_TINY = {**_DEEPSEEK, **_HEAD}
 _V3_MLA_TINY = {**_MLA, **_DEEPSEEK}
 
@@ -267,7 +236,7 @@ _TABLE = (
     Family("exaone_moe", "ExaoneMoeTopkRouter", _V3, _EXAONE),
     Family("nemotron_h", "NemotronHTopkRouter", _V3, _NEMOTRON),
     Family("laguna", "LagunaTopKRouter", _laguna, {**_E, **_HEAD, **_SHARED}),
-    Family("minimax_m2", "MiniMaxM2TopKRouter", _sigmoid_with_block_bias, {**_L, **_HEAD}),
+    Family("minimax_m2", "MiniMaxM2TopKRouter", _minimax_m2, {**_L, **_HEAD}),
     Family("lfm2_moe", "Lfm2MoeTopKRouter", _lfm2, _LFM2),
     Family("afmoe", "AfmoeTokenChoiceRouter", _afmoe, _AFMOE, weight="gate.weight"),
     Family("hy_v3", "HYV3TopKRouter", _hy_v3, _HY_V3),

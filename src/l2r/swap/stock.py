@@ -5,42 +5,16 @@ from typing import Any
 from torch import nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
 
-from l2r.routers import RouterConfig
-from l2r.swap.swap import swap_routers
-
 
 def stock_olmoe(**sizes: Any) -> OlmoeForCausalLM:
     """transformers' own OLMoE; ``sizes`` are fields of OlmoeConfig."""
     return OlmoeForCausalLM(OlmoeConfig(**sizes))
 
 
-def stock_experts(
-    *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
-) -> nn.Module:
-    """The stacked experts of one layer of transformers' OLMoE."""
-    model = _one_layer(hidden_size, intermediate_size, num_experts, top_k)
-    experts: nn.Module = model.model.layers[0].mlp.experts
-    return experts
-
-
-def stock_router(*, hidden_size: int, num_experts: int, top_k: int) -> nn.Module:
-    """The router of one layer of transformers' OLMoE."""
-    router: nn.Module = _one_layer(hidden_size, 8, num_experts, top_k).model.layers[0].mlp.gate
-    return router
-
-
-def swapped_router(
-    config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
-) -> nn.Module:
-    """The router that ``swap_routers`` puts into a layer of transformers' OLMoE."""
-    model = swap_routers(_one_layer(hidden_size, 8, num_experts, top_k), config)
-    router: nn.Module = model.model.layers[0].mlp.gate
-    return router
-
-
-def _one_layer(
-    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
+def one_layer(
+    *, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 8
 ) -> OlmoeForCausalLM:
+    """transformers' OLMoE with one layer and few words, for its experts or its router."""
     return stock_olmoe(
         vocab_size=8,
         hidden_size=hidden_size,

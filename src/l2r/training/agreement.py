@@ -3,8 +3,7 @@
 Shape letters: T tokens, N experts, K chosen.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from l2r.routers import Router
+from l2r.routers.observe import hooked
 from l2r.swap.swap import Site
 
 
@@ -52,23 +52,14 @@ def compare(
 def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    with _hooks([site.router for site in sites], seen), torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    return seen
 
-
-@contextmanager
-def _hooks(routers: Sequence[nn.Module], seen: list[Any]) -> Iterator[None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         x = args[0].detach().flatten(0, -2)
         seen.append((x, output[0].detach().float(), output[2].detach()))
 
-    handles = [router.register_forward_hook(hook) for router in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked({site.router: hook for site in sites}), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return seen
 
 
 def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:

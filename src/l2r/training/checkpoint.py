@@ -5,6 +5,7 @@ flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads 
 """
 
 import json
+import os
 import shutil
 import warnings
 import zlib
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from l2r.runs.atomic import flush_to_disk, publish, write_json
+from l2r.runs.atomic import publish, write_json
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
@@ -52,6 +53,7 @@ def save_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.10
             writer = HuggingFaceStorageWriter(path=str(temporary), save_distributed=True)
             save(state, storage_writer=writer, no_dist=ranks.world == 1)
     except BaseException as error:
@@ -64,7 +66,7 @@ def save_checkpoint(
         sums = {}
         for shard in sorted(temporary.iterdir()):
             with shard.open("rb") as stream:
-                flush_to_disk(stream.fileno())
+                os.fsync(stream.fileno())
             sums[shard.name] = _checksum(shard)
         facts = {"step": step, "world": ranks.world, "crc32": sums}
         write_json(temporary / "state.json", facts)

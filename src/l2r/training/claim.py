@@ -1,8 +1,5 @@
 """One run folder, one recipe, one process (group) at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe
 from l2r.routers import RouterConfig
 from l2r.runs.atomic import write_text
@@ -28,16 +25,6 @@ def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
     ranks.wait()
     if ranks.first and not run.is_run():
         write_text(run.recipe, dump_recipe(recipe))
-
-
-@contextmanager
-def lock(run: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Hold the folder: the first rank for all."""
-    if not ranks.first:
-        yield
-        return
-    with run.lock():
-        yield
 
 
 def _meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.routers.observe import Hook, hooked
+
 
 class NonFiniteError(ValueError):
     """Training met a NaN or an infinity; the message names the step, the layer and the cause."""
@@ -19,20 +21,16 @@ def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: 
             return f"{head}; parameter {name} is not finite"
     first_bad: list[str] = []
 
-    def hook_for(name: str) -> Callable[..., None]:
+    def hook_for(name: str) -> Hook:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not first_bad and any(not bool(torch.isfinite(t).all()) for t in _floats(output)):
                 first_bad.append(f"first non-finite output: {name} ({type(module).__name__})")
 
         return hook
 
-    handles = [m.register_forward_hook(hook_for(n)) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = {module: hook_for(name) for name, module in model.named_modules() if name}
+    with torch.no_grad(), hooked(hooks):
+        forward()
     return (
         f"{head}; {first_bad[0] if first_bad else 'every module output is finite, the loss is not'}"
     )

@@ -17,7 +17,6 @@ from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.experts_backend import register
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
-from l2r.training.task import Batch
 
 
 class LanguageTask:
@@ -73,7 +72,7 @@ class LanguageTask:
             pad_token_id=1,
         )
 
-    def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
+    def micro_batches(self, step: int, ranks: Ranks) -> list[dict[str, Tensor]]:
         training = self.recipe.training
         indices = self.train.batch(
             step,
@@ -85,7 +84,7 @@ class LanguageTask:
         rows = self.train.rows(indices)["input_ids"].to(ranks.device)
         return [{"input_ids": part} for part in torch.split(rows, training.micro_batch)]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return token_losses(model, batch["input_ids"]).mean()
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:

@@ -6,6 +6,7 @@ same bits from weights, optimizer slots, random state and one integer.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,12 @@ from l2r.routers import capture, constrain
 from l2r.runs.folder import RunFolder
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
-from l2r.training.build_task import build_task
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim, lock
+from l2r.training.claim import claim
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
-from l2r.training.mean_loss import MeanLoss
 from l2r.training.memory import keep_freed_memory
-from l2r.training.monitor import Monitor, Speed, progress_bar
+from l2r.training.monitor import MeanLoss, Monitor, Speed, progress_bar
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (
@@ -39,7 +38,7 @@ from l2r.training.parallel import (
 )
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
-from l2r.training.task import Batch, Task
+from l2r.training.task import Batch, Task, build_task
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,13 @@ def train(
         if ranks.first:
             run.create()
         ranks.wait()
-        with lock(run, ranks), progress_bar(show=show_progress and ranks.first) as progress:
+        lock = run.lock() if ranks.first else nullcontext()
+        with lock, progress_bar(show=show_progress and ranks.first) as progress:
             task = build_task(recipe, report)
             trainer = _Trainer(recipe, run, task, ranks, on_step)
-            monitor = Monitor(run, progress, label, trainer.steps) if ranks.first else None
-            return trainer.fit(monitor)
+            position = (task.unit, trainer.units_per_step)
+            own = run if ranks.first else None
+            return trainer.fit(Monitor(own, progress, label, trainer.steps, position))
 
 
 class _Trainer:
@@ -104,7 +105,7 @@ class _Trainer:
                 f"{training.global_batch}, {training.micro_batch} and {ranks.world}"
             )
         self.units_per_step = training.global_batch * task.item_size
-        self.steps = _steps(recipe, task)
+        self.steps = _steps(recipe, task.items, self.units_per_step)
         self.end = self.steps * self.units_per_step
         claim(run, recipe, ranks)
         torch.manual_seed(recipe.seed)
@@ -117,14 +118,13 @@ class _Trainer:
             run.write_json(run.environment, facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        decay = training.ema_decay
-        speed = recipe.losses.bias_speed
+        decay, speed = training.ema_decay, recipe.losses.bias_speed
         self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
         self.mean_loss = MeanLoss(ranks)
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
-    def fit(self, monitor: Monitor | None) -> RunResult:
+    def fit(self, monitor: Monitor) -> RunResult:
         step = self._resume(monitor)
         every, keep = self.recipe.checkpoint.every, self.recipe.checkpoint.keep
         speed = Speed()
@@ -132,21 +132,22 @@ class _Trainer:
             while step < self.steps:
                 self.on_step(step)
                 logged = (step + 1) % self.recipe.training.log_every == 0 or step + 1 == self.steps
-                record = self._step(step, summarize=logged)
+                numbers = self._step(step, summarize=logged)
                 step += 1
                 speed.add(self.units_per_step)
-                if logged and monitor is not None:
-                    record["per_second"] = speed.read()
-                    monitor.record(record)
-                    rate = f"{record['per_second']:,.0f} {self.task.unit}/s"
-                    monitor.advance(step, f"loss {record['ce']:.3f}  {rate}")
+                if logged:
+                    rate = speed.read()
+                    monitor.record("train", step, {**numbers, "per_second": rate})
+                    text = f"loss {numbers['ce']:.3f}  {rate:,.0f} {self.task.unit}/s"
+                    monitor.advance(step, text)
                 if self._due(step, self.recipe.evaluation.every):
                     self._validate(step, monitor)
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
                 saving = stopping or self._due(step, every)
                 if logged or saving:
-                    self._record_mean(step, monitor)
+                    # of all steps since the last such record, so that few records hold them all
+                    monitor.record("train_mean", step, self.mean_loss.read())
                 if saving:
                     state = (self.model, self.optimizer, self.ranks)
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
@@ -159,15 +160,8 @@ class _Trainer:
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _record_mean(self, step: int, monitor: Monitor | None) -> None:
-        """The loss of all steps since the last such record, so that few records hold them all."""
-        mean = self.mean_loss.read()
-        if mean and monitor is not None:
-            position = {"step": step, self.task.unit: step * self.units_per_step}
-            monitor.record({"kind": "train_mean", **position, **mean})
-
     def _step(self, step: int, *, summarize: bool) -> dict[str, Any]:
-        """One optimizer step; the record has the step's losses and, if asked, routing numbers."""
+        """One optimizer step; the step's losses and routing numbers, if asked."""
         rate = learning_rate(self.recipe.optimizer, step * self.units_per_step, self.end)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -196,9 +190,7 @@ class _Trainer:
         if not summarize:
             return {}
         means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
-        position = (step + 1) * self.units_per_step
-        head = {"kind": "train", "step": step + 1, self.task.unit: position}
-        return {**head, **means, "lr": rate, "grad_norm": norm, **summary}
+        return {**means, "lr": rate, "grad_norm": norm, **summary}
 
     def _backward(
         self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, summarize: bool
@@ -251,7 +243,7 @@ class _Trainer:
             raise NonFiniteError(message + self._last_checkpoint())
         return value
 
-    def _validate(self, step: int, monitor: Monitor | None) -> None:
+    def _validate(self, step: int, monitor: Monitor) -> None:
         with torch.no_grad(), precision(self.recipe.training.precision, self.ranks.device):
             numbers = self.task.validate(whole_model(self.model), self.ranks.device)
             if self.average is not None:
@@ -259,13 +251,10 @@ class _Trainer:
                     averaged = self.task.validate(whole_model(self.model), self.ranks.device)
                 numbers |= {f"ema/{name}": value for name, value in averaged.items()}
             answers = self.task.downstream(whole_model(self.model))
-        if monitor is not None:
-            position = {"step": step, self.task.unit: step * self.units_per_step}
-            monitor.record({"kind": "validation", **position, **numbers})
-            if answers:
-                monitor.record({"kind": "tasks", **position, **answers})
+        monitor.record("validation", step, numbers)
+        monitor.record("tasks", step, answers)
 
-    def _resume(self, monitor: Monitor | None) -> int:
+    def _resume(self, monitor: Monitor) -> int:
         checkpoints = self.run.complete_checkpoints()
         step = 0
         if checkpoints:
@@ -273,7 +262,7 @@ class _Trainer:
             step = load_checkpoint(checkpoints[-1], *state, extra=self.extra)
         if self.ranks.first:
             self.run.cut_metrics(step)
-        if monitor is not None and step:
+        if step:
             monitor.say(f"resuming from step {step} of {self.steps}")
             monitor.advance(step, "")
         return step
@@ -301,12 +290,11 @@ class _Trainer:
         return f"; last good checkpoint: {checkpoints[-1]}" if checkpoints else ""
 
 
-def _steps(recipe: AnyRecipe, task: Task) -> int:
+def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
     training = recipe.training
     if training.steps is not None:
         return training.steps
-    units = training.global_batch * task.item_size
     if training.tokens is not None:
-        return max(1, round(training.tokens / units))
+        return max(1, round(training.tokens / units_per_step))
     assert training.epochs is not None
-    return max(1, round(training.epochs * (task.items // training.global_batch)))
+    return max(1, round(training.epochs * (items // training.global_batch)))

@@ -1,65 +1,63 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard and a progress bar."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from l2r.runs.folder import RunFolder
-
-
-class Writer(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> Any:
-        """One number."""
+from l2r.training.ranks import Ranks
 
 
 class Monitor:
-    """Receives records of the first rank; other ranks have none."""
+    """Receives the numbers of a run; ``run`` is None on all ranks but the first.
 
-    def __init__(self, run: RunFolder, progress: Progress | None, label: str, steps: int) -> None:
+    position: what progress is counted in, tokens or images, and how many of them a step has.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder | None,
+        progress: Progress,
+        label: str,
+        steps: int,
+        position: tuple[str, int],
+    ) -> None:
         self.run = run
         self.progress = progress
-        self.steps = steps
-        self.writer = _tensorboard(run)
-        self.bar = None
-        if progress is not None:
-            self.bar = progress.add_task(label, total=steps, numbers="")
+        self.position = position
+        self.writer = None if run is None else _tensorboard(run)
+        self.bar = progress.add_task(label, total=steps, numbers="")
 
-    def record(self, record: dict[str, Any]) -> None:
-        """Append to metrics.jsonl and TensorBoard; lists become one curve per layer."""
-        self.run.append_metrics(record)
+    def record(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        """Append to metrics.jsonl and TensorBoard, if any; lists become one curve per layer."""
+        if self.run is None or not numbers:
+            return
+        unit, each = self.position
+        numbers = {unit: step * each, **numbers}
+        self.run.append_metrics({"kind": kind, "step": step, **numbers})
         if self.writer is None:
             return
-        for name, value in record.items():
-            if isinstance(value, bool | str) or name == "step":
-                continue
+        for name, value in numbers.items():
             values = value if isinstance(value, list) else [value]
             for layer, number in enumerate(values):
-                tag = f"{record['kind']}/{name}" + (f"/layer-{layer}" if len(values) > 1 else "")
-                self.writer.add_scalar(tag, float(number), record["step"])
+                tag = f"{kind}/{name}" + (f"/layer-{layer}" if len(values) > 1 else "")
+                self.writer.add_scalar(tag, float(number), step)
 
     def advance(self, step: int, numbers: str) -> None:
         """Move the progress bar."""
-        if self.progress is not None and self.bar is not None:
-            self.progress.update(self.bar, completed=step, numbers=numbers)
+        self.progress.update(self.bar, completed=step, numbers=numbers)
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
-        if self.progress is not None:
-            self.progress.console.print(line, highlight=False)
+        self.progress.console.print(line, highlight=False)
 
 
-@contextmanager
-def progress_bar(*, show: bool) -> Iterator[Progress | None]:
+def progress_bar(*, show: bool) -> Progress:
     """A bar with loss, speed and time left; plain lines where there is no terminal."""
-    if not show:
-        yield None
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -67,8 +65,7 @@ def progress_bar(*, show: bool) -> Iterator[Progress | None]:
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
+    return Progress(*columns, console=Console(stderr=True, quiet=not show), disable=not show)
 
 
 class Speed:
@@ -90,7 +87,33 @@ class Speed:
         return rate
 
 
-def _tensorboard(run: RunFolder) -> Writer | None:
+class MeanLoss:
+    """Sum of the task losses since the last reading; no step waits for the device."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        self._steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """The loss of one step on this rank."""
+        self._sum += loss
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """``ce``, the mean over steps and ranks, and ``steps``, their number; then start anew.
+
+        Empty where no step was added. Every rank must call this.
+        """
+        if not self._steps:
+            return {}
+        total, steps = float(self.ranks.sum(self._sum) / self.ranks.world), self._steps
+        self._sum.zero_()
+        self._steps = 0
+        return {"ce": total / steps, "steps": steps}
+
+
+def _tensorboard(run: RunFolder) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:  # optional: metrics.jsonl holds the same numbers

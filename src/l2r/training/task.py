@@ -1,11 +1,14 @@
-"""What the loop needs to know about a task."""
+"""What the loop needs to know about a task, and which task trains which recipe."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from l2r.recipes.load import AnyRecipe
+from l2r.recipes.vision import VisionRecipe
 from l2r.training.ranks import Ranks
 
 Batch = dict[str, Tensor]
@@ -48,3 +51,15 @@ class Task(Protocol):
     def describe(self) -> dict[str, Any]:
         """Facts about the data for environment.json."""
         ...
+
+
+def build_task(recipe: AnyRecipe, report: Callable[[str], None]) -> Task:
+    """The task of a recipe; ``report`` receives a line per slow preparation step."""
+    # Imported when built: each task needs packages that the other can do without.
+    if isinstance(recipe, VisionRecipe):
+        from l2r.training.vision import VisionTask
+
+        return VisionTask(recipe, report)
+    from l2r.training.language import LanguageTask
+
+    return LanguageTask(recipe, report)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.evaluation.perplexity import token_losses
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 from l2r.swap.swap import Site, new_router, place_router, record_swap, select_sites
@@ -130,8 +131,8 @@ def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
     """exp of the mean next-token cross-entropy over all batches."""
     total, count = 0.0, 0
     for ids in batches:
-        total += float(_next_token_loss(model, ids)) * ids[:, 1:].numel()
-        count += ids[:, 1:].numel()
+        losses = token_losses(model, ids)
+        total, count = total + float(losses.sum()), count + losses.numel()
     return math.exp(total / count)
 
 
@@ -144,32 +145,22 @@ def train_jointly(
     theirs, and return to their dtype at the end.
     """
     with _wide_weights(model) as autocast:
-        _train_jointly(model, batches, options, report, autocast)
-
-
-def _train_jointly(
-    model: Any,
-    batches: Sequence[Tensor],
-    options: FitOptions,
-    report: Report,
-    autocast: AbstractContextManager[Any],
-) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
-    schedule = _cosine(optimizer, options.joint_steps, warmup=options.joint_steps // 10)
-    model.train()
-    for step in range(options.joint_steps):
-        with autocast, capture(model) as record:
-            loss = _next_token_loss(model, batches[step % len(batches)])
-        logits, indices = record.logits(), record.indices()
-        loss = loss + options.balance * load_balancing_loss(logits, indices)
-        loss = loss + options.z * router_z_loss(logits)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        constrain(model)
-        schedule.step()
-        report("joint training", step + 1, options.joint_steps)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.joint_lr, betas=(0.9, 0.95))
+        schedule = _cosine(optimizer, options.joint_steps, warmup=options.joint_steps // 10)
+        model.train()
+        for step in range(options.joint_steps):
+            with autocast, capture(model) as record:
+                loss = token_losses(model, batches[step % len(batches)]).mean()
+            logits, indices = record.logits(), record.indices()
+            loss = loss + options.balance * load_balancing_loss(logits, indices)
+            loss = loss + options.z * router_z_loss(logits)
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            constrain(model)
+            schedule.step()
+            report("joint training", step + 1, options.joint_steps)
     model.eval()
 
 
@@ -249,8 +240,3 @@ def _cosine(
         return min(rising, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def _next_token_loss(model: Any, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

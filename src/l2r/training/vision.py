@@ -15,7 +15,6 @@ from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.recipes.vision import VisionRecipe
 from l2r.training.ranks import Ranks
-from l2r.training.task import Batch
 
 
 class VisionTask:
@@ -66,7 +65,7 @@ class VisionTask:
             label2id={name: label for label, name in names.items()},
         )
 
-    def micro_batches(self, step: int, ranks: Ranks) -> list[Batch]:
+    def micro_batches(self, step: int, ranks: Ranks) -> list[dict[str, Tensor]]:
         training, data = self.recipe.training, self.recipe.data
         if self._loader is None:
             self._loader = ImageLoader(
@@ -92,7 +91,7 @@ class VisionTask:
         parts = zip(torch.split(images, size), torch.split(targets, size), strict=True)
         return [{"pixel_values": x, "targets": y} for x, y in parts]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(pixel_values=batch["pixel_values"]).logits
         return nn.functional.cross_entropy(logits.float(), batch["targets"])
 

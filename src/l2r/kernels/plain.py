@@ -18,10 +18,9 @@ from l2r.functional import (
 )
 from l2r.kernels.contract import DEFAULTS, Score
 
-# Of a whole anchor router: projection, gain of the RMSNorm before it or None, anchors.
-KernelWeights = tuple[Float[Tensor, "R D"], Float[Tensor, " D"] | None, Float[Tensor, "N H R"]]
-# Its results: logits, weights, indices.
-Routed = tuple[Float[Tensor, "T N"], Float[Tensor, "T K"], Int[Tensor, "T K"]]
+# A whole anchor router: projection [R, D], gain [D] of the RMSNorm before it, anchors [N, H, R].
+KernelWeights = tuple[Tensor, Tensor | None, Tensor]
+Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, N], weights and indices [T, K]
 
 
 def linear_logits(x: Float[Tensor, "T D"], weight: Float[Tensor, "N D"]) -> Float[Tensor, "T N"]:

@@ -1,6 +1,7 @@
 """Random routing problems, their float64 reference by autograd, and the error between two."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.kernels import dispatch, plain
 from l2r.kernels.contract import Score
 from l2r.kernels.dispatch import implementation
+from l2r.routers import RouterOutput
 
 # Largest error relative to the largest entry. fp32: sums of up to D terms in another order, and
 # tf32x3 products (three tf32 products, 2e-6). bf16, fp16: one rounding of q, the logits and the
@@ -127,7 +129,13 @@ def error(found: Tensor, wanted: Tensor, *, least: float = 1e-3) -> float:
     return float("inf") if bool(torch.isnan(ratio)) else ratio.item()
 
 
-def mixed_loss(case: Case, routed: plain.Routed, reference: plain.Routed) -> tuple[Tensor, Tensor]:
+def route(inputs: dict[str, Tensor | None], module: Any = dispatch, **options: Any) -> RouterOutput:
+    """``module.route`` of inputs in the order of ``Case.inputs``."""
+    x, *parts = inputs.values()
+    return RouterOutput(*module.route(x, tuple(parts), **options))
+
+
+def mixed_loss(case: Case, routed: RouterOutput, reference: RouterOutput) -> tuple[Tensor, Tensor]:
     """One scalar of every differentiable output, with the choices of ``routed`` in both.
 
     Weights are compared at the experts that the code under test chose, since ties permute. The
@@ -152,7 +160,7 @@ def mixed_loss(case: Case, routed: plain.Routed, reference: plain.Routed) -> tup
     return totals[0], totals[1]
 
 
-def _at(case: Case, reference: plain.Routed, routed: plain.Routed) -> Tensor:
+def _at(case: Case, reference: RouterOutput, routed: RouterOutput) -> Tensor:
     """Reference weights at the experts chosen by ``routed``."""
     probs = torch.softmax(reference.logits, 1).gather(1, routed.indices.cpu())
     return probs / probs.sum(1, keepdim=True) if case.normalize else probs
@@ -163,8 +171,8 @@ def check_route(name: str, device: str, case: Case) -> None:
     inputs = case.inputs(device)
     ours, exact = leaves(inputs), double(inputs)
     with implementation(name):
-        routed = dispatch.route(**ours, **case.options())
-    reference = plain.route(**exact, **case.options())
+        routed = route(ours, **case.options())
+    reference = route(exact, plain, **case.options())
     query = plain.routing_query(exact["x"], exact["projection"], exact["gain"])
     tolerance = case.tolerance(query)
     assert error(routed.logits, reference.logits) <= tolerance
@@ -192,7 +200,7 @@ def check_logits(name: str, device: str, case: Case, steps: str) -> None:
         x, projection, gain, anchors = values.values()
         with implementation(name):
             if steps == "logits in one call":
-                logits = module.route_logits(x, projection, gain, anchors, case.score())
+                logits = module.route_logits(x, (projection, gain, anchors), case.score())
             else:
                 if steps == "with a given |q|" and case.scoring == "sips":
                     values["rho_hat"] = rho.to(anchors, copy=True).requires_grad_()

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from routing_cases import STEPS, Case, cases, check_logits, check_route, leaves
+from routing_cases import STEPS, Case, cases, check_logits, check_route, leaves, route
 
-from l2r.kernels import dispatch, native
+from l2r.kernels import cpu
 from l2r.kernels.contract import Score
+from l2r.kernels.native.build import library
 
 quick = settings(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -28,7 +29,7 @@ EDGES = [
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of the backend; the compiled one where a compiler is found."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(cpu, "library", lambda: None)
     return str(request.param)
 
 
@@ -56,7 +57,7 @@ def test_same_numbers_every_time(form: str, threads: int) -> None:
     results = []
     for _ in range(2):
         ours = leaves(case.inputs("cpu"))
-        routed = dispatch.route(**ours, **case.options())
+        routed = route(ours, **case.options())
         (routed.weights.sum() + routed.logits.sin().sum()).backward()
         results.append([routed.logits, routed.indices, *(leaf.grad for leaf in ours.values())])
     torch.set_num_threads(1)
@@ -66,7 +67,7 @@ def test_same_numbers_every_time(form: str, threads: int) -> None:
 def test_nan_input_stays_in_its_token(form: str) -> None:
     inputs = Case(5, 12, 7, 2, 2, 3).inputs("cpu")
     inputs["x"][2] = float("nan")
-    routed = dispatch.route(**inputs, score=Score("sips"), top_k=3)
+    routed = route(inputs, score=Score("sips"), top_k=3)
     assert bool(((routed.indices >= 0) & (routed.indices < 7)).all())
     assert bool(torch.isnan(routed.logits[2]).all())
     assert not bool(torch.isnan(routed.logits[[0, 1, 3, 4]]).any())
@@ -74,10 +75,10 @@ def test_nan_input_stays_in_its_token(form: str) -> None:
 
 def test_without_a_compiler_torch_operations_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("L2R_CPU_KERNEL", "off")
-    assert native.library.__wrapped__() is None
+    assert library.__wrapped__() is None
     monkeypatch.setenv("L2R_CPU_KERNEL", "on")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.library.__wrapped__() is None
+    assert library.__wrapped__() is None
 
 
 def test_no_score_tensor_lives_in_memory() -> None:
@@ -88,7 +89,7 @@ def test_no_score_tensor_lives_in_memory() -> None:
     ours = leaves(case.inputs("cpu"))
 
     def step() -> None:
-        routed = dispatch.route(**ours, **case.options())
+        routed = route(ours, **case.options())
         torch.autograd.grad(routed.weights.sum() + routed.logits.sum(), list(ours.values()))
 
     assert peak_bytes(step, "cpu") < 4 * case.tokens * case.experts * case.heads / 2
@@ -109,24 +110,24 @@ def test_sizes_that_do_not_fit_are_refused(
     inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
     inputs[name] = torch.randn(shape, requires_grad=grad)
     with pytest.raises(ValueError, match=message):
-        dispatch.route(**inputs, score=Score("sips"), top_k=2)
+        route(inputs, score=Score("sips"), top_k=2)
 
 
 def test_more_choices_than_experts_are_refused(unchecked: None) -> None:
     with pytest.raises(ValueError, match="top_k must be between 1 and 4"):
-        dispatch.route(**Case(3, 8, 4, 2, 2, 2).inputs("cpu"), score=Score("sips"), top_k=5)
+        route(Case(3, 8, 4, 2, 2, 2).inputs("cpu"), score=Score("sips"), top_k=5)
 
 
 def test_a_strided_gain_is_read_right() -> None:
     inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
     strided = {**inputs, "gain": torch.stack([inputs["gain"], inputs["gain"]], 1)[:, 0]}
-    found, wanted = (dispatch.route(**i, score=Score("sips"), top_k=2) for i in (strided, inputs))
+    found, wanted = (route(i, score=Score("sips"), top_k=2) for i in (strided, inputs))
     assert torch.equal(found.logits, wanted.logits)
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     ours = leaves(Case(3, 8, 4, 2, 2, 2).inputs("cpu"))
-    routed = dispatch.route(**ours, score=Score("sips"), top_k=2)
+    routed = route(ours, score=Score("sips"), top_k=2)
     (grad,) = torch.autograd.grad(routed.logits.sin().sum(), [ours["x"]], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
         grad.square().sum().backward()

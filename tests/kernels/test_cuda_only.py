@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from routing_cases import Case, error, leaves
+from routing_cases import Case, error, leaves, route
 
-from l2r.kernels import dispatch, plain
+from l2r.kernels import plain
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -22,8 +22,8 @@ def test_full_size_equals_float64(case: Case, dtype: torch.dtype) -> None:
     exact = {
         k: None if v is None else v.double().detach().requires_grad_() for k, v in ours.items()
     }
-    routed = dispatch.route(**ours, **case.options())
-    reference = plain.route(**exact, **case.options())
+    routed = route(ours, **case.options())
+    reference = route(exact, plain, **case.options())
     assert error(routed.logits, reference.logits.cpu()) <= 1e-4
     scale = torch.randn_like(reference.logits)
     for result in (routed, reference):
@@ -66,7 +66,7 @@ def test_full_size_is_bitwise_repeatable() -> None:
     results = []
     for _ in range(3):
         ours = leaves(FULL.inputs("cuda"))
-        routed = dispatch.route(**ours, **FULL.options())
+        routed = route(ours, **FULL.options())
         (routed.weights.sum() + routed.logits.sin().sum()).backward()
         results.append([routed.logits, routed.weights, *(leaf.grad for leaf in ours.values())])
     for other in results[1:]:

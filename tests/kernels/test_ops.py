@@ -4,12 +4,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from routing_cases import TOLERANCE, Case, error, leaves
+from routing_cases import TOLERANCE, Case, error, leaves, route
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from l2r.kernels import dispatch, operation, plain, tracing
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import GIVEN, Score, Tensors
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -42,16 +42,17 @@ def test_the_operation_passes_torch_opcheck(name: str, stage: str) -> None:
         logits = plain.anchor_logits(query, anchors, SCORE).detach().requires_grad_()
         rho_hat = query.detach().norm(dim=1).requires_grad_()
         stages = {
-            "project": ((x, weight, gain, None, None, None, None), 0),
-            "project without a gain": ((x, weight, None, None, None, None, None), 0),
-            "score": ((None, None, None, anchors, query, None, None), 0),
-            "score with |q|": ((None, None, None, anchors, query, None, rho_hat), 0),
-            "select": ((None, None, None, None, None, logits, None), 2),
-            "project and score": ((x, weight, gain, anchors, None, None, None), 0),
-            "all": ((x, weight, gain, anchors, None, None, None), 2),
+            "project": (Tensors(x, weight, gain), 0),
+            "project without a gain": (Tensors(x, weight), 0),
+            "score": (Tensors(anchors=anchors, query=query), 0),
+            "score with |q|": (Tensors(anchors=anchors, rho_hat=rho_hat, query=query), 0),
+            "select": (Tensors(logits=logits), 2),
+            "project and score": (Tensors(x, weight, gain, anchors), 0),
+            "all": (Tensors(x, weight, gain, anchors), 2),
         }
-        tensors, top_k = stages[stage]
-        opcheck(operation._route, (*tensors, SCORE[0], list(SCORE[1:]), top_k, top_k > 0, name))
+        given, top_k = stages[stage]
+        options = (SCORE[0], list(SCORE[1:]), top_k, top_k > 0, name)
+        opcheck(operation._route, (*given[:GIVEN], *options))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -212,10 +213,10 @@ def test_subclasses_and_dispatch_modes_get_the_registered_operation(
     inputs["anchors"] = inputs["anchors"].as_subclass(Watched).requires_grad_(grad)
     with torch.set_grad_enabled(grad), implementation(BACKENDS[-1]):
         Watched.seen.clear()
-        dispatch.route(**inputs, score=SCORE, top_k=2)
+        route(inputs, score=SCORE, top_k=2)
         assert any("route" in name for name in Watched.seen)
         with FlopCounterMode(display=False):
-            dispatch.route(**CASE.inputs(DEVICE), score=SCORE, top_k=2)
+            route(CASE.inputs(DEVICE), score=SCORE, top_k=2)
 
 
 def test_fake_tensors_are_never_read(unchecked: None) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from routing_cases import STEPS, Case, cases, check_logits, check_route, error, leaves
+from routing_cases import STEPS, Case, cases, check_logits, check_route, error, leaves, route
 
 from l2r.kernels import dispatch, plain
 from l2r.kernels.dispatch import implementation
@@ -80,7 +80,7 @@ def test_nan_input_gives_indices_in_range() -> None:
     inputs = case.inputs(DEVICE)
     inputs["x"][2] = float("nan")
     with implementation("triton"):
-        routed = dispatch.route(**inputs, **case.options())
+        routed = route(inputs, **case.options())
     assert bool(((routed.indices >= 0) & (routed.indices < 7)).all())
     assert bool(torch.isnan(routed.logits[2]).all())
     assert not bool(torch.isnan(routed.logits[[0, 1, 3, 4]]).any())
@@ -93,7 +93,7 @@ def test_zero_query_and_zero_anchor_have_finite_gradients() -> None:
     inputs["anchors"][2, 1] = 0
     ours = leaves(inputs)
     with implementation("triton"):
-        routed = dispatch.route(**ours, **case.options())
+        routed = route(ours, **case.options())
     routed.weights.sum().backward()
     for leaf in ours.values():
         assert bool(torch.isfinite(leaf.grad).all())
@@ -104,8 +104,8 @@ def test_inputs_need_not_be_contiguous() -> None:
     inputs = case.inputs(DEVICE)
     strided = {name: value.mT.contiguous().mT for name, value in inputs.items() if value.dim() > 1}
     with implementation("triton"):
-        one = dispatch.route(**inputs, **case.options())
-        two = dispatch.route(**{**inputs, **strided}, **case.options())
+        one = route(inputs, **case.options())
+        two = route({**inputs, **strided}, **case.options())
     assert torch.equal(one.logits, two.logits)
 
 
@@ -115,7 +115,7 @@ def test_same_numbers_every_time() -> None:
     for _ in range(2):
         ours = leaves(case.inputs(DEVICE))
         with implementation("triton"):
-            routed = dispatch.route(**ours, **case.options())
+            routed = route(ours, **case.options())
         (routed.weights.sum() + routed.logits.sin().sum()).backward()
         results.append([routed.logits, routed.weights, *(leaf.grad for leaf in ours.values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -10,13 +10,13 @@ are columns, queries [R, T] and anchors [R, H N]: sums over a small rank are sum
 Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from l2r.functional import phi, psi
-from l2r.kernels.contract import Grads, Score, Tensors, Upstream, first_input
+from l2r.kernels.contract import Options, Score, Tensors, first_input
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 _SCORE_NUMBERS = 2**17  # scores in a block, per thread
@@ -25,26 +25,24 @@ _VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
 _SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
 
 
-def forward(given: Tensors, score: Score, *, top_k: int, normalize: bool, save: bool) -> Tensors:
+def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the one stage that is given."""
     if given.x is not None:
-        return _project(given, score)
+        return _project(given, options.score)
     if given.anchors is not None:
-        logits = _Core(given, score).all_logits().to(first_input(given).dtype)
+        logits = _Core(given, options.score).all_logits().to(first_input(given).dtype)
         return given._replace(logits=logits)
-    return _select(given, top_k, normalize=normalize, save=save)
+    return _select(given, options)
 
 
-def backward(
-    tensors: Tensors, up: Upstream, score: Score, *, normalize: bool, need_x: bool
-) -> Grads:
+def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what the one stage was given."""
     if tensors.x is not None:
-        return _project_backward(tensors, up, need_x=need_x)
+        return _project_backward(tensors, up, need_x=options.need_x)
     if tensors.anchors is not None:
         assert up.logits is not None and tensors.logits is not None
-        return _Core(tensors, score).backward(up.logits, tensors.logits)
-    return Grads(logits=_select_backward(tensors, up, normalize=normalize))
+        return _Core(tensors, options.score).backward(up.logits, tensors.logits)
+    return Tensors(logits=_select_backward(tensors, up, normalize=options.normalize))
 
 
 def _project(given: Tensors, score: Score) -> Tensors:
@@ -54,7 +52,7 @@ def _project(given: Tensors, score: Score) -> Tensors:
     folded = _folded(weight, gain)
     norm = None if gain is None else x.new_empty(tokens, dtype=torch.float32)
     query = x.new_empty(tokens, weight.shape[0], dtype=torch.float32)
-    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
+    for block in _blocks(tokens, _read_size(weight, gain)):
         rows = x[block].float()
         _times_rows(folded, rows, out=query[block])
         if norm is not None:
@@ -65,20 +63,20 @@ def _project(given: Tensors, score: Score) -> Tensors:
     return given._replace(query=query.to(weight.dtype), rstd=norm)
 
 
-def _select(given: Tensors, top_k: int, *, normalize: bool, save: bool) -> Tensors:
+def _select(given: Tensors, options: Options) -> Tensors:
     wide = first_input(given).float()
-    weights, indices = torch.topk(torch.softmax(wide, dim=1), top_k, dim=1)
+    weights, indices = torch.topk(torch.softmax(wide, dim=1), options.top_k, dim=1)
     lse = None
-    if save:  # log sum exp = logit - log prob, exact for the most probable expert
+    if options.save:  # log sum exp = logit - log prob, exact for the most probable expert
         lse = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
-    if normalize:
+    if options.normalize:
         weights = weights / weights.sum(dim=1, keepdim=True)
     return given._replace(weights=weights, indices=indices, lse=lse)
 
 
-def _select_backward(tensors: Tensors, up: Upstream, *, normalize: bool) -> Tensor:
+def _select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
-    *_, logits, weights, indices, lse, _ = tensors
+    *_, logits, _, weights, indices, lse = tensors
     assert logits is not None and weights is not None and indices is not None and lse is not None
     if up.weights is None:
         assert up.logits is not None
@@ -94,8 +92,8 @@ def _select_backward(tensors: Tensors, up: Upstream, *, normalize: bool) -> Tens
     return grad if up.logits is None else grad.add_(up.logits)
 
 
-def _project_backward(tensors: Tensors, up: Upstream, *, need_x: bool) -> Grads:
-    x, weight, gain, _, query, rstd, *_ = tensors
+def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors:
+    x, weight, gain, _, _, query, _, rstd, *_ = tensors
     assert x is not None and weight is not None and query is not None and up.query is not None
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
@@ -105,7 +103,7 @@ def _project_backward(tensors: Tensors, up: Upstream, *, need_x: bool) -> Grads:
         grad = grad * rstd
     grad_x = x.new_empty(tokens if need_x else 0, hidden)
     grad_folded = torch.zeros_like(folded)
-    for block in _blocks(tokens, _read_numbers(weight, gain) // hidden):
+    for block in _blocks(tokens, _read_size(weight, gain)):
         rows, columns = x[block].float(), grad[:, block]
         grad_folded.addmm_(columns, rows)
         if need_x:
@@ -120,37 +118,38 @@ def _project_backward(tensors: Tensors, up: Upstream, *, need_x: bool) -> Grads:
     if gain is not None:
         grad_gain = (grad_folded * weight).sum(dim=0).to(gain.dtype)
         grad_folded *= gain
-    return Grads(grad_x if need_x else None, grad_folded.to(weight.dtype), grad_gain)
+    return Tensors(grad_x if need_x else None, grad_folded.to(weight.dtype), grad_gain)
 
 
 class _Core:
     """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
 
     def __init__(self, tensors: Tensors, score: Score) -> None:
-        *_, anchors, query, _, _, _, _, _, rho_hat = tensors
+        _, _, _, anchors, rho_hat, query, *_ = tensors
         assert anchors is not None and query is not None
         self.given, self.score = tensors, score
         self.experts, self.heads, self.rank = anchors.shape
         self.query = _columns(query)
         self.rho_hat = None if rho_hat is None else rho_hat.float()
         self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
-        self.a = _query_side(self.query, self.rho_hat, score)
-        self.b = _anchor_side(self.anchors, score)
+        self.a = _side(self.query, score, self._phi)
+        self.b = _side(self.anchors, score, lambda kappa: psi(kappa, p=score.p))
         self.safe = False
-        if (
-            self.heads > 1 and self.a.shape[1] >= FEW_TOKENS
-        ):  # for fewer it costs more than it saves
+        if self.heads > 1 and self.a.shape[1] >= FEW_TOKENS:  # else it costs more than it saves
             largest = _norms(self.a).max() * _norms(self.b).max()  # of |a . b|
             self.safe = float(largest) <= _SAFE_EXPONENT
+
+    def _phi(self, norm: Tensor) -> Tensor:
+        rho_hat = norm if self.rho_hat is None else self.rho_hat
+        return phi(rho_hat, gamma=self.score.gamma, beta=self.score.beta)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
         tokens, columns = self.a.shape[1], self.b.shape[1]
         size = max(1, _SCORE_NUMBERS * torch.get_num_threads() // columns)
         buffer = self.a.new_empty(min(size, tokens), columns)
-        for start in range(0, tokens, size):
-            block = slice(start, min(start + size, tokens))
-            scores = buffer[: block.stop - start]
+        for block in _blocks(tokens, size):
+            scores = buffer[: block.stop - block.start]
             torch.mm(self.a[:, block].t(), self.b, out=scores)
             yield block, scores.view(-1, self.heads, self.experts)
 
@@ -169,7 +168,7 @@ class _Core:
             logits.log_()
         return logits if self.score.scale == 1 else logits.mul_(self.score.scale)
 
-    def backward(self, grad_logits: Tensor, logits: Tensor) -> Grads:
+    def backward(self, grad_logits: Tensor, logits: Tensor) -> Tensors:
         weight = grad_logits.float() * self.score.scale
         if self.heads == 1:
             return self._grads(torch.mm(self.b, weight.t()), torch.mm(self.a, weight))
@@ -186,14 +185,14 @@ class _Core:
             grad_b.addmm_(self.a[:, block], flat)
         return self._grads(grad_a, grad_b)
 
-    def _grads(self, grad_a: Tensor, grad_b: Tensor) -> Grads:
+    def _grads(self, grad_a: Tensor, grad_b: Tensor) -> Tensors:
         """Gradients of query, anchors and rho_hat, in their shapes and dtypes."""
-        *_, anchors, query, _, _, _, _, _, rho_hat = self.given
+        _, _, _, anchors, rho_hat, query, *_ = self.given
         assert anchors is not None and query is not None
         grad_query, grad_rho = _query_side_backward(grad_a, self.query, self.rho_hat, self.score)
         grad_anchors = _anchor_side_backward(grad_b, self.anchors, self.score)
         grad_anchors = grad_anchors.view(self.rank, self.heads, self.experts).permute(2, 1, 0)
-        return Grads(
+        return Tensors(
             anchors=grad_anchors.contiguous().to(anchors.dtype),
             query=grad_query.t().contiguous().to(query.dtype),
             rho_hat=None if rho_hat is None or grad_rho is None else grad_rho.to(rho_hat.dtype),
@@ -210,9 +209,11 @@ def _folded(weight: Tensor, gain: Tensor | None) -> Tensor:
     return weight.float() if gain is None else weight.float() * gain
 
 
-def _read_numbers(weight: Tensor, gain: Tensor | None) -> int:
-    """Numbers of x in a block: all of them where a matrix product is all there is to do."""
-    return 2**62 if gain is None and weight.shape[0] > _VECTOR_COLUMNS else _READ_NUMBERS
+def _read_size(weight: Tensor, gain: Tensor | None) -> int:
+    """Tokens in a block of x: all of them where a matrix product is all there is to do."""
+    if gain is None and weight.shape[0] > _VECTOR_COLUMNS:
+        return 2**62
+    return max(1, _READ_NUMBERS // weight.shape[1] * torch.get_num_threads())
 
 
 def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
@@ -224,8 +225,7 @@ def _times_rows(weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
         torch.mm(rows, weight.t(), out=out)
 
 
-def _blocks(tokens: int, per_thread: int) -> Iterator[slice]:
-    size = max(1, per_thread * torch.get_num_threads())
+def _blocks(tokens: int, size: int) -> Iterator[slice]:
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
@@ -235,31 +235,20 @@ def _norms(vectors: Tensor) -> Tensor:
     return torch.square(vectors).sum(dim=0).sqrt_()
 
 
-def _query_side(query: Tensor, rho_hat: Tensor | None, score: Score) -> Tensor:
-    """a: the query (dot), its direction (cosine), or phi(rho_hat) times its direction (sips)."""
+def _side(vectors: Tensor, score: Score, magnitude: Callable[[Tensor], Tensor]) -> Tensor:
+    """a or b: the vectors (dot), their directions (cosine), or these times a magnitude (sips)."""
     if score.scoring == "dot":
-        return query
-    norm = _norms(query)
+        return vectors
+    norm = _norms(vectors)
     if score.scoring == "cosine":
-        return query / norm.clamp_min_(score.eps)
-    factor = phi(norm if rho_hat is None else rho_hat, gamma=score.gamma, beta=score.beta)
-    return query * factor.div_(norm.clamp_min_(score.eps))
-
-
-def _anchor_side(anchors: Tensor, score: Score) -> Tensor:
-    """b: the anchor (dot), its direction (cosine), or psi(|k|) times its direction (sips)."""
-    if score.scoring == "dot":
-        return anchors
-    norm = _norms(anchors)
-    if score.scoring == "cosine":
-        return anchors / norm.clamp_min_(score.eps)
-    return anchors * psi(norm, p=score.p).div_(norm.clamp_min_(score.eps))
+        return vectors / norm.clamp_min_(score.eps)
+    return vectors * magnitude(norm).div_(norm.clamp_min_(score.eps))
 
 
 def _query_side_backward(
     grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: Score
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the query and of rho_hat (None without one) from that of a."""
+    """Gradients of the query and of rho_hat, which is |q| where not given, from that of a."""
     if score.scoring == "dot":
         return grad, None
     norm, grad_rho = _norms(query), None
@@ -268,9 +257,8 @@ def _query_side_backward(
         grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
         grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
         grad = grad * (score.gamma * (1 + score.beta * t))
-    if rho_hat is None:
-        return _direction_backward(grad, query, norm, grad_rho, score.eps), None
-    return _direction_backward(grad, query, norm, None, score.eps), grad_rho
+    grad_norm = grad_rho if rho_hat is None else None
+    return _direction_backward(grad, query, norm, grad_norm, score.eps), grad_rho
 
 
 def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: Score) -> Tensor:

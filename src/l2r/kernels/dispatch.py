@@ -9,19 +9,20 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.kernels import plain
-from l2r.kernels.contract import DEFAULTS, Score, Tensors, first_input, sizes_of
+from l2r.kernels.contract import DEFAULTS, Options, Score, Tensors, first_input, sizes_of
 from l2r.kernels.operation import BACKENDS, run
-from l2r.kernels.plain import Routed
+from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import traced, transformed
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_MIN_LOGITS_FOR_NATIVE_SELECT = 2**14  # fewer: torch's own calls are faster on a CPU
+_MIN_LOGITS = 2**14  # of a selection alone; for fewer torch's own calls are faster on a CPU
 _MAX_EXPERTS, _MAX_HEADS, _MAX_RANK = 1024, 64, 64  # of the Triton kernels
 
 linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
@@ -34,11 +35,8 @@ def routing_query(
     score: Score = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    given, watched = Tensors(x, projection, gain), traced(x, projection, gain)
-    backend = _backend_for(given, watched)
-    if backend is None:
-        return plain.routing_query(x, projection, gain, score)
-    return run(backend, watched, given, score).query
+    made = _fused(Tensors(x, projection, gain), score)
+    return plain.routing_query(x, projection, gain, score) if made is None else made.query
 
 
 def anchor_logits(
@@ -49,59 +47,41 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     rho_hat = rho_hat if score.scoring == "sips" else None  # the others never read |q|
-    given = Tensors(anchors=anchors, query=query, rho_hat=rho_hat)
-    watched = traced(query, anchors, rho_hat)
-    backend = _backend_for(given, watched)
-    if backend is None:
-        return plain.anchor_logits(query, anchors, score, rho_hat)
-    return run(backend, watched, given, score).logits
+    made = _fused(Tensors(anchors=anchors, query=query, rho_hat=rho_hat), score)
+    return plain.anchor_logits(query, anchors, score, rho_hat) if made is None else made.logits
 
 
 def softmax_top_k(
     logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
-    given, watched = Tensors(logits=logits), traced(logits)
-    small = watched or logits.numel() < _MIN_LOGITS_FOR_NATIVE_SELECT
-    backend = None if small and _named_for(logits) == "cpu" else _backend_for(given, watched, top_k)
-    if backend is None:
+    made = _fused(Tensors(logits=logits), DEFAULTS, top_k, normalize)
+    if made is None:
         return plain.softmax_top_k(logits, top_k, normalize=normalize)
-    made = run(backend, watched, given, top_k=top_k, normalize=normalize)
     return made.weights, made.indices
 
 
 def route_logits(
-    x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
-    score: Score,
+    x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    given, watched = Tensors(x, projection, gain, anchors), traced(x, projection, gain, anchors)
-    backend = _backend_for(given, watched)
-    if backend is None:
-        return plain.route_logits(x, projection, gain, anchors, score)
-    return run(backend, watched, given, score).logits
+    made = _fused(Tensors(x, *parts), score)
+    return plain.route_logits(x, parts, score) if made is None else made.logits
 
 
 def route(
     x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
+    parts: KernelWeights,
     score: Score,
     *,
     top_k: int,
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    given, watched = Tensors(x, projection, gain, anchors), traced(x, projection, gain, anchors)
-    backend = _backend_for(given, watched, top_k)
-    if backend is None:
-        return plain.route(x, projection, gain, anchors, score, top_k=top_k, normalize=normalize)
-    made = run(backend, watched, given, score, top_k=top_k, normalize=normalize)
-    return Routed(made.logits, made.weights, made.indices)
+    made = _fused(Tensors(x, *parts), score, top_k, normalize)
+    if made is None:
+        return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
+    return made.logits, made.weights, made.indices
 
 
 class _Forced:
@@ -134,27 +114,25 @@ def _named_for(tensor: Tensor) -> str | None:
     return "triton" if tensor.is_cuda and has_triton() else None
 
 
-def _backend_for(given: Tensors, watched: bool, top_k: int | None = None) -> str | None:
-    """Fused backend by the device of the first tensor, None where plain code runs.
+def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bool = False) -> Any:
+    """Results of the backend for the device of the first tensor; None where plain code must run.
 
     Raises ValueError for sizes that a kernel would read past; plain code finds them itself.
     """
-    x, weight, _, anchors, query, _, logits, *_ = given
-    first = first_input(given)
-    name = _named_for(first)
-    if name is None:
+    first, present = first_input(given), [tensor for tensor in given if tensor is not None]
+    name, watched = _named_for(first), traced(*present)
+    if name is None or not _DTYPES.issuperset([tensor.dtype for tensor in present]):
         return None
-    for tensor in (x, weight, anchors, query, logits):
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            return None
     if torch.compiler.is_exporting() if watched else transformed():
         return None
+    if name == "cpu" and first is given.logits and (watched or first.numel() < _MIN_LOGITS):
+        return None
     if name == "triton":
-        _, _, rank, experts, heads, _ = sizes_of(given)
+        _, _, rank, experts, heads = sizes_of(given)
         if experts > _MAX_EXPERTS or heads > _MAX_HEADS or rank > _MAX_RANK:
             return None
     _check(given, top_k)
-    return name
+    return run(name, watched, given, Options(score, top_k or 0, normalize))
 
 
 @cache

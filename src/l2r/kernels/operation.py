@@ -6,31 +6,33 @@ and CUDA graphs go through; compilers, dispatch modes and tensor subclasses get 
 mode an autograd function calls the same bodies, which spares 100 microseconds a call. The
 backward has no derivative: second derivatives need ``dispatch.implementation("plain")``.
 
-Absent stages have None among the inputs; a registered operation must return tensors, so results
-that are absent come out of it empty.
+Absent stages have None among the inputs. A registered operation must return tensors, so what is
+absent comes out of it empty, with more dimensions than any result.
 """
 
 import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from l2r.kernels.contract import (
-    DEFAULTS,
+    GIVEN,
+    MADE,
     Backend,
-    Grads,
+    Options,
     Score,
     Tensors,
-    Upstream,
     empty_grads,
     empty_results,
     first_input,
 )
 
+_ABSENT = (0, 0, 0)
+_ALL = len(Tensors._fields)
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
 
@@ -41,126 +43,75 @@ def backend(name: str) -> Backend:
     return module
 
 
-class Results(NamedTuple):
-    """What the stages make; empty or None where a stage is absent."""
-
-    query: Any = None
-    rstd: Any = None
-    logits: Any = None
-    weights: Any = None
-    indices: Any = None
-    lse: Any = None
-
-
-def run(
-    name: str,
-    watched: bool,
-    given: Tensors,
-    score: Score = DEFAULTS,
-    *,
-    top_k: int = 0,
-    normalize: bool = False,
-) -> Any:
-    """Results, by name, of the given stages; differentiable where an input wants gradients.
+def run(name: str, watched: bool, given: Tensors, options: Options) -> Any:
+    """Results of the given stages; differentiable where an input wants gradients.
 
     ``watched`` says whether a compiler, a mode or a subclass must see the registered operation.
     """
-    if not watched and not (torch.is_grad_enabled() and any(map(_wants_gradient, given))):
+    inputs = given[:GIVEN]
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if not (watched or grad):
         # Past the operation: decoding a token feels every microsecond of the call.
-        given = _dense(given)
-        return backend(name).forward(given, score, top_k=top_k, normalize=normalize, save=False)
-    x, weight, gain, anchors, query, _, logits, *_, rho_hat = given
+        return backend(name).forward(_dense(given), options)
+    score, top_k, normalize, *_ = options
     call = _route if watched else _eager
-    tensors = (x, weight, gain, anchors, query, logits, rho_hat)
-    return Results(*call(*tensors, score.scoring, list(score[1:]), top_k, normalize, name))
-
-
-def _wants_gradient(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    made = call(*inputs, score.scoring, list(score[1:]), top_k, normalize, name)
+    return Tensors(*given[:MADE], *made)
 
 
 def _dense(tensors: Tensors) -> Tensors:
     return Tensors(*[None if tensor is None else tensor.contiguous() for tensor in tensors])
 
 
-def _results(given: Tensors, done: Tensors, top_k: int) -> Results:
-    """The tensors that the stages made, without those that were given."""
-    query = None if given.x is None else done.query
-    logits = None if given.anchors is None else done.logits
-    if not top_k:
-        return Results(query, done.rstd, logits)
-    return Results(query, done.rstd, logits, done.weights, done.indices, done.lse)
+def _made(given: Tensors, done: Tensors) -> tuple[Tensor | None, ...]:
+    """What the stages made, None for what was given."""
+    pairs = zip(given[MADE:], done[MADE:], strict=True)
+    return tuple([made if before is None else None for before, made in pairs])
 
 
-def _given(inputs: Sequence[Any]) -> Tensors:
-    x, weight, gain, anchors, query, logits, rho_hat = inputs
-    return Tensors(x, weight, gain, anchors, query, logits=logits, rho_hat=rho_hat)
-
-
-def _forward(*inputs: Any) -> Results:
-    *tensors, scoring, constants, top_k, normalize, name = inputs
-    given = _dense(_given(tensors))
-    score = Score(scoring, *constants)
-    done = backend(name).forward(given, score, top_k=top_k, normalize=normalize)
-    return _results(given, done, top_k)
+def _forward(*inputs: Any) -> tuple[Tensor | None, ...]:
+    scoring, constants, top_k, normalize, name = inputs[GIVEN:]
+    given = _dense(Tensors(*inputs[:GIVEN]))
+    options = Options(Score(scoring, *constants), top_k, normalize, save=True)
+    return _made(given, backend(name).forward(given, options))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    *tensors, ctx.scoring, ctx.constants, top_k, ctx.normalize, ctx.name = inputs
-    given, made = _given(tensors), Results(*output)
+    given, ctx.options = Tensors(*inputs[:GIVEN]), inputs[GIVEN:]
+    made = [None if tensor is None or tensor.dim() == len(_ABSENT) else tensor for tensor in output]
+    query, logits, _, weights, *_ = made
+    results = {id(query if logits is None else logits), id(weights)}
     ctx.set_materialize_grads(False)
-    results = {"logits": given.anchors is not None, "weights": top_k > 0}
-    results["query"] = not any(results.values())  # of a projection alone
-    fixed = [t for key, t in made._asdict().items() if not results.get(key)]
-    ctx.mark_non_differentiable(*[tensor for tensor in fixed if tensor is not None])
-    if given.x is not None:
-        given = given._replace(query=made.query)
-    if given.gain is not None:
-        given = given._replace(rstd=made.rstd)
-    if given.anchors is not None:
-        given = given._replace(logits=made.logits)
-    if top_k:
-        given = given._replace(weights=made.weights, indices=made.indices, lse=made.lse)
-    ctx.save_for_backward(*given)
+    fixed = [tensor for tensor in output if tensor is not None and id(tensor) not in results]
+    ctx.mark_non_differentiable(*fixed)
+    pairs = zip(given[MADE:], made, strict=True)
+    known = [after if before is None else before for before, after in pairs]
+    ctx.save_for_backward(*given[:MADE], *known)
 
 
-Run = Callable[..., Sequence[Tensor | None]]
-
-
-def _input_grads(run_backward: Run, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _input_grads(run_backward: Callable[..., Any], ctx: Any, grads: Any) -> tuple[Any, ...]:
     """Gradients of all inputs of the operation."""
-    up = Upstream(grads[0], grads[2], grads[3])
-    if all(grad is None for grad in up):
-        return (None,) * 12
-    tensors, need_x = Tensors(*ctx.saved_tensors), ctx.needs_input_grad[0]
-    options = (ctx.scoring, ctx.constants, ctx.normalize, need_x, ctx.name)
-    x, weight, gain, anchors, query, logits, rho_hat = run_backward(*tensors, *up, *options)
-    scores = tensors.anchors is not None
-    if tensors.x is not None:
-        return (
-            x if need_x else None,
-            weight,
-            None if tensors.gain is None else gain,
-            anchors if scores else None,
-            *[None] * 8,
-        )
-    if scores:
-        rho_hat = None if tensors.rho_hat is None else rho_hat
-        return (None, None, None, anchors, query, None, rho_hat, *[None] * 5)
-    assert tensors.logits is not None and logits is not None
-    return (*[None] * 5, logits.to(tensors.logits.dtype), *[None] * 6)
+    query, logits, _, weights, *_ = grads
+    rest = [None] * len(ctx.options)
+    if query is None and logits is None and weights is None:
+        return (*[None] * GIVEN, *rest)
+    needed, tensors = ctx.needs_input_grad[:GIVEN], ctx.saved_tensors
+    found = run_backward(*tensors, query, logits, weights, *ctx.options, needed[0])
+    found = [grad if need else None for grad, need in zip(found, needed, strict=True)]
+    if found[-1] is not None:  # of given logits
+        found[-1] = found[-1].to(tensors[GIVEN - 1].dtype)
+    return (*found, *rest)
 
 
-def _backward(*inputs: Any) -> Grads:
-    tensors, up = Tensors(*inputs[:11]), Upstream(*inputs[11:14])
-    scoring, constants, normalize, need_x, name = inputs[14:]
+def _backward(*inputs: Any) -> tuple[Tensor | None, ...]:
+    query, logits, weights, scoring, constants, top_k, normalize, name, need_x = inputs[_ALL:]
+    tensors = _dense(Tensors(*inputs[:_ALL]))
+    options = Options(Score(scoring, *constants), top_k, normalize, need_x=need_x)
     if first_input(tensors).shape[0] == 0:
-        grads = empty_grads(tensors, need_x=need_x)
-        return Grads(*[None if grad is None else grad.zero_() for grad in grads])
-    up = Upstream(*[None if grad is None else grad.contiguous() for grad in up])
-    score = Score(scoring, *constants)
-    call = backend(name).backward
-    return call(_dense(tensors), up, score, normalize=normalize, need_x=need_x)
+        grads = empty_grads(tensors, options)
+        return tuple([None if grad is None else grad.zero_() for grad in grads[:GIVEN]])
+    up = _dense(Tensors(query=query, logits=logits, weights=weights))
+    return backend(name).backward(tensors, up, options)[:GIVEN]
 
 
 class _Eager(Function):
@@ -168,7 +119,7 @@ class _Eager(Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         made = _forward(*inputs)
         _setup(ctx, inputs, made)
-        return tuple(made)
+        return made
 
     @staticmethod
     @once_differentiable
@@ -183,47 +134,46 @@ _eager: Callable[..., Any] = _Eager.apply
 
 
 def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> Any:
-    """Empty tensors in the place of None."""
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+    """Tensors that count as absent in the place of None."""
+    return tuple(like.new_empty(_ABSENT) if tensor is None else tensor for tensor in tensors)
 
 
-_GIVEN = "Tensor? x, Tensor? weight, Tensor? gain, Tensor? anchors, Tensor? query"
-_CONSTANTS = "str scoring, float[] constants"
+def _schema(inputs: Sequence[str], more: str, results: int) -> str:
+    tensors = ", ".join(f"Tensor? {name}" for name in inputs)
+    options = "str scoring, float[] constants, int top_k, bool normalize, str backend"
+    return f"({tensors}, {options}{more}) -> ({', '.join(['Tensor'] * results)})"
 
 
 @torch.library.custom_op(
-    "l2r::route",
-    mutates_args=(),
-    schema=f"({_GIVEN}, Tensor? logits, Tensor? rho_hat, {_CONSTANTS}, int top_k, bool normalize, "
-    "str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "l2r::route", mutates_args=(), schema=_schema(Tensors._fields[:GIVEN], "", 6)
 )
 def _route(*inputs: Any) -> Any:
-    return _filled(_forward(*inputs), first_input(_given(inputs[:7])))
+    return _filled(_forward(*inputs), first_input(Tensors(*inputs[:GIVEN])))
 
 
 @_route.register_fake
 def _(*inputs: Any) -> Any:
-    *tensors, _, _, top_k, _, _ = inputs
-    given = _given(tensors)
-    return _filled(_results(given, empty_results(given, top_k=top_k), top_k), first_input(given))
+    given, options = Tensors(*inputs[:GIVEN]), Options(top_k=inputs[-3], save=True)
+    return _filled(_made(given, empty_results(given, options)), first_input(given))
+
+
+_UP = ("up_query", "up_logits", "up_weights")
 
 
 @torch.library.custom_op(
     "l2r::route_backward",
     mutates_args=(),
-    schema=f"({_GIVEN}, Tensor? rstd, Tensor? logits, Tensor? weights, Tensor? indices, "
-    "Tensor? lse, Tensor? rho_hat, Tensor? up_query, Tensor? up_logits, Tensor? up_weights, "
-    f"{_CONSTANTS}, bool normalize, bool need_x, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=_schema((*Tensors._fields, *_UP), ", bool need_x", 7),
 )
 def _route_backward(*inputs: Any) -> Any:
-    return _filled(_backward(*inputs), first_input(Tensors(*inputs[:11])))
+    return _filled(_backward(*inputs), first_input(Tensors(*inputs[:_ALL])))
 
 
 @_route_backward.register_fake
 def _(*inputs: Any) -> Any:
-    tensors = Tensors(*inputs[:11])
-    return _filled(empty_grads(tensors, need_x=inputs[-2]), first_input(tensors))
+    tensors = Tensors(*inputs[:_ALL])
+    grads = empty_grads(tensors, Options(need_x=inputs[-1]))
+    return _filled(grads[:GIVEN], first_input(tensors))
 
 
 def _through_op(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -3,8 +3,6 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 """
 
-from typing import NamedTuple
-
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -20,13 +18,9 @@ from l2r.functional import (
 )
 from l2r.kernels.contract import DEFAULTS, Score
 
-
-class Routed(NamedTuple):
-    """Result of ``route``."""
-
-    logits: Float[Tensor, "T N"]
-    weights: Float[Tensor, "T K"]
-    indices: Int[Tensor, "T K"]
+# A whole anchor router: projection [R, D], gain [D] of the RMSNorm before it, anchors [N, H, R].
+KernelWeights = tuple[Tensor, Tensor | None, Tensor]
+Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, N], weights and indices [T, K]
 
 
 def linear_logits(x: Float[Tensor, "T D"], weight: Float[Tensor, "N D"]) -> Float[Tensor, "T N"]:
@@ -74,21 +68,16 @@ def softmax_top_k(
 
 
 def route_logits(
-    x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
-    score: Score,
+    x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """A whole anchor router but for the selection: query, then logits over the temperature."""
+    projection, gain, anchors = parts
     return anchor_logits(routing_query(x, projection, gain, score), anchors, score)
 
 
 def route(
     x: Float[Tensor, "T D"],
-    projection: Float[Tensor, "R D"],
-    gain: Float[Tensor, " D"] | None,
-    anchors: Float[Tensor, "N H R"],
+    parts: KernelWeights,
     score: Score,
     *,
     top_k: int,
@@ -98,5 +87,5 @@ def route(
 
     The fused forms read x once and hold no [T, N, H] tensor.
     """
-    logits = route_logits(x, projection, gain, anchors, score)
-    return Routed(logits, *softmax_top_k(logits, top_k, normalize=normalize))
+    logits = route_logits(x, parts, score)
+    return logits, *softmax_top_k(logits, top_k, normalize=normalize)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from l2r.functional.autocast import autocasts, without_autocast
 from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, Score
+from l2r.kernels.plain import KernelWeights
 from l2r.routers.config import RouterConfig
 from l2r.routers.selection import Selection
-
-KernelWeights = tuple[Tensor, Tensor | None, Tensor]  # projection [R, D], gain [D], anchors
 
 
 class RouterOutput(NamedTuple):
@@ -119,7 +118,7 @@ class Router(nn.Module):
         parts = self.kernel_weights(flat)
         if parts is not None and selection.fused:
             logits, weights, indices = dispatch.route(
-                flat, *parts, self.score, top_k=self.top_k, normalize=selection.normalize
+                flat, parts, self.score, top_k=self.top_k, normalize=selection.normalize
             )
         else:
             logits = self._logits(flat, parts)
@@ -128,7 +127,7 @@ class Router(nn.Module):
 
     def _logits(self, x: Tensor, parts: KernelWeights | None) -> Tensor:
         if parts is not None:
-            return dispatch.route_logits(x, *parts, self.score)
+            return dispatch.route_logits(x, parts, self.score)
         return self._tempered(self.raw_logits(x))
 
     def extra_repr(self) -> str:

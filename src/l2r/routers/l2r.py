@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
+from l2r.kernels.plain import KernelWeights
 from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import KernelWeights, as_dtype
+from l2r.routers.base import as_dtype
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from l2r.functional import unit
 from l2r.kernels import dispatch
 from l2r.kernels.contract import Score
+from l2r.kernels.plain import KernelWeights
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import KernelWeights, Router
+from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection import Selection

@@ -9,40 +9,27 @@
 
 namespace {
 
-// Gradients that come in; null: none comes that way.
-struct Upstream {
-  const float *query, *logits, *weights;  // [T, R], [T, N], [T, K]
-};
-
-struct Chosen {
-  const float* weights;  // [T, K], null: the logits alone were asked for
-  const int64_t* indices;
-  const float* lse;
-};
-
 // Gradient of the logits of one token through softmax and top-k.
-inline void select_backward(int64_t t, const float* logits, const Chosen& chosen,
-                            const Upstream& up, bool normalize, const Sizes& s, float* grad) {
+inline void select_backward(int64_t t, const Tensors& in, const Tensors& up, bool normalize,
+                            const Sizes& s, float* grad) {
   const int64_t n = s.experts, k = s.top_k;
   const float* own = up.logits ? up.logits + t * n : nullptr;
-  if (!chosen.weights) {
+  if (!up.weights) {
     std::memcpy(grad, own, n * sizeof(float));
     return;
   }
-  const float* weights = chosen.weights + t * k;
-  const int64_t* indices = chosen.indices + t * k;
-  const float* up_weights = up.weights ? up.weights + t * k : nullptr;
+  const float *logits = in.logits + t * n, *weights = in.weights + t * k;
+  const int64_t* indices = in.indices + t * k;
+  const float* up_weights = up.weights + t * k;
   float prob_coefficient = 0.0f, total = 0.0f;
-  if (up_weights)
-    for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
+  for (int64_t j = 0; j < k; ++j) total += weights[j] * up_weights[j];
   if (!normalize) prob_coefficient -= total;
-  const float lse = chosen.lse[t];
+  const float lse = in.lse[t];
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) grad[i] = fast_exp(logits[i] - lse);
   for (int64_t i = 0; i < n; ++i) grad[i] *= prob_coefficient;
-  if (up_weights)
-    for (int64_t j = 0; j < k; ++j)
-      grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
+  for (int64_t j = 0; j < k; ++j)
+    grad[indices[j]] += weights[j] * (up_weights[j] - (normalize ? total : 0.0f));
   if (own)
     for (int64_t i = 0; i < n; ++i) grad[i] += own[i];
 }
@@ -180,69 +167,65 @@ void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
 extern "C" {
 
 // The chain of gradients through the stages that ran, by what is not null:
-//   weights:  up_logits, up_weights -> the logits'   (without weights: up_logits are the logits')
-//   anchors:  the logits' -> grad_anchors, the query's
-//   x:        the query's (up_query without anchors) -> grad_x if not null, grad_weight, grad_gain
-// Where the chain ends early, its last gradient goes to grad_logits or grad_query.
-void l2r_backward(const int64_t* sizes, const Score* score, int32_t threads,
-                  int32_t normalize_weights, const float* x, const float* weight,
-                  const float* gain, const float* anchors, const float* query, const float* rstd,
-                  const float* logits, const float* weights, const int64_t* indices,
-                  const float* lse, const float* up_query, const float* up_logits,
-                  const float* up_weights, float* grad_x, float* grad_weight, float* grad_gain,
-                  float* grad_anchors, float* grad_query, float* grad_logits) {
-  const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+//   weights:  up.logits, up.weights -> the logits'   (without up.weights: up.logits are the logits')
+//   anchors:  the logits' -> grads.anchors, the query's
+//   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
+// Where the chain ends early, its last gradient goes to grads.logits or grads.query.
+void l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
+                  int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
+                  const Tensors* gradients) {
+  const Sizes s = *sizes;
   const Score c = *score;
-  const Chosen chosen{weights, indices, lse};
-  const Upstream up{up_query, up_logits, up_weights};
-  const AnchorSide keys(anchors, s, c);
-  const std::vector<float> folded = fold(weight, gain, x ? s.rank : 0, s.hidden);
-  const int64_t anchor_numbers = anchors ? s.rank * s.num_anchors() : 0;
-  const int64_t weight_numbers = x ? s.rank * s.hidden : 0;
+  const Tensors in = *tensors, up = *upstream, grads = *gradients;
+  const AnchorSide keys(in.anchors, s, c);
+  const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
+  const int64_t anchor_numbers = in.anchors ? s.rank * s.num_anchors() : 0;
+  const int64_t weight_numbers = in.x ? s.rank * s.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
-  if (grad_x) large_pages(grad_x, s.tokens * s.hidden);
+  if (grads.x) large_pages(grads.x, s.tokens * s.hidden);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     std::vector<float> room(2 * s.rank + 2 * s.experts);
     float *a = room.data(), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
-      const float *q = query + t * s.rank, *z = logits + t * s.experts;
-      float* grad = grad_logits ? grad_logits + t * s.experts : own;
-      if (anchors || grad_logits) select_backward(t, z, chosen, up, normalize_weights, s, grad);
-      if (anchors) {
+      const float *q = in.query + t * s.rank, *z = in.logits + t * s.experts;
+      float* grad = grads.logits ? grads.logits + t * s.experts : own;
+      if (in.logits) select_backward(t, in, up, normalize_weights, s, grad);
+      if (in.anchors) {
         query_side(q, s, c, a);
         pool_backward(a, keys, z, grad, s, c, work, g,
                       anchor_sums.data() + part * anchor_numbers);
         query_side_backward(g, q, s, c);
-        if (!x) std::memcpy(grad_query + t * s.rank, g, s.rank * sizeof(float));
-      } else if (x) {
+        if (!in.x) std::memcpy(grads.query + t * s.rank, g, s.rank * sizeof(float));
+      } else if (in.x) {
         std::memcpy(g, up.query + t * s.rank, s.rank * sizeof(float));
       }
-      if (!x) continue;
+      if (!in.x) continue;
       float pull = 0.0f;
-      if (gain) {
+      if (in.gain) {
+        const float rstd = in.rstd[t];
         for (int64_t r = 0; r < s.rank; ++r) pull -= g[r] * q[r];
-        pull *= rstd[t] * rstd[t] / static_cast<float>(s.hidden);
-        for (int64_t r = 0; r < s.rank; ++r) g[r] *= rstd[t];
+        pull *= rstd * rstd / static_cast<float>(s.hidden);
+        for (int64_t r = 0; r < s.rank; ++r) g[r] *= rstd;
       }
-      project_backward(x + t * s.hidden, folded.data(), g, pull, s,
-                       grad_x ? grad_x + t * s.hidden : nullptr,
+      project_backward(in.x + t * s.hidden, folded.data(), g, pull, s,
+                       grads.x ? grads.x + t * s.hidden : nullptr,
                        weight_sums.data() + part * weight_numbers);
     }
   }
-  if (anchors) {
+  if (in.anchors) {
     add_parts(anchor_sums, anchor_numbers, threads);
-    anchor_side_backward(anchor_sums.data(), anchors, keys, s, c, grad_anchors);
+    anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
   }
-  if (!x) return;
+  if (!in.x) return;
   add_parts(weight_sums, weight_numbers, threads);
-  for (int64_t d = 0; gain && d < s.hidden; ++d) grad_gain[d] = 0.0f;
+  for (int64_t d = 0; in.gain && d < s.hidden; ++d) grads.gain[d] = 0.0f;
   for (int64_t r = 0; r < s.rank; ++r)
     for (int64_t d = 0; d < s.hidden; ++d) {
       const int64_t i = r * s.hidden + d;
-      grad_weight[i] = gain ? weight_sums[i] * gain[d] : weight_sums[i];
-      if (gain) grad_gain[d] += weight_sums[i] * weight[i];
+      grads.weight[i] = in.gain ? weight_sums[i] * in.gain[d] : weight_sums[i];
+      if (in.gain) grads.gain[d] += weight_sums[i] * in.weight[i];
     }
 }
 

@@ -32,10 +32,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "forward.cpp", _FOLDER / "backward.cpp"]
 _HEADER = _FOLDER / "router.h"
-_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
-_TYPES = {  # sizes, score, threads, whether to normalize; then tensors as in contract.py
-    "l2r_forward": [_POINTER, _POINTER, _INT, _INT, *[_POINTER] * 10],
-    "l2r_backward": [_POINTER, _POINTER, _INT, _INT, *[_POINTER] * 19],
+_ARGUMENTS = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+_TYPES = {  # sizes, score, threads, whether to normalize; then structures of tensors
+    "l2r_forward": [*_ARGUMENTS, ctypes.c_void_p],
+    "l2r_backward": [*_ARGUMENTS, *[ctypes.c_void_p] * 3],
 }
 _log = logging.getLogger("l2r")
 

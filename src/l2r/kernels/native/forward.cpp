@@ -108,36 +108,36 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
 
 extern "C" {
 
-// Stages by what is given, in the order of Tensors in contract.py; results are filled where not
-// null, logits always where anchors are given:
+// Stages by what is given; results are filled where not null, logits always where anchors are
+// given:
 //   project: x, weight, maybe gain       -> query, rstd
 //   score:   anchors and the query       -> logits
 //   select:  weights not null, logits    -> weights, indices, lse
-void l2r_forward(const int64_t* sizes, const Score* score, int32_t threads,
-                 int32_t normalize_weights, const float* x, const float* weight, const float* gain,
-                 const float* anchors, float* query, float* rstd, float* logits, float* weights,
-                 int64_t* indices, float* lse) {
-  const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+void l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
+                 int32_t normalize_weights, const Tensors* tensors) {
+  const Sizes s = *sizes;
   const Score c = *score;
-  const AnchorSide keys(anchors, s, c);
-  const std::vector<float> folded = fold(weight, gain, x ? s.rank : 0, s.hidden);
+  const Tensors in = *tensors;
+  const AnchorSide keys(in.anchors, s, c);
+  const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     std::vector<float> room(2 * s.rank + 2 * s.experts);
     float *own = room.data(), *a = own + s.rank, *work = a + s.rank;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
-      float* q = query ? query + t * s.rank : own;
-      if (x) {
-        const float scale = project(x + t * s.hidden, folded.data(), s, c, gain != nullptr, q);
-        if (gain && rstd) rstd[t] = scale;
+      float* q = in.query ? in.query + t * s.rank : own;
+      if (in.x) {
+        const float* x = in.x + t * s.hidden;
+        const float scale = project(x, folded.data(), s, c, in.gain != nullptr, q);
+        if (in.rstd) in.rstd[t] = scale;
       }
-      float* out = logits + t * s.experts;
-      if (anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, out);
-      if (!weights) continue;
-      const float total = select(out, s, normalize_weights, weights + t * s.top_k,
-                                 indices + t * s.top_k, work);
-      if (lse) lse[t] = total;
+      float* logits = in.logits + t * s.experts;
+      if (in.anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, logits);
+      if (!in.weights) continue;
+      const float total = select(logits, s, normalize_weights, in.weights + t * s.top_k,
+                                 in.indices + t * s.top_k, work);
+      if (in.lse) in.lse[t] = total;
     }
   }
 }

@@ -2,7 +2,7 @@
 //
 // Letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen. Layouts: x [T, D],
 // folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous.
-// Same mathematics as cpu_blocks.py. Null pointers stand for what a call has not.
+// Same mathematics as cpu_blocks.py.
 
 #pragma once
 
@@ -71,6 +71,14 @@ struct Sizes {
 struct Score {
   int32_t scoring;  // 0 dot, 1 cosine, 2 sips
   float gamma, beta, p, eps, scale, norm_eps;
+};
+
+// A call's tensors or their gradients, in the order of Tensors in contract.py; null: not there.
+struct Tensors {
+  float *x, *weight, *gain, *anchors, *rho_hat;  // no rho_hat comes here
+  float *query, *logits, *rstd, *weights;
+  int64_t* indices;
+  float* lse;
 };
 
 // b [R, H, N] times unit from the anchors [N, H, R], their lengths [N, H] and the largest |b|.

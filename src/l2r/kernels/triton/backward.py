@@ -13,10 +13,10 @@ import triton.language as tl
 
 from l2r.kernels.triton.blocks import (
     load_anchors,
-    load_rows,
+    load_block,
     product,
-    query_terms,
-    store_rows,
+    query_side,
+    store_block,
     unit_backward,
     weighted_sum,
 )
@@ -40,22 +40,16 @@ def select_backward_kernel(
     BN: tl.constexpr,
 ):
     """Gradient of the logits [T, N] from their own and that of everything computed from them."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     ok = rows < T
     experts = tl.arange(0, BN)
-    at = rows.to(tl.int64)[:, None] * N + experts[None, :]
-    inside = ok[:, None] & (experts < N)[None, :]
-    logits = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + rows, mask=ok, other=0.0)
-    probs = tl.where(inside, tl.exp(logits - lse[:, None]), 0.0)
     grad = tl.zeros([BT, BN], tl.float32)
-    prob_coefficient = tl.zeros([BT], tl.float32)  # what pulls all logits down
     if grad_logits_ptr is not None:
-        grad += tl.load(grad_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad += load_block(grad_logits_ptr, rows, experts, T, N)
     if grad_weights_ptr is not None:
         chosen = tl.zeros([BT, BN], tl.float32)
         total = tl.zeros([BT], tl.float32)
-        row = rows.to(tl.int64) * K
+        row = rows * K
         for k in range(K):
             index = tl.load(indices_ptr + row + k, mask=ok, other=0).to(tl.int32)
             weight = tl.load(weights_ptr + row + k, mask=ok, other=0.0)
@@ -67,10 +61,11 @@ def select_backward_kernel(
                 chosen += tl.where(here, weight[:, None], 0.0)
         if NORMALIZE:
             grad -= chosen * total[:, None]
-        else:
-            prob_coefficient -= total
-    grad += probs * prob_coefficient[:, None]
-    tl.store(out_ptr + at, grad, mask=inside)
+        else:  # the probabilities pull all logits down
+            logits = load_block(logits_ptr, rows, experts, T, N)
+            lse = tl.load(lse_ptr + rows, mask=ok, other=0.0)
+            grad -= tl.exp(logits - lse[:, None]) * total[:, None]
+    store_block(out_ptr, grad, rows, experts, T, N)
 
 
 @triton.jit
@@ -81,24 +76,20 @@ def score_grads(
     logits_ptr,
     grad_logits_ptr,
     rows,
-    ok,
     cols,
-    cols_ok,
+    T,
     N,
     scale,
     H: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
 ):
     """Gradient S [BT, BC] of the scores of a block, computed again from the logits."""
-    inside = ok[:, None] & cols_ok[None, :]
-    at = rows.to(tl.int64)[:, None] * N + (cols // H)[None, :]
-    grad = scale * tl.load(grad_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    grad = scale * load_block(grad_logits_ptr, rows, cols // H, T, N)
     if H > 1:
-        logits = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32) / scale
-        grad = grad * tl.exp(product(scaled, vectors, R, RP, DOT) - logits)
-    return tl.where(inside, grad, 0.0)
+        logits = load_block(logits_ptr, rows, cols // H, T, N) / scale
+        grad = grad * tl.exp(product(scaled, vectors, R, RP) - logits)
+    return grad
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -122,48 +113,32 @@ def query_backward_kernel(
     H: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Gradient of the query (and of rho_hat): a block of tokens against all anchors."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    ok = rows < T
-    query = load_rows(query_ptr, rows, ok, R, RP)
-    inverse, factor, slope = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
-    scaled = query * (inverse * factor)[:, None]
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    lane = tl.arange(0, RP)
+    query = load_block(query_ptr, rows, lane, T, R)
+    scaled, inverse, factor, slope = query_side(query, rho_ptr, rows, T, gamma, beta, eps, SCORING)
     grad = tl.zeros([BT, RP], tl.float32)
     for c0 in range(0, N * H, BC):
         cols = c0 + tl.arange(0, BC)
-        cols_ok = cols < N * H
-        keys, key_factor = load_anchors(anchors_ptr, cols, cols_ok, eps, p, SCORING, R, RP)
+        keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
         vectors = keys * key_factor[:, None]
         weight = score_grads(
-            scaled,
-            vectors,
-            logits_ptr,
-            grad_logits_ptr,
-            rows,
-            ok,
-            cols,
-            cols_ok,
-            N,
-            scale,
-            H,
-            R,
-            RP,
-            DOT,
+            scaled, vectors, logits_ptr, grad_logits_ptr, rows, cols, T, N, scale, H, R, RP
         )
-        grad += weighted_sum(weight, vectors, R, RP, DOT)
+        grad += weighted_sum(weight, vectors, R, RP)
     if SCORING != 0:
         grad_phi = tl.sum(grad * query, 1) * inverse
         grad_rho = grad_phi * slope
         if rho_ptr is not None:
-            tl.store(grad_rho_ptr + rows, grad_rho.to(grad_rho_ptr.dtype.element_ty), mask=ok)
+            tl.store(grad_rho_ptr + rows, grad_rho.to(grad_rho_ptr.dtype.element_ty), mask=rows < T)
             grad_rho = grad_rho * 0
         norm = tl.sqrt(tl.sum(query * query, 1))
         grad = unit_backward(grad * factor[:, None], query, norm, inverse, grad_rho, eps)
-    store_rows(grad_query_ptr, grad, rows, ok, R, RP)
+    store_block(grad_query_ptr, grad, rows, lane, T, R)
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_split"])
@@ -187,44 +162,26 @@ def anchors_backward_kernel(
     H: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Partial sums [split, N H, R] of the gradient of the transformed anchors."""
     split = tl.program_id(1)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
-    cols_ok = cols < N * H
     lane = tl.arange(0, RP)
-    keys, key_factor = load_anchors(anchors_ptr, cols, cols_ok, eps, p, SCORING, R, RP)
+    keys, key_factor = load_anchors(anchors_ptr, cols, N * H, eps, p, SCORING, R, RP)
     vectors = keys * key_factor[:, None]
     grad = tl.zeros([BC, RP], tl.float32)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):
-        rows = t0 + tl.arange(0, BT)
-        ok = rows < end
-        query = load_rows(query_ptr, rows, ok, R, RP)
-        inverse, factor, _ = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
-        scaled = query * (inverse * factor)[:, None]
+        rows = (t0 + tl.arange(0, BT)).to(tl.int64)
+        query = load_block(query_ptr, rows, lane, end, R)
+        scaled, _, _, _ = query_side(query, rho_ptr, rows, end, gamma, beta, eps, SCORING)
         weight = score_grads(
-            scaled,
-            vectors,
-            logits_ptr,
-            grad_logits_ptr,
-            rows,
-            ok,
-            cols,
-            cols_ok,
-            N,
-            scale,
-            H,
-            R,
-            RP,
-            DOT,
+            scaled, vectors, logits_ptr, grad_logits_ptr, rows, cols, end, N, scale, H, R, RP
         )
-        grad += weighted_sum(tl.trans(weight), scaled, R, RP, DOT)
-    at = (split.to(tl.int64) * N * H + cols)[:, None] * R + lane[None, :]
-    tl.store(partial_ptr + at, grad, mask=cols_ok[:, None] & (lane < R)[None, :])
+        grad += weighted_sum(tl.trans(weight), scaled, R, RP)
+    store_block(partial_ptr, grad, split * N * H + cols, lane, (split + 1) * N * H, R)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -246,9 +203,8 @@ def anchors_reduce_kernel(
 ):
     """Add the partial sums and go back through psi(|k|) k / max(|k|, eps)."""
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
-    cols_ok = cols < N * H
     lane = tl.arange(0, RP)
-    ok = cols_ok[:, None] & (lane < R)[None, :]
+    ok = (cols < N * H)[:, None] & (lane < R)[None, :]
     at = cols.to(tl.int64)[:, None] * R + lane[None, :]
     grad = tl.zeros([BC, RP], tl.float32)
     for s0 in range(0, splits, BS):
@@ -257,7 +213,7 @@ def anchors_reduce_kernel(
         inside = (split < splits)[:, None, None] & ok[None, :, :]
         grad += tl.sum(tl.load(partial_ptr + there, mask=inside, other=0.0), 0)
     if SCORING != 0:
-        keys = tl.load(anchors_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        keys = load_block(anchors_ptr, cols, lane, N * H, R)
         norm = tl.sqrt(tl.sum(keys * keys, 1))
         inverse = 1 / tl.maximum(norm, eps)
         grad_norm = tl.zeros([BC], tl.float32)
@@ -265,4 +221,4 @@ def anchors_reduce_kernel(
             grad_norm = tl.sum(grad * keys, 1) * inverse / p
             grad = grad * (1 + (norm - 1) / p)[:, None]
         grad = unit_backward(grad, keys, norm, inverse, grad_norm, eps)
-    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=ok)
+    store_block(grad_ptr, grad, cols, lane, N * H, R)

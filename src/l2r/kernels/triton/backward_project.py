@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from l2r.kernels.triton.blocks import load_rows, product, weighted_sum
+from l2r.kernels.triton.blocks import load_block, product, store_block, weighted_sum
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_split"])
@@ -26,42 +26,35 @@ def project_backward_kernel(
     tokens_per_split,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
     """Gradient of x and partial sums [split, R, D] of that of W_q gain, in one read of x."""
     split = tl.program_id(1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    d_ok = d < D
     lane = tl.arange(0, RP)
-    w_ok = (lane < R)[:, None] & d_ok[None, :]
-    w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0).to(tl.float32)
+    w = load_block(weight_ptr, lane, d, R, D)
     if gain_ptr is not None:
-        w = w * tl.load(gain_ptr + d, mask=d_ok, other=0.0).to(tl.float32)[None, :]
+        w = w * tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     grad_w = tl.zeros([BD, RP], tl.float32)
     columns = tl.trans(w)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):
-        rows = t0 + tl.arange(0, BT)
-        ok = rows < end
-        grad = load_rows(grad_query_ptr, rows, ok, R, RP)
-        x_at = rows.to(tl.int64)[:, None] * D + d[None, :]
-        x_ok = ok[:, None] & d_ok[None, :]
-        x = tl.load(x_ptr + x_at, mask=x_ok, other=0.0).to(tl.float32)
+        rows = (t0 + tl.arange(0, BT)).to(tl.int64)
+        grad = load_block(grad_query_ptr, rows, lane, end, R)
+        x = load_block(x_ptr, rows, d, end, D)
         if gain_ptr is not None:
-            rstd = tl.load(rstd_ptr + rows, mask=ok, other=0.0)
-            query = load_rows(query_ptr, rows, ok, R, RP)
+            rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0.0)
+            query = load_block(query_ptr, rows, lane, end, R)
             pull = tl.sum(grad * query, 1) * rstd * rstd / D
             grad = grad * rstd[:, None]
         if grad_x_ptr is not None:
-            grad_x = product(grad, columns, R, RP, DOT)
+            grad_x = product(grad, columns, R, RP)
             if gain_ptr is not None:
                 grad_x -= x * pull[:, None]
-            tl.store(grad_x_ptr + x_at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_ok)
-        grad_w += weighted_sum(tl.trans(x), grad, R, RP, DOT)
-    at = (split * R + lane).to(tl.int64)[None, :] * D + d[:, None]
-    tl.store(partial_ptr + at, grad_w, mask=(lane < R)[None, :] & d_ok[:, None])
+            store_block(grad_x_ptr, grad_x, rows, d, end, D)
+        grad_w += weighted_sum(tl.trans(x), grad, R, RP)
+    store_block(partial_ptr, tl.trans(grad_w), split * R + lane, d, (split + 1) * R, D)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -2,8 +2,10 @@
 
 Every function works on one block held in registers, in fp32. SCORING is a number of
 ``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. A pointer that is None was not given. R is padded
-to RP lanes that hold zeros; ``DOT`` says whether products over R use the matrix units (RP >= 16)
-or a loop over the R columns, which is faster for the paper's rank 2.
+to RP lanes that hold zeros; products over R use the matrix units from RP = 16 on, which they
+need, and below a loop over the R columns, which is faster for the paper's rank 2.
+
+Rows of tokens are counted in 64 bits, since T times D may not fit into 32.
 
 Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP padded rank.
 """
@@ -35,9 +37,9 @@ def column(block, index, RP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def product(left, right, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr):
+def product(left, right, R: tl.constexpr, RP: tl.constexpr):
     """left [A, RP] times right [B, RP] transposed: [A, B]."""
-    if DOT:
+    if RP >= 16:
         out = tl.dot(left, tl.trans(right), input_precision=PRECISION)
     else:
         out = column(left, 0, RP)[:, None] * column(right, 0, RP)[None, :]
@@ -48,9 +50,9 @@ def product(left, right, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr):
+def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr):
     """weights [A, B] times vectors [B, RP]: [A, RP]."""
-    if DOT:
+    if RP >= 16:
         out = tl.dot(weights, vectors, input_precision=PRECISION)
     else:
         lane = tl.arange(0, RP)[None, :]
@@ -65,27 +67,26 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr, DOT: tl.co
 
 @triton.jit
 @no_type_check
-def load_rows(ptr, rows, ok, R: tl.constexpr, RP: tl.constexpr):
-    """Rows [BT, RP] of a matrix [T, R]."""
-    lane = tl.arange(0, RP)
-    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
-    return tl.load(ptr + at, mask=ok[:, None] & (lane < R)[None, :], other=0.0).to(tl.float32)
+def load_block(ptr, rows, cols, height, width):
+    """Entries at rows and cols of a matrix [height, width] in fp32, zeros outside of it."""
+    at = rows[:, None] * width + cols[None, :]
+    inside = (rows < height)[:, None] & (cols < width)[None, :]
+    return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def store_rows(ptr, values, rows, ok, R: tl.constexpr, RP: tl.constexpr):
-    """Write rows [BT, RP] of a matrix [T, R] in its dtype."""
-    lane = tl.arange(0, RP)
-    at = rows.to(tl.int64)[:, None] * R + lane[None, :]
-    mask = ok[:, None] & (lane < R)[None, :]
-    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=mask)
+def store_block(ptr, values, rows, cols, height, width):
+    """Write entries at rows and cols of a matrix [height, width] in its dtype."""
+    at = rows[:, None] * width + cols[None, :]
+    inside = (rows < height)[:, None] & (cols < width)[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 @no_type_check
-def query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexpr):
-    """1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
+def query_side(query, rho_ptr, rows, height, gamma, beta, eps, SCORING: tl.constexpr):
+    """a [BT, RP]; 1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
     one = tl.full(rows.shape, 1.0, tl.float32)
     inverse = one
     factor = one
@@ -96,24 +97,21 @@ def query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING: tl.constexp
         if SCORING == 2:
             rho_hat = rho
             if rho_ptr is not None:
-                rho_hat = tl.load(rho_ptr + rows, mask=ok, other=0.0).to(tl.float32)
+                rho_hat = tl.load(rho_ptr + rows, mask=rows < height, other=0.0).to(tl.float32)
             t = tanh(rho_hat)
             factor = gamma * (1 + beta * t)
             slope = gamma * beta * (1 - t * t)
-    return inverse, factor, slope
+    return query * (inverse * factor)[:, None], inverse, factor, slope
 
 
 @triton.jit
 @no_type_check
 def load_anchors(
-    anchors_ptr, cols, cols_ok, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
+    ptr, rows, height, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
 ):
     """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
-    lane = tl.arange(0, RP)
-    ok = cols_ok[:, None] & (lane < R)[None, :]
-    anchors = tl.load(anchors_ptr + cols[:, None] * R + lane[None, :], mask=ok, other=0.0)
-    anchors = anchors.to(tl.float32)
-    factor = tl.full(cols.shape, 1.0, tl.float32)
+    anchors = load_block(ptr, rows, tl.arange(0, RP), height, R)
+    factor = tl.full(rows.shape, 1.0, tl.float32)
     if SCORING != 0:
         kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
         factor = 1 / tl.maximum(kappa, eps)

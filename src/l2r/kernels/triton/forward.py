@@ -13,7 +13,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from l2r.kernels.triton.blocks import load_anchors, load_rows, product, query_terms, store_rows
+from l2r.kernels.triton.blocks import load_anchors, load_block, product, query_side, store_block
 
 
 @triton.jit
@@ -23,34 +23,29 @@ def project_block(
     weight_ptr,
     gain_ptr,
     rows,
-    ok,
+    T,
     D,
     norm_eps,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
     """Query block [BT, RP] and rstd [BT]: the gain multiplies W_q, rstd the finished sums."""
     lane = tl.arange(0, RP)
-    start = rows.to(tl.int64)[:, None] * D
     query = tl.zeros([BT, RP], tl.float32)
     square = tl.zeros([BT], tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
-        x = tl.load(x_ptr + start + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
-        x = x.to(tl.float32)
+        x = load_block(x_ptr, rows, d, T, D)
         if gain_ptr is not None:
             square += tl.sum(x * x, 1)
             gain = tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        if DOT:
-            w_ok = (lane < R)[:, None] & (d < D)[None, :]
-            w = tl.load(weight_ptr + lane[:, None] * D + d[None, :], mask=w_ok, other=0.0)
-            w = w.to(tl.float32)
+        if RP >= 16:
+            w = load_block(weight_ptr, lane, d, R, D)
             if gain_ptr is not None:
                 w = w * gain[None, :]
-            query += product(x, w, R, BD, True)
+            query += product(x, w, R, BD)
         else:
             for r in tl.static_range(R):
                 w = tl.load(weight_ptr + r * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -71,25 +66,25 @@ def score_block(
     scaled,
     anchors_ptr,
     experts,
-    experts_ok,
+    N,
     eps,
     p,
     SCORING: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
 ):
-    """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each."""
-    keys, factor = load_anchors(anchors_ptr, experts * H, experts_ok, eps, p, SCORING, R, RP)
-    top = product(scaled, keys, R, RP, DOT) * factor[None, :]
+    """Logits of a block of experts [BT, BN]: running log-sum-exp over anchors, one exp each.
+
+    The factor of b comes after the product: b itself would take twice the shared memory.
+    """
+    keys, factor = load_anchors(anchors_ptr, experts * H, N * H, eps, p, SCORING, R, RP)
+    top = product(scaled, keys, R, RP) * factor[None, :]
     if H > 1:
         total = tl.full(top.shape, 1.0, tl.float32)
         for h in range(1, H):
-            keys, factor = load_anchors(
-                anchors_ptr, experts * H + h, experts_ok, eps, p, SCORING, R, RP
-            )
-            score = product(scaled, keys, R, RP, DOT) * factor[None, :]
+            keys, factor = load_anchors(anchors_ptr, experts * H + h, N * H, eps, p, SCORING, R, RP)
+            score = product(scaled, keys, R, RP) * factor[None, :]
             gap = score - top
             small = tl.exp(-tl.abs(gap))
             total = tl.where(gap > 0, total * small + 1, total + small)
@@ -110,28 +105,27 @@ def take_best(logits, free, experts, N):
 
 @triton.jit
 @no_type_check
-def select_block(
-    logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE: tl.constexpr
-):
+def select_block(logits, weights_ptr, indices_ptr, rows, experts, T, N, K, NORMALIZE: tl.constexpr):
     """Write the K largest probabilities and their experts; returns the log-sum-exp [BT]."""
-    masked = tl.where(experts_ok[None, :], logits, -float("inf"))
+    inside = (experts < N)[None, :]
+    masked = tl.where(inside, logits, -float("inf"))
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
-    free = tl.broadcast_to(experts_ok[None, :], logits.shape)
-    row = rows.to(tl.int64) * K
+    free = tl.broadcast_to(inside, logits.shape)
+    row = rows * K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(K):
         best, choice, free = take_best(logits, free, experts, N)
         weight = tl.exp(best - lse)
         chosen_sum += weight
-        tl.store(indices_ptr + row + k, choice.to(tl.int64), mask=ok)
+        tl.store(indices_ptr + row + k, choice.to(tl.int64), mask=rows < T)
         if not NORMALIZE:
-            tl.store(weights_ptr + row + k, weight, mask=ok)
+            tl.store(weights_ptr + row + k, weight, mask=rows < T)
     if NORMALIZE:
-        free = tl.broadcast_to(experts_ok[None, :], logits.shape)
+        free = tl.broadcast_to(inside, logits.shape)
         for k in range(K):
             best, choice, free = take_best(logits, free, experts, N)
-            tl.store(weights_ptr + row + k, tl.exp(best - lse) / chosen_sum, mask=ok)
+            tl.store(weights_ptr + row + k, tl.exp(best - lse) / chosen_sum, mask=rows < T)
     return lse
 
 
@@ -142,13 +136,13 @@ def forward_kernel(
     weight_ptr,
     gain_ptr,
     anchors_ptr,
+    rho_ptr,
     query_ptr,
-    rstd_ptr,
     logits_ptr,
+    rstd_ptr,
     weights_ptr,
     indices_ptr,
     lse_ptr,
-    rho_ptr,
     T,
     D,
     N,
@@ -164,40 +158,31 @@ def forward_kernel(
     H: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    DOT: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
 ):
     """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1)."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    ok = rows < T
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
-    experts_ok = experts < N
-    logits_at = rows.to(tl.int64)[:, None] * N + experts[None, :]
-    logits_ok = ok[:, None] & experts_ok[None, :]
+    lane = tl.arange(0, RP)
     if x_ptr is not None:
         query, rstd = project_block(
-            x_ptr, weight_ptr, gain_ptr, rows, ok, D, norm_eps, R, RP, DOT, BT, BD
+            x_ptr, weight_ptr, gain_ptr, rows, T, D, norm_eps, R, RP, BT, BD
         )
-        store_rows(query_ptr, query, rows, ok, R, RP)
+        store_block(query_ptr, query, rows, lane, T, R)
         if gain_ptr is not None:
-            tl.store(rstd_ptr + rows, rstd, mask=ok)
+            tl.store(rstd_ptr + rows, rstd, mask=rows < T)
     elif anchors_ptr is not None:
-        query = load_rows(query_ptr, rows, ok, R, RP)
+        query = load_block(query_ptr, rows, lane, T, R)
     if anchors_ptr is not None:
-        inverse, factor, _ = query_terms(query, rho_ptr, rows, ok, gamma, beta, eps, SCORING)
-        scaled = query * (inverse * factor)[:, None]
-        logits = scale * score_block(
-            scaled, anchors_ptr, experts, experts_ok, eps, p, SCORING, H, R, RP, DOT
-        )
+        scaled, _, _, _ = query_side(query, rho_ptr, rows, T, gamma, beta, eps, SCORING)
+        logits = score_block(scaled, anchors_ptr, experts, N, eps, p, SCORING, H, R, RP) * scale
         logits = logits.to(logits_ptr.dtype.element_ty)
-        tl.store(logits_ptr + logits_at, logits, mask=logits_ok)
+        store_block(logits_ptr, logits, rows, experts, T, N)
         logits = logits.to(tl.float32)
     elif weights_ptr is not None:
-        logits = tl.load(logits_ptr + logits_at, mask=logits_ok, other=0.0).to(tl.float32)
+        logits = load_block(logits_ptr, rows, experts, T, N)
     if weights_ptr is not None:
-        lse = select_block(
-            logits, weights_ptr, indices_ptr, rows, ok, experts, experts_ok, N, K, NORMALIZE
-        )
-        tl.store(lse_ptr + rows, lse, mask=ok)
+        lse = select_block(logits, weights_ptr, indices_ptr, rows, experts, T, N, K, NORMALIZE)
+        tl.store(lse_ptr + rows, lse, mask=rows < T)

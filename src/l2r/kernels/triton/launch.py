@@ -6,7 +6,6 @@ Nothing here waits for the device.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,17 +13,16 @@ from torch import Tensor
 
 from l2r.kernels import contract
 from l2r.kernels.contract import (
-    DEFAULTS,
     SCORINGS,
-    Grads,
+    Options,
     Score,
     Tensors,
-    Upstream,
     backward_in_stages,
     empty_grads,
     empty_results,
     first_input,
     forward_in_stages,
+    in_one_stage,
     sizes_of,
 )
 from l2r.kernels.triton import backward as kernels
@@ -35,128 +33,100 @@ _PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multipr
 _PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hold
 
 
-def forward(
-    given: Tensors,
-    score: Score = DEFAULTS,
-    *,
-    top_k: int = 0,
-    normalize: bool = False,
-    save: bool = True,
-) -> Tensors:
+def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages, in one launch where they fit; see ``contract.Backend``."""
-    project, scores, select = given.x is not None, given.anchors is not None, top_k > 0
-    tokens, hidden, rank, experts, heads, _ = sizes_of(given)
-    if project + scores + select > 1 and not _one_launch(rank, experts):
-        return forward_in_stages(forward, given, score, top_k=top_k, normalize=normalize, save=save)
-    done = empty_results(given, top_k=top_k)
+    tokens, hidden, rank, experts, heads = sizes_of(given)
+    if not in_one_stage(given, options) and not _one_launch(rank, experts):
+        return forward_in_stages(forward, given, options)
+    done = empty_results(given, options._replace(save=True))
     if tokens == 0:
         return done
-    padded, dot = _padded(rank)
-    blocks = _forward_blocks(
-        rank=rank, hidden=hidden, experts=experts, project=project, score=scores, select=select
-    )
-    columns = triton.cdiv(experts, blocks.experts) if scores and not (project or select) else 1
+    score, blocks = options.score, _forward_blocks(given, options.top_k)
+    logits_alone = given.x is None and options.top_k == 0
+    columns = triton.cdiv(experts, blocks["BN"]) if logits_alone else 1
     with _on_device(first_input(given)):
-        forward_kernel[(triton.cdiv(tokens, blocks.tokens), columns)](
+        forward_kernel[(triton.cdiv(tokens, blocks["BT"]), columns)](
             *done,
             tokens,
             hidden,
             experts,
-            top_k,
+            options.top_k,
             *score[1:],
-            NORMALIZE=normalize,
+            NORMALIZE=options.normalize,
             SCORING=SCORINGS[score.scoring],
             H=max(1, heads),
             R=max(1, rank),
-            RP=padded,
-            DOT=dot,
-            BT=blocks.tokens,
-            BD=blocks.hidden,
-            BN=blocks.experts,
-            num_warps=blocks.warps,
+            RP=_lanes(rank),
+            **blocks,
         )
     return done
 
 
-def backward(
-    tensors: Tensors,
-    up: Upstream,
-    score: Score = DEFAULTS,
-    *,
-    normalize: bool = False,
-    need_x: bool = False,
-) -> Grads:
+def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given, stage after stage; see ``contract.Backend``."""
-    x, anchors, weights = tensors.x, tensors.anchors, tensors.weights
-    if (x is not None) + (anchors is not None) + (weights is not None) > 1:
-        return backward_in_stages(backward, tensors, up, score, normalize=normalize, need_x=need_x)
-    grads = empty_grads(tensors, need_x=need_x)
+    if not in_one_stage(tensors, options):
+        return backward_in_stages(backward, tensors, up, options)
+    grads = empty_grads(tensors, options)
     with _on_device(first_input(tensors)):
-        if x is not None:
+        if tensors.x is not None:
             _project_backward(tensors, up, grads)
-        elif anchors is not None:
-            _score_backward(tensors, up, grads, score)
+        elif tensors.anchors is not None:
+            _score_backward(tensors, up, grads, options.score)
         else:
-            _select_backward(tensors, up, grads, normalize=normalize)
+            _select_backward(tensors, up, grads, options)
     return grads
 
 
-class _Blocks(NamedTuple):
-    """Block sizes of a forward launch."""
-
-    tokens: int
-    hidden: int
-    experts: int
-    warps: int
-
-
-def _forward_blocks(
-    *, rank: int, hidden: int, experts: int, project: bool, score: bool, select: bool
-) -> _Blocks:
-    row = _power(experts, 16)
-    columns = row if select or project else min(row, 64)
-    if _padded(rank)[1] and (project or score):
+def _forward_blocks(given: Tensors, top_k: int) -> dict[str, int]:
+    """Block sizes of a forward launch: of tokens, hidden and experts; and its warps."""
+    _, hidden, rank, experts, _ = sizes_of(given)
+    project, row = given.x is not None, _power(experts, 16)
+    columns = row if top_k or project else min(row, 64)
+    if _lanes(rank) >= 16 and (project or given.anchors is not None):
         warps = 4 if columns <= 256 else 8
-        return _Blocks(16, min(_power(hidden, 16), 64), columns, warps)
+        return {"BT": 16, "BD": min(_power(hidden, 16), 64), "BN": columns, "num_warps": warps}
+    width, tokens = 16, max(1, min(2048 // columns, 16))
     if project:
         width = min(_power(hidden, 16), 2048)
-        return _Blocks(max(1, min(8192 // width, 8, 4096 // columns)), width, columns, 4)
-    return _Blocks(max(1, min(2048 // columns, 16)), 16, columns, 4)
+        tokens = max(1, min(8192 // width, 8, 4096 // columns))
+    return {"BT": tokens, "BD": width, "BN": columns, "num_warps": 4}
 
 
 def _one_launch(rank: int, experts: int) -> bool:
     """Whether all stages fit in one program's registers and shared memory."""
-    return experts <= 512 if not _padded(rank)[1] else _power(experts, 16) * rank <= 8192
+    return experts <= 512 if _lanes(rank) < 16 else _power(experts, 16) * rank <= 8192
 
 
-def _select_backward(tensors: Tensors, up: Upstream, grads: Grads, *, normalize: bool) -> None:
-    tokens, _, _, experts, _, top_k = sizes_of(tensors)
+def _select_backward(tensors: Tensors, up: Tensors, grads: Tensors, options: Options) -> None:
+    tokens, _, _, experts, _ = sizes_of(tensors)
     columns = _power(experts, 16)
     rows = max(1, min(2048 // columns, 16))
     kernels.select_backward_kernel[(triton.cdiv(tokens, rows),)](
-        *tensors[6:10],
+        tensors.logits,
+        tensors.weights,
+        tensors.indices,
+        tensors.lse,
         up.logits,
         up.weights,
         grads.logits,
         tokens,
         experts,
-        top_k,
-        NORMALIZE=normalize,
+        options.top_k,
+        NORMALIZE=options.normalize,
         BT=rows,
         BN=columns,
-        num_warps=4,
     )
 
 
-def _score_backward(tensors: Tensors, up: Upstream, grads: Grads, score: Score) -> None:
-    anchors, query, rho_hat = tensors.anchors, tensors.query, tensors.rho_hat
-    assert anchors is not None and query is not None
-    tokens, _, rank, experts, heads, _ = sizes_of(tensors)
-    padded, dot = _padded(rank)
-    anchor_sizes = {"SCORING": SCORINGS[score.scoring], "H": heads, "R": rank, "RP": padded}
-    shared = {**anchor_sizes, "DOT": dot, "num_warps": 4}
-    inputs = (query, rho_hat, anchors, tensors.logits, up.logits)
-    columns, rows = min(_power(experts * heads, 16), 64 if dot else 256), 16 if dot else 8
+def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score) -> None:
+    anchors = tensors.anchors
+    assert anchors is not None
+    tokens, _, rank, experts, heads = sizes_of(tensors)
+    lanes = _lanes(rank)
+    shared = {"SCORING": SCORINGS[score.scoring], "H": heads, "R": rank, "RP": lanes}
+    inputs = (tensors.query, tensors.rho_hat, anchors, tensors.logits, up.logits)
+    rows, most = (16, 64) if lanes >= 16 else (8, 256)
+    columns = min(_power(experts * heads, 16), most)
     kernels.query_backward_kernel[(triton.cdiv(tokens, rows),)](
         *inputs,
         grads.query,
@@ -170,9 +140,8 @@ def _score_backward(tensors: Tensors, up: Upstream, grads: Grads, score: Score) 
     )
     columns, rows = min(columns, 64), 32
     blocks = triton.cdiv(experts * heads, columns)
-    splits, per_split = _splits(tokens, rows, blocks, anchors.numel())
-    partial = contract.empty(splits, *anchors.shape, like=anchors, dtype=torch.float32)
-    kernels.anchors_backward_kernel[(blocks, splits)](
+    partial, per_split = _partial_sums(tokens, rows, blocks, anchors)
+    kernels.anchors_backward_kernel[(blocks, len(partial))](
         *inputs,
         partial,
         tokens,
@@ -189,31 +158,29 @@ def _score_backward(tensors: Tensors, up: Upstream, grads: Grads, score: Score) 
         anchors,
         grads.anchors,
         experts,
-        splits,
+        len(partial),
         score.p,
         score.eps,
-        **anchor_sizes,
+        **shared,
         BC=columns,
-        BS=min(_power(splits, 1), max(1, 4096 // (columns * padded))),
-        num_warps=4,
+        BS=min(_power(len(partial), 1), max(1, 4096 // (columns * lanes))),
     )
 
 
-def _project_backward(tensors: Tensors, up: Upstream, grads: Grads) -> None:
-    x, weight, gain, _, query, rstd, *_ = tensors
-    assert x is not None and weight is not None
+def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
+    weight = tensors.weight
+    assert weight is not None
     tokens, hidden, rank, *_ = sizes_of(tensors)
-    padded, dot = _padded(rank)
-    width, rows = min(_power(hidden, 16), 64 if dot else 256), 16
+    lanes = _lanes(rank)
+    width, rows = min(_power(hidden, 16), 64 if lanes >= 16 else 256), 16
     blocks = triton.cdiv(hidden, width)
-    splits, per_split = _splits(tokens, rows, blocks, rank * hidden)
-    partial = contract.empty(splits, rank, hidden, like=weight, dtype=torch.float32)
-    project_backward_kernel[(blocks, splits)](
-        x,
+    partial, per_split = _partial_sums(tokens, rows, blocks, weight)
+    project_backward_kernel[(blocks, len(partial))](
+        tensors.x,
         weight,
-        gain,
-        query,
-        rstd,
+        tensors.gain,
+        tensors.query,
+        tensors.rstd,
         up.query,
         grads.x,
         partial,
@@ -221,38 +188,36 @@ def _project_backward(tensors: Tensors, up: Upstream, grads: Grads) -> None:
         hidden,
         per_split,
         R=rank,
-        RP=padded,
-        DOT=dot,
+        RP=lanes,
         BT=rows,
         BD=width,
-        num_warps=4,
     )
     project_reduce_kernel[(triton.cdiv(hidden, 32),)](
         partial,
         weight,
-        gain,
+        tensors.gain,
         grads.weight,
         grads.gain,
         hidden,
-        splits,
+        len(partial),
         R=rank,
         BD=32,
-        BS=min(_power(splits, 1), 64),
-        num_warps=4,
+        BS=min(_power(len(partial), 1), 64),
     )
 
 
-def _splits(tokens: int, rows: int, blocks: int, numbers: int) -> tuple[int, int]:
-    """Into how many parts a sum over tokens is split, and tokens per part (whole blocks)."""
-    wanted = min(triton.cdiv(_PROGRAMS, blocks), max(1, _PARTIAL_NUMBERS // max(1, numbers)))
-    per_split = triton.cdiv(triton.cdiv(tokens, max(1, wanted)), rows) * rows
-    return triton.cdiv(tokens, per_split), per_split
+def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Tensor, int]:
+    """Room [splits, ...] for sums over parts of the tokens, and tokens per part (whole blocks)."""
+    wanted = min(triton.cdiv(_PROGRAMS, blocks), max(1, _PARTIAL_NUMBERS // like.numel()))
+    per_split = triton.cdiv(triton.cdiv(tokens, wanted), rows) * rows
+    splits = triton.cdiv(tokens, per_split)
+    return contract.empty(splits, *like.shape, like=like, dtype=torch.float32), per_split
 
 
-def _padded(rank: int) -> tuple[int, bool]:
-    """Lanes that a rank takes, and whether products over it run on the matrix units."""
+def _lanes(rank: int) -> int:
+    """Lanes that a rank takes; from 16 on products over it run on the matrix units."""
     lanes = _power(rank, 1)
-    return (lanes, False) if lanes <= 4 else (max(16, lanes), True)
+    return lanes if lanes <= 4 else max(16, lanes)
 
 
 def _power(size: int, smallest: int) -> int:

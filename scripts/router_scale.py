@@ -141,7 +141,7 @@ def router_scale_figure(records: Sequence[Mapping[str, Any]]) -> go.Figure:
                     row=place // 2 + 1,
                 )
     figure.update_xaxes(type="log", title="experts N", tickvals=[64, 256, 1024, 4096])
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(type="log", dtick=1, exponentformat="none")
     figure.update_yaxes(title="router's share of a layer's time (%)", col=1)
     figure.update_layout(**layout(height=760, width=1100))
     return figure

@@ -51,3 +51,4 @@ def serve(
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
     )
+    raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

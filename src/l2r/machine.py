@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("l2r-moe", "torch", "transformers", "tokenizers", "numpy", "triton")
+from l2r import __version__
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -16,7 +18,8 @@ def describe_machine() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        # Of this code, which an installation that can be edited may have outgrown.
+        "packages": {"l2r-moe": __version__, **{name: _version(name) for name in _PACKAGES}},
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

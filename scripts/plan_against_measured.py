@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from l2r.benchmarks.memory import traced_peak
 from l2r.planning.cut import Cut
 from l2r.planning.memory import formula
 from l2r.planning.simulate import simulate
@@ -67,16 +66,11 @@ def allocated(recipe: AnyRecipe) -> int:
         if step == _STEPS:
             raise DoneError
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-    with tempfile.TemporaryDirectory() as folder, profile, contextlib.suppress(DoneError):
-        train(recipe, folder, show_progress=False, on_step=stop)
-    alive = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
+    def first_steps() -> None:
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(DoneError):
+            train(recipe, folder, show_progress=False, on_step=stop)
+
+    return traced_peak(first_steps)  # one training a process: ranks meet once
 
 
 def measure(recipe: str, ranks: int, changes: list[str]) -> int:

@@ -36,6 +36,11 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - before
+    return traced_peak(step)
+
+
+def traced_peak(step: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator for the CPU had out at once while ``step`` ran."""
     activity = [torch.profiler.ProfilerActivity.CPU]
     # acc_events: there is one cycle, and torch 2.10 warns that the events of others are dropped.
     with torch.profiler.profile(

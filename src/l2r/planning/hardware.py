@@ -1,4 +1,7 @@
-"""GPUs as their makers state them: memory, arithmetic, bytes per second in and between nodes."""
+"""GPUs: memory, arithmetic, bytes per second in and between nodes.
+
+``source`` is where the maker states them; docs/plan.md says which rows were not read there.
+"""
 
 from dataclasses import dataclass
 

@@ -124,6 +124,14 @@ def test_a_corpus_that_another_process_finished_first_stays(text_folder, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [corpus.train.parent.name]
 
 
+def test_a_folder_that_lost_its_files_is_built_again(text_folder, tmp_path):
+    corpus = build_corpus(options(text_folder), cache=tmp_path)
+    (corpus.train.parent / "corpus.json").unlink()
+    (corpus.train / "manifest.json").unlink()
+    assert build_corpus(options(text_folder), cache=tmp_path) == corpus
+    assert (corpus.train / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize("make", [False, True])
 def test_a_missing_or_empty_folder_is_named(tmp_path, make):
     folder = tmp_path / "nothing"

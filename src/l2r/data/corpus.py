@@ -6,6 +6,7 @@ files of l2r.data.tokens). The same sources and options give the same bytes.
 
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

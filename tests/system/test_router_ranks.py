@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from l2r import XMoEConfig, build_router
@@ -11,6 +9,7 @@ from l2r.routers import constrain
 from l2r.routers.norms import MagnitudeBatchNorm
 from l2r.training.parallel import gathered_weights, parallelize
 from l2r.training.ranks import Ranks
+from tests.processes import on_two_ranks
 
 STEPS = 12
 
@@ -58,23 +57,15 @@ RHO = 19.6 + 0.003 * torch.randn(2048, generator=torch.Generator().manual_seed(3
 UP = torch.randn(2048, generator=torch.Generator().manual_seed(4))
 
 
-def _rank(rank, port_file, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+def both(rank):
     ranks = Ranks(rank, 2, torch.device("cpu"))
     found = {kind: trained(kind, ranks) for kind in ("ddp", "fsdp2")}
-    results[rank] = (found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank])
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, args=(str(store), results), nprocs=2)
-        return results[0], results[1]
+    return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))
 
 
 def test_constrained_anchors_keep_their_norm_under_ddp_and_fsdp2(ran):

@@ -6,7 +6,6 @@ cost. Signals, exit codes and ranks are those of any process; the tests that mus
 """
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context, set_forkserver_preload
@@ -121,10 +120,14 @@ def _script(code: str) -> None:
 
 def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments: object) -> None:
     """The same, started by ``start``, on several ranks that find each other as under torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     ranks = [
         start(folder / str(rank), *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(world)

@@ -16,10 +16,10 @@ STEPS = 12
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def trained(kind, ranks):
+def trained(kind, ranks, preset="torchscale"):
     """Whole weights after a few steps of X-MoE routers on this rank's half of the batch."""
     torch.manual_seed(0)
-    config = XMoEConfig.preset("torchscale")
+    config = XMoEConfig.preset(preset)
     sizes = {"hidden_size": 16, "num_experts": 6, "top_k": 2}
     routers = nn.ModuleList(build_router(config, **sizes) for _ in range(2))
     model = parallelize(_Sum(routers), kind, ranks)
@@ -60,6 +60,7 @@ UP = torch.randn(2048, generator=torch.Generator().manual_seed(4))
 def both(rank):
     ranks = Ranks(rank, 2, torch.device("cpu"))
     found = {kind: trained(kind, ranks) for kind in ("ddp", "fsdp2")}
+    found["learned"] = trained("fsdp2", ranks, "fairseq")
     return found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank])
 
 
@@ -70,13 +71,23 @@ def ran(tmp_path_factory):
 
 def test_constrained_anchors_keep_their_norm_under_ddp_and_fsdp2(ran):
     alone = trained("ddp", ALONE)
-    for kind, found in ran[0][0].items():
+    for kind in ("ddp", "fsdp2"):
+        found = ran[0][0][kind]
         assert found.keys() == alone.keys()
         for name, value in found.items():
             if name.endswith("anchors"):
                 norms = value.norm(dim=-1)
                 torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
             torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4, msg=kind)
+
+
+def test_a_learned_temperature_trains_under_fsdp2(ran):
+    """FSDP2 shards no scalar; the weights that come out are those of one process."""
+    alone, found = trained("ddp", ALONE, "fairseq"), ran[0][0]["learned"]
+    assert {name: w.shape for name, w in found.items()} == {n: w.shape for n, w in alone.items()}
+    for name, value in found.items():
+        torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4)
+    assert any(name.endswith("log_temperature") for name in found)
 
 
 def test_variance_of_the_magnitude_over_ranks_is_not_lost_to_rounding(ran):

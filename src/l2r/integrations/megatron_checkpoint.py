@@ -18,8 +18,8 @@ from l2r.integrations.hugging_face import Pair, Tensors, copy_all, olmoe, router
 from l2r.integrations.megatron import HeadsNorm, L2RTopKRouter
 from l2r.routers.selection import Selection
 
-# What an OLMoE has; other values of these fields make another model, and not all of them one
-# with other tensors. Megatron before 0.18 has no muP and no interleaved experts.
+# What an OLMoE has; other values of these fields make another model, not always one with other
+# tensors. The last two are not there in the oldest Megatron.
 _FIXED = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -34,12 +34,12 @@ _FIXED = {
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
     "moe_apply_probs_on_input": False,
-    "moe_mlp_glu_interleave_size": None,
-    "use_mup": False,
     "moe_router_num_groups": None,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "moe_mlp_glu_interleave_size": None,
+    "use_mup": False,
 }
 
 

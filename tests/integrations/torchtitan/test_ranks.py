@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.integrations.engines import SIPS, assert_close
-from tests.integrations.ranks import on_two_ranks
+from tests.processes import on_two_ranks
 
 from .models import EXPERTS, UP, WIDTH, X, built, configuration
 

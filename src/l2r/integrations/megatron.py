@@ -89,7 +89,7 @@ def moe_submodules(layer: Any) -> Any:
     """What a layer spec builds its MoE from, None for one without; its ``router`` is a builder."""
     mlp = layer.submodules.mlp
     # A spec before 0.18, a partial of the layer from then on.
-    found = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
+    found = getattr(mlp, "keywords", vars(mlp)).get("submodules")
     return found if hasattr(found, "router") else None
 
 

@@ -23,6 +23,7 @@ from .models import (
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
 
 from l2r.integrations.hugging_face import Tensors  # isort: skip
@@ -123,8 +124,11 @@ def test_recompute_gives_the_same_gradients():
 def test_a_bias_is_refused_and_so_is_a_spec_without_experts():
     with pytest.raises(ValueError, match="add_bias_linear must be False"):
         small(SIPS, add_bias_linear=True)
-    with pytest.raises(ValueError, match="no MoE layer"):
-        plug(get_gpt_layer_local_spec(), SIPS)
+    dense, empty = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+    empty.submodules.mlp = IdentityOp
+    for spec in (dense, empty):
+        with pytest.raises(ValueError, match="no MoE layer"):
+            plug(spec, SIPS)
     config = configuration()
     config.transformer_impl = "inference_optimized"
     groups = ProcessGroupCollection.use_mpu_process_groups()

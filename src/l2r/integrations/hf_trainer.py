@@ -104,14 +104,16 @@ class RouterLosses(TrainerCallback):
         check_gradient(self.model, logits)
         mask = self._mask
         bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
-        top_k = indices[0].shape[1]
         z = router_z_loss(
-            logits, variant=self.z_variant, mask=mask, top_k=top_k, heads=captured.heads()
+            logits,
+            variant=self.z_variant,
+            mask=mask,
+            top_k=indices[0].shape[1],
+            heads=captured.heads(),
         )
         self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
-        extra = (self.balance * bal + self.z * z) * micro_batch_share(
-            self.trainer, num_items_in_batch
-        )
+        share = micro_batch_share(self.trainer, num_items_in_batch)
+        extra = (self.balance * bal + self.z * z) * share
         return task + extra.to(task.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

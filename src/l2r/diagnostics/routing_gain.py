@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.diagnostics.collect import Batch, routed
-from l2r.routers.observe import Hook, evaluating, find_routers, hooked
+from l2r.diagnostics.collect import Batch
+from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 
 Instead = Literal["random", "shuffled"]
 
@@ -29,6 +29,11 @@ class RoutingGain(NamedTuple):
     loss: float
     random: float
     shuffled: float
+
+    def numbers(self) -> dict[str, float]:
+        """As a diagnosis names them."""
+        names = ("cross_entropy", "routing_gain", "shuffled_gain")
+        return dict(zip(names, self, strict=True))
 
 
 @torch.no_grad()

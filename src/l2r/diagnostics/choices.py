@@ -62,7 +62,8 @@ class ChoiceLog:
     def end_batch(self, inputs: Mapping[str, Tensor], mask: Tensor | None, output: Any) -> None:
         """Keep the choices of the batch that just ran; tokens outside ``mask`` do not count."""
         values = next(iter(inputs.values()))
-        self._data = zlib.crc32(values.detach().cpu().contiguous().numpy().tobytes(), self._data)
+        read = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+        self._data = zlib.crc32(read, self._data)
         numbers = np.arange(self._rows, self._rows + len(values))
         self._rows += len(values)
         fields: dict[str, Tensor] = {}

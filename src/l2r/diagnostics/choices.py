@@ -8,7 +8,7 @@ Shape letters: R rows (sequences or images), S positions, T tokens, K experts ch
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from l2r.diagnostics.streaming_sums import margins
 from l2r.functional.autocast import without_autocast
-from l2r.routers.observe import Hook, routed
+from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 
+Batch = Mapping[str, Tensor]
 Experts = Int[np.ndarray, "R S K"]
 Words = Int[np.ndarray, "R S"]
 
@@ -59,10 +60,10 @@ class ChoiceLog:
         """Forward hooks that note what each router chooses."""
         return {router: self._hook(name) for name, router in routers.items()}
 
-    def end_batch(self, inputs: Mapping[str, Tensor], mask: Tensor | None, output: Any) -> None:
+    def end_batch(self, inputs: Batch, mask: Tensor | None, output: Any) -> None:
         """Keep the choices of the batch that just ran; tokens outside ``mask`` do not count."""
         values = next(iter(inputs.values()))
-        read = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+        read = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         self._data = zlib.crc32(read, self._data)
         numbers = np.arange(self._rows, self._rows + len(values))
         self._rows += len(values)
@@ -118,6 +119,21 @@ class ChoiceLog:
 
     def _tokens(self) -> int:
         return sum(part[..., 0].size for part in next(iter(self._kept.values())))
+
+
+@torch.no_grad()
+def choices_of(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    run: Callable[[nn.Module, dict[str, Tensor]], Any],
+) -> Choices:
+    """The choices alone, where no sums are wanted; ``run`` calls the model as ``collect`` does."""
+    log = ChoiceLog()
+    with evaluating(model), hooked(log.hooks(find_routers(model))):
+        for batch in batches:
+            inputs = {name: value for name, value in batch.items() if name != "domain"}
+            log.end_batch(inputs, inputs.get("attention_mask"), run(model, inputs))
+    return log.choices()
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -8,7 +8,7 @@ Shape letters: T tokens, N experts, K experts chosen per token, B sequences or i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from l2r.certificates.routing_map import scoring_anchors
 from l2r.diagnostics import streaming_sums as sums
-from l2r.diagnostics.choices import ChoiceLog
+from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.token_sample import Fields, TokenSample
 from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
 from l2r.routers.observe import evaluating, find_routers, first_choice, hooked, routed
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.diagnostics.collect import Batch
+from l2r.diagnostics.choices import Batch
 from l2r.evaluation.perplexity import token_losses
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 

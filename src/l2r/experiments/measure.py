@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l2r.diagnostics.choices import ChoiceLog
-from l2r.diagnostics.collect import Batch, LayerRecord, collect
+from l2r.diagnostics.choices import Batch, ChoiceLog
+from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalized_entropy
 from l2r.diagnostics.robustness import perturbation_stability

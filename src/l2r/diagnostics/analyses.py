@@ -44,7 +44,7 @@ def model_analyses(
     ``layers`` has the numbers of each layer; of what two of them tell each other the mean.
     """
     found = of.paths(choices)
-    numbers = {"distinct_paths": float(found.distinct), "path_entropy": found.entropy}
+    numbers: dict[str, float] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}
     for name in ("path_information", "path_information_by_chance"):
         values = [layer[name] for layer in layers if name in layer]
         if values:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from l2r.diagnostics.choices import Choices, Experts, Words
 from l2r.runs.agreement import entropy, information, table
@@ -182,7 +182,7 @@ def frequency_dependence(
     return Frequency(np.array(rows, float), _correlation(_ranks(often), _ranks(gaps)))
 
 
-def _ranks(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
+def _ranks(values: Num[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
     """Rank of each value; equal ones share the mean of theirs."""
     _, number, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[number]
@@ -194,5 +194,5 @@ def _correlation(a: Float[np.ndarray, " T"], b: Float[np.ndarray, " T"]) -> floa
     return float(a @ b / size) if size > 0 else 0.0
 
 
-def _mean(values: Float[np.ndarray, " T"]) -> float:
+def _mean(values: Num[np.ndarray, " T"]) -> float:
     return float(values.mean()) if values.size else 0.0

@@ -71,11 +71,13 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
     """Share of each domain's tokens that go to each expert, and k / N, a panel per layer."""
     figure, places = panel_figure([f"layer {layer}" for layer in layers], 1)
     domains = view.info["domains"]
+    few = len(domains) <= 6  # as many colors as everybody can tell apart
+    colors = [router_color("", i) for i in range(6)] if few else expert_colors(len(domains))
     for place, layer in zip(places, layers, strict=True):
         counts = view.array(layer, "usage_by_domain")
         top_k = view.array(layer, "topk").sum()
         shares = top_k * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        for domain, color, share in zip(domains, expert_colors(len(domains)), shares, strict=True):
+        for domain, color, share in zip(domains, colors, shares, strict=False):
             figure.add_bar(
                 x=np.arange(len(share)),
                 y=np.round(share, 4),

@@ -90,12 +90,13 @@ def test_the_loss_of_text_and_of_images():
     assert batch_loss(model, batch) == loss(model, batch)
     logits, targets = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
 
-    def classifier(pixel_values):
-        return SimpleNamespace(logits=logits)
+    class Classifier(torch.nn.Module):
+        def forward(self, pixel_values):
+            return SimpleNamespace(logits=logits)
 
     images = {"pixel_values": torch.zeros(5, 1, 2, 2), "targets": targets}
     expected = -logits.log_softmax(1)[torch.arange(5), targets].mean()
-    torch.testing.assert_close(batch_loss(classifier, images), expected)
+    torch.testing.assert_close(batch_loss(Classifier(), images), expected)
 
 
 def test_no_batches_are_refused():

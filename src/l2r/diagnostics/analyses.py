@@ -38,13 +38,13 @@ def layer_analyses(choices: Choices, layer: int, least: int) -> Analyses:
 
 def model_analyses(
     choices: Choices, layers: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, float], list[tuple[list[int], int]]]:
+) -> tuple[dict[str, Any], list[tuple[list[int], int]]]:
     """Numbers of the paths through all layers, and the most frequent ones with their tokens.
 
     ``layers`` has the numbers of each layer; of what two of them tell each other the mean.
     """
     found = of.paths(choices)
-    numbers: dict[str, float] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}
+    numbers: dict[str, Any] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}
     for name in ("path_information", "path_information_by_chance"):
         values = [layer[name] for layer in layers if name in layer]
         if values:

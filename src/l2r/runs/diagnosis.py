@@ -46,7 +46,7 @@ class Diagnosis:
         shared = [n for n in names if all(isinstance(row.get(n), float) for row in self.layers)]
         return {n: sum(row[n] for row in self.layers) / len(self.layers) for n in shared}
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Means over layers, and the numbers of the model as a whole."""
         return {**self.mean(), **self.info.get("model", {})}
 

@@ -77,5 +77,7 @@ def saturation_curves(over_time: Mapping[str, Any]) -> go.Figure:
         figure.update_xaxes(title_text="step" if isinstance(x[0], int) else "checkpoint", **place)
         figure.update_yaxes(title_text="share that the last checkpoint shares", range=[0, 1.05],
                             **place)  # fmt: skip
-    figure.update_layout(**layout(height=440, title="Router saturation on the same tokens"))
+    figure.update_layout(
+        **layout(height=440, title="Router saturation on the same tokens", margin={"t": 90})
+    )
     return figure

@@ -58,6 +58,9 @@ def test_above_the_limit_rows_are_dropped_evenly_and_alike_for_every_model():
     np.testing.assert_array_equal(alone.experts[1][::4], kept[1].experts[1])
     with pytest.raises(ValueError, match="at least 1 batch; got 0"):
         ChoiceLog().choices()
+    text = {"input_ids": data[0]["input_ids"]}
+    with pytest.raises(ValueError, match="gate saw 40 in 3 rows"):
+        choices_of(stock(), [{"rows": torch.zeros(3)}], lambda model, _: model(**text))
 
 
 def test_rows_of_several_lengths_are_filled_up_with_no_tokens():

@@ -69,6 +69,11 @@ class ChoiceLog:
         self._rows += len(values)
         fields: dict[str, Tensor] = {}
         for name, (experts, margin) in self._seen.items():
+            if len(experts) % len(values):
+                raise ValueError(
+                    f"choices need as many tokens in every row; router {name} saw {len(experts)} "
+                    f"in {len(values)} rows"
+                )
             fits = mask is not None and mask.numel() == len(experts)
             no_token = ~mask.reshape(-1, 1).bool() if mask is not None and fits else None
             known = experts if no_token is None else experts.masked_fill(no_token, -1)

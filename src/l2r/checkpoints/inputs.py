@@ -29,8 +29,9 @@ class Subject:
     images: "ImageInput | None" = None
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-        """One forward pass."""
-        return model(**inputs, **self.options)
+        """One forward pass; ``targets`` are not for the model."""
+        known = {name: value for name, value in inputs.items() if name != "targets"}
+        return model(**known, **self.options)
 
 
 def open_subject(

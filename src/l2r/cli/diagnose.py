@@ -30,6 +30,15 @@ def diagnose(
     certify: Annotated[
         int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
     ] = 128,
+    gain: Annotated[
+        int, typer.Option(help="Rows whose loss is taken with other experts too; 0 for none.")
+    ] = 16,
+    over_time: Annotated[
+        bool,
+        typer.Option(
+            help="How far earlier checkpoints choose as the last: of one run, or those given."
+        ),
+    ] = False,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
@@ -46,14 +55,20 @@ def diagnose(
 
     from l2r.checkpoints.inputs import open_subject
     from l2r.cli.console import print_table, progress_bars
+    from l2r.cli.over_time import of_list, training_checkpoints, within_run
+    from l2r.diagnostics.choices import ChoiceLog
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
+    from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
     from l2r.report.diagnosis import checkpoint_tables, full_table, write_diagnosis
 
     for option, value in (("instances", instances), ("length", length), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"{option} must be >= 1; got {value}")
+    if gain < 0:
+        raise ValueError(f"gain must be >= 0 rows; got {gain}")
+    earlier = training_checkpoints(checkpoints) if over_time else []
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views = {}
     for name, checkpoint in names(checkpoints).items():
@@ -64,22 +79,28 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
+        log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
         with progress_bars() as bars:
             steps = -(-subject.items // batch_size)
             records = collect(
                 subject.model.to(torch.device(device)),
-                subject.batches(batch_size, torch.device(device)),
+                batches(),
                 domains=subject.domains,
                 threshold=threshold,
                 sample=sample,
                 seed=seed,
                 run=subject.run,
+                log=log,
                 report=partial(bars, f"{name}: data", total=steps),
             )
+            choices = log.choices()
+            few = spread(batches(), subject.items, gain, batch_size) if gain else []
             diagnosis = measure(
                 records,
                 domains=subject.domains,
                 settings=settings,
+                choices=choices,
+                gain=routing_gain(subject.model, few, batch_loss) if few else None,
                 report=partial(bars, f"{name}: layers", total=len(records)),
             )
         if subject.images is not None:
@@ -89,9 +110,17 @@ def diagnose(
             routing = validation_patches(subject.model, subject.images, count=12)
             page = write_patch_page(out / name, routing, type(subject.model).__name__)
             typer.echo(f"patches: {page}", err=as_json)
+        if earlier:
+            with progress_bars() as bars:
+                done = partial(bars, f"{name}: checkpoints", total=len(earlier))
+                found = within_run(earlier, subject, batches, choices, done)
+            diagnosis.info["over_time"] = found
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
         views[name] = diagnosis
+    if over_time and not earlier:
+        diagnosis.info["over_time"] = of_list(views)
+        diagnosis.save(out / name)
     if as_json:
         print_table(full_table(views), as_json=True)
     else:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l2r.diagnostics.collect import Batch, LayerRecord, collect
+from l2r.diagnostics.choices import Batch, ChoiceLog
+from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalized_entropy
 from l2r.diagnostics.robustness import perturbation_stability
-from l2r.diagnostics.routing_gain import routing_gain
+from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
 from l2r.functional import load_balancing_loss
 from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
@@ -27,6 +28,7 @@ from l2r.training.task import build_task
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
 _SETTINGS = Settings(certify=0, keep_sample=False)
+_GAIN_ROWS = 64  # sequences or images whose loss is taken three times
 _RELATIVE_NOISE = 0.1  # of the root mean square of the router's inputs
 _OF_DIAGNOSIS = {
     "load_entropy": "entropy",
@@ -52,8 +54,15 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
         batches, domains = _BATCHES[kind](build_task(recipe, _silent), recipe, rows, _device(model))
         if isinstance(recipe, VisionRecipe):
             _save_patches(run, model)
-        records = collect(model, batches(), domains=domains, run=_RUN[kind])
-        diagnose(records, domains=domains, settings=_SETTINGS).save(run.path)
+        log, few = ChoiceLog(), spread(batches(), rows, _GAIN_ROWS, section.batch_size)
+        records = collect(model, batches(), domains=domains, run=_RUN[kind], log=log)
+        diagnose(
+            records,
+            domains=domains,
+            settings=_SETTINGS,
+            choices=log.choices(),
+            gain=routing_gain(model, few, batch_loss),
+        ).save(run.path)
     return read_diagnosis(run.path)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from l2r.report.analyses import analysis_sections
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.paper_tables import accuracy_table
@@ -16,7 +17,7 @@ from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.statistics import mean_interval
 
-# column -> field of the diagnosis (mean over layers), and which direction is better
+# column -> number of the diagnosis, and which direction is better
 _ROUTING = (
     ("mean margin", "mean_margin", "max"),
     ("low-margin rate", "low_margin_rate", "min"),
@@ -24,6 +25,7 @@ _ROUTING = (
     ("top-k overlap", "topk_overlap", "max"),
     ("margin / spread", "scale_free_margin", "max"),
     ("load entropy", "entropy", "max"),
+    ("routing gain", "routing_gain", "max"),
 )
 
 PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
@@ -69,7 +71,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
     rows = []
     for run in runs:
-        mean = read_diagnosis(run.path).mean() if is_diagnosed(run.path) else {}
+        mean = read_diagnosis(run.path).numbers() if is_diagnosed(run.path) else {}
         rows.append(
             (
                 run.name,
@@ -89,7 +91,8 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
             "tenth of training, k when balanced. Margins are gaps between the two largest "
             "logits; raw gaps of different scorings are not comparable, margin / spread divides "
             "by the standard deviation of a token's logits. Stability and overlap: under noise "
-            "of sigma 0.02 on router inputs. Routing metrics are means over layers."
+            "of sigma 0.02 on router inputs. Routing gain: rise of the cross-entropy, in nats, "
+            "with random experts. Routing metrics are means over layers."
         ),
         best=tuple(columns),
     )
@@ -134,6 +137,7 @@ def write_report(
                 "specialized.",
                 [usage_by_domain(views)],
             ),
+            *analysis_sections(views, details=False),
         ]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
     summary = _summary(runs, facts, unit)

@@ -1,5 +1,6 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,9 @@ def diagnose(
     certify: Annotated[
         int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
     ] = 128,
+    text: Annotated[
+        int, typer.Option(help="Tokens shown as text with their experts; 0 for none.")
+    ] = 1024,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
@@ -49,13 +53,15 @@ def diagnose(
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
+    from l2r.diagnostics.text_routing import TextTrace
     from l2r.report.diagnosis import checkpoint_tables, full_table, write_diagnosis
+    from l2r.report.text_view import text_sections
 
     for option, value in (("instances", instances), ("length", length), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"{option} must be >= 1; got {value}")
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
-    views = {}
+    views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
         subject = open_subject(
             checkpoint,
@@ -64,11 +70,16 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
-        with progress_bars() as bars:
+        model = subject.model.to(torch.device(device))
+        batches = subject.batches(batch_size, torch.device(device))
+        trace = None
+        if text != 0 and subject.images is None:
+            trace = TextTrace(model, batches, domains=subject.domains, tokens=text)
+        with progress_bars() as bars, trace.watching() if trace else nullcontext():
             steps = -(-subject.items // batch_size)
             records = collect(
-                subject.model.to(torch.device(device)),
-                subject.batches(batch_size, torch.device(device)),
+                model,
+                trace.batches() if trace else batches,
                 domains=subject.domains,
                 threshold=threshold,
                 sample=sample,
@@ -76,12 +87,17 @@ def diagnose(
                 run=subject.run,
                 report=partial(bars, f"{name}: data", total=steps),
             )
+        with progress_bars() as bars:
             diagnosis = measure(
                 records,
                 domains=subject.domains,
                 settings=settings,
                 report=partial(bars, f"{name}: layers", total=len(records)),
             )
+            if trace is not None:
+                counted = partial(bars, f"{name}: text", total=len(records))
+                texts[name] = trace.result(subject.tokenizer, counted)
+                texts[name].save(out / name / "text.npz")
         if subject.images is not None:
             from l2r.diagnostics.patches import validation_patches
             from l2r.report.patches import write_patch_page
@@ -97,7 +113,8 @@ def diagnose(
     else:
         for table in checkpoint_tables(views):
             print_table(table)
-    page = write_diagnosis(views, out / "index.html")
+    page = out / "index.html"
+    write_diagnosis(views, page, first=text_sections(texts, page))
     typer.echo(f"page: {page}", err=as_json)
 
 

@@ -87,9 +87,12 @@ def full_table(views: Mapping[str, Diagnosis]) -> Table:
     return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
 
 
-def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
-    """Write the page of one checkpoint or several side by side."""
+def write_diagnosis(
+    views: Mapping[str, Diagnosis], path: Path, *, first: Sequence[Section] = ()
+) -> Path:
+    """Write the page of one checkpoint or several side by side, after the sections ``first``."""
     sections = [
+        *first,
         Section("Summary", parts=checkpoint_tables(views)),
         Section("Robustness", parts=_robustness(views)),
         Section(

@@ -61,8 +61,11 @@ function make(tag, properties = {}, ...children) {
   return made;
 }
 
-const visible = (piece) => piece.replace(/\n/g, "↵\n").replace(/\t/g, "⇥") || "∅";
 const inline = (piece) => piece.replace(/\n/g, "↵").replace(/\t/g, "⇥");
+// Signs for breaks and tabs; breaks that end a token stand behind it and its number.
+const visible = (piece) => inline(piece.trimEnd()).replace(/↵/g, "↵\n") +
+  inline(piece.slice(piece.trimEnd().length)) || "∅";
+const breaksAfter = (piece) => "\n".repeat(piece.slice(piece.trimEnd().length).split("\n").length - 1);
 const shortly = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "∞";
 
 // Experts of one level of lightness share the circle of hues evenly; neighbors differ in level.
@@ -96,11 +99,12 @@ function buildPane(checkpoint, number) {
     const passage = make("div", { className: "passage", role: "group" });
     passage.setAttribute("aria-label", `${text.domains[domain]}, passage ${n + 1}`);
     for (let c = 0; c < text.columns; c++) {
-      const token = make("span", { tabIndex: -1 }, visible(text.pieces[text.tokens[text.places[tokens.length]]]));
+      const piece = text.pieces[text.tokens[text.places[tokens.length]]];
+      const token = make("span", { tabIndex: -1 }, visible(piece));
       token.setAttribute("role", "button");
       token.place = { pane: number, token: tokens.length };
       tokens.push(token);
-      passage.append(token);
+      passage.append(token, breaksAfter(piece));
     }
     root.append(passage);
   });
@@ -176,9 +180,9 @@ function spoken({ pane, token }) {
 function showToken(place) {
   const { text } = panes[place.pane];
   const piece = text.pieces[text.tokens[text.places[place.token]]];
-  const parts = together(place).flatMap((pane) => factsOf(pane, place.token));
   find("token").replaceChildren(
-    make("h2", {}, "Token ", make("span", { className: "piece" }, `“${inline(piece)}”`)), ...parts);
+    make("h2", {}, "Token ", make("span", { className: "piece" }, `“${inline(piece)}”`)),
+    make("div", { className: "beside" }, ...together(place).map((pane) => factsOf(pane, place.token))));
 }
 
 function factsOf(pane, token) {
@@ -202,7 +206,7 @@ function factsOf(pane, token) {
     ["entropy", shortly(layer.entropy[token])],
     ["certified radius", Number.isNaN(radius) ? `none: ${layer.remark}` : shortly(radius)],
   ]) facts.append(make("dt", {}, name), make("dd", {}, value));
-  return [make("h3", {}, checkpoint.name), table, facts];
+  return make("div", {}, make("h3", {}, checkpoint.name), table, facts);
 }
 
 function choose(pane, expert) {

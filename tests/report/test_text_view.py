@@ -61,11 +61,11 @@ def test_one_text_is_stored_once_and_another_apart():
 def test_no_text_can_leave_the_element_it_stands_in(tmp_path):
     evil = "</script><script>alert(1)</script>/*SCRIPT*/<!--"
     pieces = np.array([evil, *WORDS])
-    name = "<b>/*DATA*/"
+    name = "<u>/*DATA*/"
     page = write_text_page({name: random_text(pieces=pieces)}, tmp_path / "p.html").read_text()
     assert data_of(page)["texts"][0]["pieces"][0] == evil
     assert data_of(page)["checkpoints"][0]["name"] == name
-    assert page.count("<script") == 2 and "<b>" not in page
+    assert page.count("<script") == 2 and "<u>" not in page
 
 
 def test_two_large_checkpoints_take_at_most_12_mb(tmp_path):

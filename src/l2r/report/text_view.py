@@ -8,6 +8,7 @@ numbers are kept as they are.
 import base64
 import html
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -40,14 +41,17 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
 def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
     """The page of one checkpoint or several, side by side where they read the same tokens."""
     parts = files("l2r.report")
-    page = (parts / "text_view.html").read_text(encoding="utf-8")
-    for mark, value in (
-        ("/*STYLE*/", (parts / "text_view.css").read_text(encoding="utf-8")),
-        ("/*SCRIPT*/", (parts / "text_view.js").read_text(encoding="utf-8")),
-        ("/*TITLE*/", html.escape(f"Text and experts: {', '.join(texts)}")),
-        ("/*DATA*/", _in_script(page_data(texts))),  # the last: text may hold any mark
-    ):
-        page = page.replace(mark, value, 1)
+    page, style, script = (
+        (parts / f"text_view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    fill = {
+        "/*TITLE*/": html.escape(f"Text and experts: {', '.join(texts)}"),
+        "/*STYLE*/": style,
+        "/*DATA*/": _in_script(page_data(texts)),
+        "/*SCRIPT*/": script,
+    }
+    # In one pass: names and text may hold such a mark.
+    page = re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page)
     write_text(path, page)
     return path
 

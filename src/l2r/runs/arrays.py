@@ -23,7 +23,7 @@ def save_arrays(path: Path, record: Any) -> None:
 def read_arrays(path: Path, kind: type[Record], what: str) -> Record:
     """Read such a file. Raises ValueError, which says ``what`` it should hold, if it does not."""
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
             arrays = dict(data)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"cannot read {what} from {path}: {error}") from error

@@ -277,7 +277,8 @@ function go(place) {
 // The token of the next line (step 1) or the line before (-1) that stands nearest.
 function acrossLines({ pane, token }, step) {
   const { tokens } = panes[pane];
-  const box = (i) => tokens[i].getClientRects()[0];
+  // The last of its parts: the space before a word may hang at the end of the line above.
+  const box = (i) => [...tokens[i].getClientRects()].at(-1);
   const here = box(token);
   let best = token;
   let nearest = Infinity;

@@ -112,10 +112,11 @@ def test_keys_walk_through_the_text_and_choose_experts(page):
         page.keyboard.press(key)
         assert token(page, number).evaluate("t => t === document.activeElement")
         assert rows_of(page) == expected_rows(ONE, 0, number)
-    box = token(page, 0).bounding_box()
+    word = "t => [...t.getClientRects()].at(-1)"  # the space before it may be on the line above
+    box = token(page, 0).evaluate(word)
     page.keyboard.press("ArrowDown")
-    below = page.locator(".t:focus").bounding_box()
-    assert below["y"] > box["y"] and abs(below["x"] - box["x"]) < 60
+    below = page.locator(".t:focus").evaluate(word)
+    assert below["top"] > box["top"] and abs(below["left"] - box["left"]) < 60
     page.keyboard.press("ArrowUp")
     assert token(page, 0).evaluate("t => t === document.activeElement")
     first, second = ONE.experts[0, 0, 0].tolist()
@@ -205,12 +206,15 @@ def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme)
 
 
 def test_a_large_page_opens_in_two_seconds(browser, tmp_path):
-    """16 layers, 64 experts, 4,000 tokens, two checkpoints; the browser's own clock."""
+    """16 layers, 64 experts, 4,000 tokens, two checkpoints: processor time of the page's thread,
+    which other work on the machine does not lengthen."""
     size = {"layers": 16, "experts": 64, "chosen": 8, "rows": 16, "length": 250, "columns": 250}
     texts = {"one": random_text(**size), "two": random_text(**size, seed=1)}
     tab = browser.new_page()
+    session = tab.context.new_cdp_session(tab)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
     tab.goto(write_text_page(texts, tmp_path / "page.html").as_uri())
     assert tab.locator(".t").count() == 8000
-    opened = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    measured = session.send("Performance.getMetrics")["metrics"]
     tab.close()
-    assert 0 < opened < 2000
+    assert 0 < {m["name"]: m["value"] for m in measured}["TaskDuration"] < 2

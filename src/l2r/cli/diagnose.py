@@ -114,7 +114,7 @@ def diagnose(
         for table in checkpoint_tables(views):
             print_table(table)
     page = out / "index.html"
-    write_diagnosis(views, page, first=text_sections(texts, page))
+    write_diagnosis(views, page, opening=text_sections(texts, page))
     typer.echo(f"page: {page}", err=as_json)
 
 

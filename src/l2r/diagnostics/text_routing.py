@@ -83,7 +83,7 @@ class TextTrace:
     ) -> TextRouting:
         """The routing of all that was read; without a tokenizer tokens are shown as numbers."""
         rows = torch.cat(self._rows)
-        ids, tokens = rows.unique(return_inverse=True)
+        ids, tokens = torch.unique(rows, return_inverse=True)
         parts: dict[str, list[np.ndarray]] = {}
         remarks = []
         experts = max(layer.num_experts for layer in self._layers.values())
@@ -178,7 +178,7 @@ class _Layer:
         pairs = (self._ids[:, None] * self.num_experts + indices).flatten()
         pairs = torch.cat([self._pairs, pairs])
         counts = torch.cat([self._counts, torch.ones(indices.numel(), dtype=torch.int64)])
-        self._pairs, inverse = pairs.unique(return_inverse=True)
+        self._pairs, inverse = torch.unique(pairs, return_inverse=True)
         self._counts = torch.zeros_like(self._pairs).scatter_add_(0, inverse, counts)
 
     def _rank(self, weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> None:

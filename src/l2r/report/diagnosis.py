@@ -88,11 +88,11 @@ def full_table(views: Mapping[str, Diagnosis]) -> Table:
 
 
 def write_diagnosis(
-    views: Mapping[str, Diagnosis], path: Path, *, first: Sequence[Section] = ()
+    views: Mapping[str, Diagnosis], path: Path, *, opening: Sequence[Section] = ()
 ) -> Path:
-    """Write the page of one checkpoint or several side by side, after the sections ``first``."""
+    """Write the page of one checkpoint or several side by side, after the sections ``opening``."""
     sections = [
-        *first,
+        *opening,
         Section("Summary", parts=checkpoint_tables(views)),
         Section("Robustness", parts=_robustness(views)),
         Section(

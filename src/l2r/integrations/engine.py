@@ -53,8 +53,7 @@ def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
             "layer to share a batch statistic; got query_norm='batchnorm'"
         )
     router = build_router(config, **sizes)
-    if router.log_temperature is not None:  # FSDP2 shards no scalar
-        router.log_temperature = nn.Parameter(router.log_temperature.detach().reshape(1))
+    router.lift_scalars()
     return router
 
 

@@ -12,7 +12,7 @@ from l2r import build_router, load_pretrained
 from l2r.routers import RouterConfig
 from l2r.swap import swap_routers
 from tests.integrations.engines import ROUTERS, SIPS, assert_close
-from tests.integrations.ranks import on_two_ranks
+from tests.processes import on_two_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan has an environment of its own: make engines")
 

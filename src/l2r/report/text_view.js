@@ -239,8 +239,8 @@ function expertOf({ checkpoint, text, expert }) {
   });
   const none = () => make("p", {}, "No token went to it.");
   return [
-    make("h2", {}, make("span", { className: `swatch e${expert}` }, ` ${expert} `),
-      ` Expert ${expert} of ${checkpoint.name}, ${layer.name}`),
+    make("h2", {}, make("span", { className: `swatch e${expert}` }, String(expert)),
+      `Expert ${expert} of ${checkpoint.name}`),
     make("h3", {}, "Contexts with its largest weights"),
     contexts.childElementCount ? contexts : none(),
     make("h3", {}, "Vocabulary: share of a token's occurrences that come to it"),

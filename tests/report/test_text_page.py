@@ -91,6 +91,11 @@ def test_tokens_have_their_experts_colors_and_the_slider_moves_through_layers(pa
     assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 2))
 
 
+def test_breaks_of_lines_have_a_sign_and_break_the_line(page):
+    for piece, inside, behind in (("a\n\n", "a↵↵", "\n\n"), ("\n  b", "↵\n  b", ""), ("", "∅", "")):
+        assert page.evaluate("p => [visible(p), breaksAfter(p)]", piece) == [inside, behind]
+
+
 def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
     token(page, 25).hover()
     for pane, text in enumerate((ONE, TWO)):

@@ -63,9 +63,12 @@ function make(tag, properties = {}, ...children) {
 
 const inline = (piece) => piece.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 // Signs for breaks and tabs; breaks that end a token stand behind it and its number.
-const visible = (piece) => inline(piece.trimEnd()).replace(/↵/g, "↵\n") +
-  inline(piece.slice(piece.trimEnd().length)) || "∅";
-const breaksAfter = (piece) => "\n".repeat(piece.slice(piece.trimEnd().length).split("\n").length - 1);
+const breaksAfter = (piece) => piece.match(/\n*$/)[0];
+const visible = (piece) => {
+  const ends = breaksAfter(piece);
+  const body = inline(piece.slice(0, piece.length - ends.length)).replace(/↵/g, "↵\n");
+  return body + inline(ends) || "∅";
+};
 const shortly = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "∞";
 
 // Experts of one level of lightness share the circle of hues evenly; neighbors differ in level.

@@ -12,10 +12,12 @@ from l2r.report.patches import patch_sections
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
+from l2r.report.text_view import text_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.statistics import mean_interval
+from l2r.runs.text_routing import read_text_routing
 
 # column -> number of the diagnosis, and which direction is better
 _ROUTING = (
@@ -111,7 +113,9 @@ def write_report(
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
+    texts = {run.name: read_text_routing(run.text) for run in runs if run.text.is_file()}
     sections = [
+        *text_sections(texts, path),
         Section("Result", parts=tables),
         Section(
             "Training",

@@ -125,9 +125,12 @@ def full_table(views: Mapping[str, Diagnosis]) -> Table:
     return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
 
 
-def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
-    """Write the page of one checkpoint or several side by side."""
+def write_diagnosis(
+    views: Mapping[str, Diagnosis], path: Path, *, opening: Sequence[Section] = ()
+) -> Path:
+    """Write the page of one checkpoint or several side by side, after the sections ``opening``."""
     sections = [
+        *opening,
         Section("Summary", parts=checkpoint_tables(views)),
         Section("Robustness", parts=_robustness(views)),
         Section(

@@ -16,6 +16,7 @@ settings.load_profile("l2r")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+    os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py
 
 
 @pytest.fixture(autouse=True)

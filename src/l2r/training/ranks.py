@@ -33,7 +33,7 @@ class Ranks:
         """Whether any rank raised its flag."""
         if self.world == 1:
             return flag
-        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+        return bool(self.sum(torch.tensor(int(flag))).item())  # on the CPU: no GPU is waited for
 
     def wait(self) -> None:
         """Barrier."""
@@ -57,7 +57,7 @@ def join_ranks() -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(0, 1, device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(rank, world, device)
         dist.barrier()  # gloo processes can abort when one leaves before the others are done

@@ -1,16 +1,18 @@
-"""A training step on a GPU never waits for the device: the real step, on fake CUDA tensors.
+"""A training step on a GPU never waits for the device: the loop's own step on tensors without data.
 
-What would wait has no answer without data (a number read on the host, a shape that depends on
-values) or copies to the CPU. The step is the loop's own, and the kernels the GPU's.
+What would wait has no answer there: a number read on the host, a shape that depends on values, a
+copy to the CPU. Meta tensors are not CPU tensors for the code, and kernels are the GPU's.
 """
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2r.kernels.dispatch import implementation
+from l2r.models.checkpointing import checkpoint_activations
 from l2r.planning.recipe_model import example_batch, meta_model
 from l2r.recipes.load import load_recipe
 from l2r.training import step as training_step
@@ -19,7 +21,7 @@ from l2r.training.ranks import Ranks
 from l2r.training.step import TrainingStep
 from l2r.training.task import task_class
 
-GPU = torch.device("cuda")
+GPU = torch.device("meta")  # in its place
 SMALL = ["model.num_hidden_layers=2", "data.vocab_size=512", "data.sequence_length=16"]
 aten = torch.ops.aten
 READS = {
@@ -55,26 +57,36 @@ class NoWaiting(TorchDispatchMode):
         if packet is aten.index or packet is aten.index_put_:
             waits = any(i is not None and i.dtype is torch.bool for i in args[1])
         if packet is aten._to_copy:
-            waits = tensors[0].is_cuda and torch.device(kwargs.get("device") or GPU).type == "cpu"
+            waits = tensors[0].is_meta and torch.device(kwargs.get("device") or GPU).type == "cpu"
         if packet is aten.copy_ and len(tensors) == 2:
-            waits = tensors[1].is_cuda and tensors[0].is_cpu
+            waits = tensors[1].is_meta and tensors[0].is_cpu
         if waits:
             raise WaitingError(str(func))
         return func(*args, **kwargs)
 
 
+@pytest.fixture(autouse=True)
+def fused_on_meta(monkeypatch):
+    """AdamW asks for a list of devices whether its fused form is there."""
+    name = "_get_fused_kernels_supported_devices"
+    module = importlib.import_module("torch.optim.optimizer")
+    supported = getattr(module, name)()
+    monkeypatch.setattr(module, name, lambda: [*supported, GPU.type])
+
+
 def walk(recipe, *, summarize=False) -> set[str]:
     """The operations of a step of two micro-batches."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = meta_model(recipe).to_empty(device=GPU)
-        batch = example_batch(recipe, model, 2, device=GPU)
-        task = SimpleNamespace(
-            loss=task_class(recipe).loss, micro_batches=lambda step, ranks: [batch, batch]
-        )
-        optimizer = build_optimizer(model, recipe.optimizer)
-        step = TrainingStep(recipe, task, model, optimizer, Ranks(0, 1, GPU))
-        with NoWaiting() as mode:
-            step.take(0, 1e-3, summarize=summarize)
+    model = meta_model(recipe)
+    if recipe.training.activation_checkpointing:
+        checkpoint_activations(model)
+    batch = example_batch(recipe, model, 2, device=GPU)
+    task = SimpleNamespace(
+        loss=task_class(recipe).loss, micro_batches=lambda step, ranks: [batch, batch]
+    )
+    optimizer = build_optimizer(model, recipe.optimizer)
+    step = TrainingStep(recipe, task, model, optimizer, Ranks(0, 1, GPU))
+    with NoWaiting() as mode, implementation("triton"):
+        step.take(0, 1e-3, summarize=summarize)
     return mode.seen
 
 

@@ -1,8 +1,8 @@
 """One step of training: gradients of all micro-batches, clipped, and AdamW.
 
 Nothing in a step waits for the device unless its numbers are asked for. A gradient that is not
-finite sets a flag on the device, with which AdamW leaves weights and slots as they are from then on.
-``check`` reads it when numbers are read anyway, and computes that step again to say what went wrong.
+finite sets a flag there, with which AdamW leaves weights and slots as they are from then on.
+``check`` reads it when numbers are read anyway, and takes that step again to say what went wrong.
 """
 
 from typing import Any

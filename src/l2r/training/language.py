@@ -85,8 +85,8 @@ class LanguageTask:
         return [{"input_ids": part} for part in torch.split(rows, training.micro_batch)]
 
     @staticmethod
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return token_losses(model, batch["input_ids"]).mean()
+    def loss(model: nn.Module, batch: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+        return token_losses(model, batch["input_ids"], chunk=chunk).mean()
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         section = self.recipe.evaluation

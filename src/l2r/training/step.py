@@ -111,7 +111,7 @@ class TrainingStep:
         section = self.recipe.losses
         with precision(self.recipe.training.precision, self.ranks.device):
             with capture(self.model) as captured:
-                task_loss = self.task.loss(self.model, batch)
+                task_loss = self._task_loss(batch)
             loads = expert_loads(captured)
             if usage is None:
                 usage = layer_usage(captured, section, loads)
@@ -124,7 +124,10 @@ class TrainingStep:
 
     def _explain_loss(self, step: int, batch: Batch, loss: Tensor) -> str:
         with precision(self.recipe.training.precision, self.ranks.device):
-            return explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)
+            return explain_loss(self.model, lambda: self._task_loss(batch), step, loss)
+
+    def _task_loss(self, batch: Batch) -> Tensor:
+        return self.task.loss(self.model, batch, self.recipe.training.loss_chunk)
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
         """f_i over all micro-batches of the step, which only a forward before them can tell."""
@@ -135,7 +138,7 @@ class TrainingStep:
             for batch in batches:
                 autocast = precision(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:
-                    self.task.loss(self.model, batch)
+                    self._task_loss(batch)
                 parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))
                 sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return self._over_ranks([total / len(batches) for total in sums])

@@ -95,8 +95,8 @@ def walk(recipe, *, summarize=False) -> set[str]:
     [
         ("demo/l2r-sips", [*SMALL, "training.ema_decay=0.9", "losses.balance_scope=step"]),
         ("demo/xmoe", [*SMALL, "training.activation_checkpointing=true"]),
-        ("demo/linear", SMALL),
-        ("demo-vision/l2r-sips", ["model.num_labels=10", "model.num_hidden_layers=2"]),
+        ("demo/linear", [*SMALL, "training.loss_chunk=8"]),
+        ("demo-vision/l2r-sips", ["model.num_labels=10"]),
     ],
 )
 def test_a_step_never_waits_for_the_gpu(recipe, changes):

@@ -69,7 +69,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def _losses_for_logits(model: nn.Module, targets: Tensor, chunk: int) -> Iterator[None]:
-    """The output matrix gives losses [B, S]: inside the model's forward, where weights are whole."""
+    """The output matrix gives losses [B, S], inside the forward, where its weights are whole."""
     inner: Any = getattr(model, "module", model)  # of DDP
     head: Any = inner.get_output_embeddings()
     project = head.forward

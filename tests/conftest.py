@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("l2r")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as commands do
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py

@@ -1,6 +1,7 @@
 """The commands as a person types them: what they write, and one line for bad input."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -122,6 +123,18 @@ def test_a_real_process_ends_with_code_2_and_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_transformers_bars_and_notices_stay_away_from_every_command(monkeypatch, l2r):
+    from transformers.utils import logging
+
+    names = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert l2r("--version").code == 0
+    assert [os.environ[name] for name in names] == ["1", "error"]
+    assert not logging.is_progress_bar_enabled()  # asked before the first import, by conftest.py
+    assert logging.get_verbosity() == logging.ERROR
 
 
 def test_every_command_has_help_with_an_example(l2r):

@@ -1,12 +1,11 @@
 """The Python in the documentation runs, page by page, in an empty folder."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?```python\n(.*?)```", re.S)
@@ -38,18 +37,11 @@ RUN = [p for p in PAGES if any(not skipped for skipped, _ in BLOCK.findall(p.rea
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_snippets_run(page, tmp_path):
+def test_snippets_run(page, tmp_path, monkeypatch):
     blocks = [code for skipped, code in BLOCK.findall(page.read_text()) if not skipped]
-    script = "\n".join([PRELUDES.get(page.name, ""), *blocks])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join([PRELUDES.get(page.name, ""), *blocks])
+    script(tmp_path, code, HF_HUB_OFFLINE="1").succeed()
 
 
 def test_links_between_pages_lead_somewhere():

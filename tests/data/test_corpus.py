@@ -109,6 +109,29 @@ def test_a_killed_build_leaves_no_corpus(text_folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_corpus_that_another_process_finished_first_stays(text_folder, tmp_path):
+    """Ranks build at the same time; the later one must not take files away from the earlier."""
+    others: list[int] = []
+
+    def meanwhile(line: str) -> None:
+        if line == "tokenizing validation" and not others:
+            others.append(0)
+            train = build_corpus(options(text_folder), cache=tmp_path).train
+            others[0] = (train / "manifest.json").stat().st_ino
+
+    corpus = build_corpus(options(text_folder), cache=tmp_path, report=meanwhile)
+    assert (corpus.train / "manifest.json").stat().st_ino == others[0]
+    assert [path.name for path in tmp_path.iterdir()] == [corpus.train.parent.name]
+
+
+def test_a_folder_that_lost_its_files_is_built_again(text_folder, tmp_path):
+    corpus = build_corpus(options(text_folder), cache=tmp_path)
+    (corpus.train.parent / "corpus.json").unlink()
+    (corpus.train / "manifest.json").unlink()
+    assert build_corpus(options(text_folder), cache=tmp_path) == corpus
+    assert (corpus.train / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize("make", [False, True])
 def test_a_missing_or_empty_folder_is_named(tmp_path, make):
     folder = tmp_path / "nothing"

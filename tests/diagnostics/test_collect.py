@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from l2r import build_router, router_names
@@ -19,6 +17,7 @@ from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
 from l2r.runs.diagnosis import read_diagnosis
 from tests.diagnostics.models import batches, ours, stock
+from tests.processes import on_two_ranks
 
 DOMAINS = ("even", "odd")
 
@@ -208,21 +207,15 @@ def test_routers_without_a_certificate_say_so(monkeypatch):
     assert "certified_top1" not in diagnosis.mean()
 
 
-def _rank(rank, port_file, results):
-    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+def on_a_rank(rank):
     data = batches(4)[rank::2]
     record = collect(ours(), data, domains=DOMAINS, sample=16)[0]
-    results[rank] = (record.sums, record.sample)
-    dist.barrier()
-    dist.destroy_process_group()
+    return record.sums, record.sample
 
 
 def test_two_ranks_give_the_statistics_of_all_tokens(tmp_path):
     alone = collect(ours(), batches(4), domains=DOMAINS, sample=16)[0]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, args=(str(tmp_path / "store"), results), nprocs=2)
-        (first, sample), (second, other) = results[0], results[1]
+    (first, sample), (second, other) = on_two_ranks(on_a_rank, tmp_path)
     for part, values in alone.sums.items():
         for name, value in values.items():
             torch.testing.assert_close(first[part][name], second[part][name])

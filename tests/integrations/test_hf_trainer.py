@@ -1,10 +1,5 @@
 """The router losses inside transformers' own Trainer, against the sum written out."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
@@ -16,6 +11,7 @@ from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.routers import RouterConfig, capture
 from l2r.swap import swap_routers
+from tests.processes import Running, on_ranks
 
 SIZES = {
     "hidden_size": 16,
@@ -259,36 +255,18 @@ def test_a_model_without_our_routers_is_refused(tmp_path):
         train(stock, texts(), tmp_path)
 
 
-RANKS = """
-import sys
-from pathlib import Path
-import torch
-from tests.integrations.test_hf_trainer import olmoe, texts, train
-
-torch.manual_seed(0)
-trainer, watch, batches = train(olmoe(), texts(8), Path(sys.argv[1]) / "trainer")
-rank, world = trainer.args.process_index, trainer.accelerator.num_processes
-found = {"world": world, "batches": batches, "gradients": watch.steps[0], "logs": watch.logs[0]}
-torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
-trainer.accelerator.wait_for_everyone()
-torch.distributed.destroy_process_group()
-"""
+def on_a_rank(folder):
+    torch.manual_seed(0)
+    trainer, watch, batches = train(olmoe(), texts(8), folder / "trainer")
+    rank, world = trainer.args.process_index, trainer.accelerator.num_processes
+    found = {"world": world, "batches": batches, "gradients": watch.steps[0], "logs": watch.logs[0]}
+    torch.save(found, folder / f"{rank}.pt")
+    trainer.accelerator.wait_for_everyone()
+    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_take_the_mean_over_all_micro_batches(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, tmp_path / "output", Running, on_a_rank, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first["world"] == second["world"] == 2
     batches = [*first["batches"], *second["batches"]]

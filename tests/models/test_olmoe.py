@@ -1,8 +1,6 @@
 """OLMoE with our routers inside transformers: save, load, generate, record, initialize."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from l2r.models.checkpointing import checkpoint_activations
 from l2r.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
 from l2r.runs.router_names import PAPER_ROUTERS
+from tests.processes import script
 
 SIZES = {
     "vocab_size": 120,
@@ -46,14 +45,14 @@ def build(kind="l2r_sips", seed=0, **options):
 def test_a_fresh_process_loads_the_same_logits(tmp_path):
     for kind in PAPER_ROUTERS:
         model = build(kind)
-        model.save_pretrained(tmp_path / kind)
-        torch.save(model(IDS).logits, tmp_path / kind / "logits.pt")
-    script = f"""
+        model.save_pretrained(tmp_path / "models" / kind)
+        torch.save(model(IDS).logits, tmp_path / "models" / kind / "logits.pt")
+    code = f"""
 import pathlib, torch, l2r.models
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 torch.manual_seed(99)
-for folder in sorted(pathlib.Path({str(tmp_path)!r}).iterdir()):
+for folder in sorted(pathlib.Path({str(tmp_path)!r}, "models").iterdir()):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.arange(2, 20).view(2, 9)
     difference = (model(ids).logits - torch.load(folder / "logits.pt")).abs().max()
@@ -61,11 +60,7 @@ for folder in sorted(pathlib.Path({str(tmp_path)!r}).iterdir()):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 12)
     print(folder.name)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(done.stdout.split()) == sorted(PAPER_ROUTERS)
+    assert sorted(script(tmp_path, code).succeed().split()) == sorted(PAPER_ROUTERS)
 
 
 def test_generation_with_the_cache_equals_generation_without():

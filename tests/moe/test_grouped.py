@@ -1,8 +1,5 @@
 """The grouped product where torch's own refuses, and in the dtype that autocast asks for."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,6 +8,7 @@ from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
 from l2r.swap.stock import one_layer
+from tests.processes import script
 
 ENDS = torch.tensor([2, 2, 9, 11], dtype=torch.int32)  # the second expert gets nothing
 
@@ -177,9 +175,5 @@ print("products")
 """
 
 
-def test_models_with_experts_compile_and_export_in_fp32():
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split() == ["vit", "lm", "products"]
+def test_models_with_experts_compile_and_export_in_fp32(tmp_path):
+    assert script(tmp_path, SCRIPT).succeed().split() == ["vit", "lm", "products"]

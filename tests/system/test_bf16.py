@@ -1,16 +1,15 @@
 """Training in bf16 end to end: products in bf16, everything that decides in fp32, the same loss."""
 
 import json
-import os
-import subprocess
 import sys
 from statistics import fmean
 
 import pytest
 from safetensors import safe_open
-from scripts.bf16_against_fp32 import curve, run
+from scripts.bf16_against_fp32 import curve, main, run
 
 from l2r.runs.folder import RunFolder
+from tests.processes import Running, on_ranks
 
 EXPECTED = {
     "expert products": ["bfloat16"],
@@ -55,22 +54,18 @@ def test_thirty_steps_in_bf16_stay_within_the_spread_of_seeds(recipe, data, tmp_
     assert_saved_in_fp32(tmp_path / "bf16")
 
 
+def called(main, arguments):
+    sys.argv = ["bf16_against_fp32", *arguments]
+    main()
+
+
 @pytest.mark.parametrize(("recipe", "parallel"), [(RECIPES[0], "ddp"), (RECIPES[1], "fsdp2")])
 def test_two_ranks_train_in_bf16_with_accumulation(recipe, parallel, data, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "scripts.bf16_against_fp32", recipe, "--parallel", parallel]
-    command += ["--precisions", "bf16", "--steps", "1", "--out", str(tmp_path)]
+    arguments = [recipe, "--parallel", parallel, "--precisions", "bf16", "--steps", "1"]
     # two micro-batches of one row on each rank: products in bf16 are slow on a CPU
     changes = [*data[recipe], "training.global_batch=4", "training.micro_batch=1"]
-    done = subprocess.run(
-        [*command, *changes],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments += ["--out", str(tmp_path), *changes]
+    on_ranks(2, tmp_path / "output", Running, called, main, arguments)
     assert json.loads((tmp_path / "dtypes.json").read_text()) == {"bf16": EXPECTED}
     assert_saved_in_fp32(tmp_path / "bf16")
     run(recipe, "fp32", "ddp", 1, changes, tmp_path / "alone")

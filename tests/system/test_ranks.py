@@ -1,14 +1,11 @@
-"""Two gloo processes started by torchrun give what one process gives."""
-
-import os
-import subprocess
-import sys
+"""Two gloo processes give what one process gives."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from l2r.runs.folder import RunFolder
+from tests.processes import Running, command, on_ranks
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
 # the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
@@ -18,17 +15,9 @@ ORDER = 256 * 2**-24  # a mean over 256 tokens in fp32, summed in another order
 
 
 def launch(ranks, folder, changes, *extra):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "l2r", "train", "demo/l2r-sips"]
-    command += [*changes, "losses.balance_scope=step", "training.micro_batch=4", *extra]
-    done = subprocess.run(
-        [*command, "--out", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    train = ["train", "demo/l2r-sips", *changes, "losses.balance_scope=step"]
+    train += ["training.micro_batch=4", *extra, "--out", folder]
+    on_ranks(ranks, folder.parent / "output", command, *train)
     return RunFolder(folder)
 
 
@@ -52,6 +41,23 @@ def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
             2, tmp_path / parallel, tiny_changes, query_norm, f"training.parallel={parallel}"
         )
         assert_same(one, two)
+
+
+def in_turn(commands):
+    from l2r.cli import main
+
+    for arguments in commands:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code in (0, None)
+
+
+def test_the_same_ranks_train_twice(tiny_changes, tmp_path):
+    """A script under torchrun may train one model after another."""
+    train = ["train", "demo/l2r-sips", *tiny_changes, "training.steps=1", "training.micro_batch=4"]
+    commands = [[*train, "--out", str(tmp_path / name)] for name in ("first", "second")]
+    on_ranks(2, tmp_path / "output", Running, in_turn, commands)
+    assert_same(*(RunFolder(tmp_path / name) for name in ("first", "second")))
 
 
 def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):

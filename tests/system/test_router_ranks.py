@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from l2r import XMoEConfig, build_router
@@ -11,16 +9,17 @@ from l2r.routers import constrain
 from l2r.routers.norms import MagnitudeBatchNorm
 from l2r.training.parallel import gathered_weights, parallelize
 from l2r.training.ranks import Ranks
+from tests.processes import on_two_ranks
 
 STEPS = 12
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def trained(kind, ranks):
+def trained(kind, ranks, preset="torchscale"):
     """Whole weights after a few steps of X-MoE routers on this rank's half of the batch."""
     torch.manual_seed(0)
-    config = XMoEConfig.preset("torchscale")
+    config = XMoEConfig.preset(preset)
     sizes = {"hidden_size": 16, "num_experts": 6, "top_k": 2}
     routers = nn.ModuleList(build_router(config, **sizes) for _ in range(2))
     model = parallelize(_Sum(routers), kind, ranks)
@@ -58,34 +57,37 @@ RHO = 19.6 + 0.003 * torch.randn(2048, generator=torch.Generator().manual_seed(3
 UP = torch.randn(2048, generator=torch.Generator().manual_seed(4))
 
 
-def _rank(rank, port_file, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+def both(rank):
     ranks = Ranks(rank, 2, torch.device("cpu"))
     found = {kind: trained(kind, ranks) for kind in ("ddp", "fsdp2")}
-    results[rank] = (found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank]))
-    dist.barrier()
-    dist.destroy_process_group()
+    found["learned"] = trained("fsdp2", ranks, "fairseq")
+    return found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank])
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, args=(str(store), results), nprocs=2)
-        return results[0], results[1]
+    return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))
 
 
 def test_constrained_anchors_keep_their_norm_under_ddp_and_fsdp2(ran):
     alone = trained("ddp", ALONE)
-    for kind, found in ran[0][0].items():
+    for kind in ("ddp", "fsdp2"):
+        found = ran[0][0][kind]
         assert found.keys() == alone.keys()
         for name, value in found.items():
             if name.endswith("anchors"):
                 norms = value.norm(dim=-1)
                 torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
             torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4, msg=kind)
+
+
+def test_a_learned_temperature_trains_under_fsdp2(ran):
+    """FSDP2 shards no scalar; the weights that come out are those of one process."""
+    alone, found = trained("ddp", ALONE, "fairseq"), ran[0][0]["learned"]
+    assert {name: w.shape for name, w in found.items()} == {n: w.shape for n, w in alone.items()}
+    for name, value in found.items():
+        torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4)
+    assert any(name.endswith("log_temperature") for name in found)
 
 
 def test_variance_of_the_magnitude_over_ranks_is_not_lost_to_rounding(ran):

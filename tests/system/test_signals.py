@@ -1,10 +1,7 @@
 """A run told to stop saves and ends; killed at any moment it resumes to the same bits."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,19 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.runs.folder import RunFolder
+from tests.processes import command
 
 STEPS = ["training.steps=60", "checkpoint.every=5", "evaluation.every=0"]
 
 
 def start(folder, changes):
-    command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", *changes, *STEPS]
-    return subprocess.Popen(
-        [*command, "--out", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    train = ["train", "demo/l2r-sips", *changes, *STEPS, "--out", folder]
+    return command(folder.parent / "output", *train)
 
 
 def wait_for_step(folder, step):
@@ -38,16 +30,12 @@ def wait_for_step(folder, step):
 @pytest.fixture(scope="module")
 def unbroken(tiny_changes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
-    process = start(folder / "run", tiny_changes)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
+    start(folder / "run", tiny_changes).succeed()
     return load_file(folder / "run" / "model" / "model.safetensors")
 
 
 def finish(folder, changes, unbroken):
-    process = start(folder, changes)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
+    start(folder, changes).succeed()
     weights = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], unbroken[name]) for name in unbroken)
 
@@ -57,11 +45,10 @@ def test_a_signal_saves_and_stops(number, unbroken, tiny_changes, tmp_path):
     process = start(tmp_path / "run", tiny_changes)
     wait_for_step(tmp_path / "run", 3)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and "Traceback" not in err, err
-    assert "run it again to resume" in out
+    assert process.wait() == 128 + number and "Traceback" not in process.err, process.err
+    assert "run it again to resume" in process.out
     step = int(RunFolder(tmp_path / "run").complete_checkpoints()[-1].name.removeprefix("step-"))
-    assert f"stopped at step {step} of 60" in out
+    assert f"stopped at step {step} of 60" in process.out
     finish(tmp_path / "run", tiny_changes, unbroken)
 
 
@@ -69,7 +56,6 @@ def test_kill_9_resumes_to_the_same_bits(unbroken, tiny_changes, tmp_path):
     process = start(tmp_path / "run", tiny_changes)
     wait_for_step(tmp_path / "run", 7)
     time.sleep(random.Random(0).random() * 0.2)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     finish(tmp_path / "run", tiny_changes, unbroken)

@@ -64,7 +64,7 @@ def test_selection_biases_move_with_every_step(tiny_changes, tmp_path):
     steps = (bias(tmp_path / "on") / 0.01).round()
     torch.testing.assert_close(bias(tmp_path / "on"), steps * 0.01)  # six moves of one speed
     assert steps.abs().max() <= 6
-    assert (steps != 0).sum() >= 6
+    assert steps.abs().max() >= 2  # more than one step moved them
     assert not bias(tmp_path / "off").any()
 
 

@@ -1,8 +1,5 @@
 """The vision task in the shared loop: it learns, resumes to the same bits, and keeps an average."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +21,7 @@ from l2r.training.average import WeightAverage
 from l2r.training.objective import auxiliary_losses
 from l2r.training.ranks import Ranks
 from l2r.training.vision import VisionTask
+from tests.processes import command, on_ranks
 
 RECIPES = {kind: f"demo-vision/{kind.replace('_', '-')}" for kind in PAPER_ROUTERS}
 TINY = [
@@ -172,12 +170,9 @@ def test_two_ranks_equal_one(parallel, tmp_path):
     changes = [*MIXED, "losses.balance_scope=step", "training.ema_decay=0.9"]
     one, two = tmp_path / "one", tmp_path / "two"
     run(one, *changes)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "l2r", "train", RECIPES["l2r_sips"], *TINY, *changes]
-    command += [f"training.parallel={parallel}", "training.micro_batch=8", "--out", str(two)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    train = ["train", RECIPES["l2r_sips"], *TINY, *changes, f"training.parallel={parallel}"]
+    train += ["training.micro_batch=8", "--out", two]
+    on_ranks(2, tmp_path / "output", command, *train)
     for name in ("model", "model-ema"):
         first, second = weights(one, name), weights(two, name)
         for key in first:

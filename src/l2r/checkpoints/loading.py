@@ -10,15 +10,8 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
-
-
-def hide_progress_bars() -> None:
-    """Silence transformers' own bars and load report; our commands print what matters."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def load_causal_lm(

@@ -104,7 +104,11 @@ def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
     free = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1)}
     with dispatch.implementation("plain"):
         return torch.export.export(
-            _Logits(model), (ids,), dynamic_shapes={"input_ids": free}, strict=False
+            _Logits(model),
+            (ids,),
+            dynamic_shapes={"input_ids": free},
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,  # for torch 2.10
         )
 
 

@@ -37,6 +37,9 @@ COMMANDS = (
 # Of click, or of the copy of click that newer versions of typer hold.
 _UsageError: Any = typer.BadParameter.__base__
 
+# transformers reads them when it is first imported; our commands have their own bars.
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
 
 def build_app() -> typer.Typer:
     """The typer application with every command."""
@@ -68,6 +71,8 @@ def build_app() -> typer.Typer:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     words = with_new_names(sys.argv[1:] if args is None else args)
     try:
         code = get_command(build_app())(args=words, prog_name="l2r", standalone_mode=False)

@@ -24,14 +24,12 @@ def families(
     from rich.progress import track
 
     from l2r.checkpoints.family_check import COLUMNS, check_families
-    from l2r.checkpoints.loading import hide_progress_bars
     from l2r.cli.console import print_table
     from l2r.report.tables import Table
     from l2r.runs.atomic import write_text
     from l2r.swap.families import FAMILIES
 
     names = list(FAMILIES) if only is None else only.split(",")
-    hide_progress_bars()
     results = track(
         check_families(names), "families", total=len(names), console=Console(stderr=True)
     )

@@ -70,7 +70,9 @@ def build_corpus(
     """Build the corpus or find it in the cache (``L2R_CACHE``, else ``~/.cache/l2r``).
 
     Built in a temporary folder and renamed, so a killed build leaves nothing behind that could
-    be mistaken for a corpus. Raises ValueError for an empty or missing text folder.
+    be mistaken for a corpus; of two builds at the same time the first stays.
+
+    Raises ValueError for an empty or missing text folder.
     """
     sources = embedded_sources() if options.folder is None else folder_sources(Path(options.folder))
     cache = cache or cache_folder()
@@ -80,9 +82,12 @@ def build_corpus(
         with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
             folder = Path(temporary) / "corpus"
             _build(folder, options, sources, report)
-            if target.exists():
-                shutil.rmtree(target)
-            folder.replace(target)
+            try:
+                folder.rename(target)
+            except OSError:  # refused where a folder with files is: another process's, or ruins
+                if not (target / "corpus.json").is_file():
+                    shutil.rmtree(target)
+                    folder.rename(target)
     return Corpus(target / "tokenizer", target / "train", target / "validation")
 
 

@@ -18,7 +18,7 @@ from l2r.routers.selection import Selection
 # Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
 ENGINES = {
     "ai2-olmo-core": ("olmo-core", ">=3.0.0,<3.1"),
-    "megatron-core": ("megatron", ">=0.16.1,<0.17"),
+    "megatron-core": ("megatron", ">=0.16.1,<0.20"),
     "torchtitan": ("torchtitan", ">=0.3.0,<0.4"),
 }
 
@@ -53,8 +53,7 @@ def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
             "layer to share a batch statistic; got query_norm='batchnorm'"
         )
     router = build_router(config, **sizes)
-    if router.log_temperature is not None:  # FSDP2 shards no scalar
-        router.log_temperature = nn.Parameter(router.log_temperature.detach().reshape(1))
+    router.lift_scalars()
     return router
 
 

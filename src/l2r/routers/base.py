@@ -74,6 +74,11 @@ class Router(nn.Module):
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
 
+    def lift_scalars(self) -> None:
+        """Make a learned temperature a vector of one: FSDP2 shards no scalar."""
+        if self.log_temperature is not None:
+            self.log_temperature = nn.Parameter(self.log_temperature.detach().reshape(1))
+
     def constrain(self) -> None:
         """Bring parameters back onto their surface after a step; most routers have none."""
 

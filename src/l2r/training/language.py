@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.checkpoints.loading import hide_progress_bars
 from l2r.checkpoints.pretrained import model_like
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
@@ -27,7 +26,6 @@ class LanguageTask:
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
         self.recipe = recipe
-        hide_progress_bars()
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.

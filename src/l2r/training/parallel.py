@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from l2r.routers import Router
 from l2r.training.ranks import Ranks
 
 
@@ -29,6 +30,8 @@ def parallelize(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2: every block, and what is around them, split over the ranks of the mesh."""
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        router.lift_scalars()
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -55,7 +58,9 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
 def gathered_weights(model: nn.Module) -> dict[str, Any]:
     """Full weights on the CPU of rank 0; empty on other ranks. A collective call."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    lifted = [name for name in weights if name.endswith(".log_temperature")]
+    return weights | {name: weights[name].reshape(()) for name in lifted}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

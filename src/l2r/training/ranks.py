@@ -1,5 +1,6 @@
 """The processes of one run: who am I, which device, and the few collectives the loop needs."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+_groups = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,10 @@ def join_ranks() -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(0, 1, device)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # torchrun's store outlives a group, so that a second one needs keys of its own.
+    store = PrefixStore(f"l2r-{next(_groups)}", next(rendezvous("env://"))[0])
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield Ranks(rank, world, device)
         dist.barrier()  # gloo processes can abort when one leaves before the others are done

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.integrations.engines import SIPS, assert_close, periodic
-from tests.integrations.ranks import on_two_ranks
+from tests.processes import on_two_ranks
 
 from .models import EXPERTS, VOCABULARY, on_cpu, one_rank, small
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.engines import SIPS, assert_close, periodic
-from tests.integrations.ranks import on_two_ranks
+from tests.processes import on_two_ranks
 
 from .models import VOCABULARY, small
 

@@ -125,7 +125,7 @@ class TrainingSection(Section):
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
     starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
     exported beside them. loss_chunk: tokens whose logits exist at a time, for language; null:
-    those of a whole micro-batch.
+    those of a whole micro-batch. compile: torch.compile of every block but its router.
     """
 
     steps: PositiveInt | None = None
@@ -136,6 +136,7 @@ class TrainingSection(Section):
     precision: Literal["fp32", "bf16"] = "bf16"
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     activation_checkpointing: bool = False
+    compile: bool = False
     loss_chunk: PositiveInt | None = None
     clip_norm: PositiveFloat = 1.0
     deterministic: bool = False
@@ -148,6 +149,11 @@ class TrainingSection(Section):
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, tokens, epochs; got {given or 'none'}")
         self.check_multiple("global_batch", "micro_batch")
+        if self.compile and self.activation_checkpointing:
+            raise ValueError(
+                "compile must be false with activation_checkpointing=true, in which blocks that "
+                "leave their graph for the router are not compiled; got compile=true"
+            )
         return self
 
 

@@ -22,7 +22,13 @@ from l2r.training.health import NonFiniteError
 from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
-from l2r.training.parallel import gathered_weights, parallelize, precision, whole_model
+from l2r.training.parallel import (
+    compile_blocks,
+    gathered_weights,
+    parallelize,
+    precision,
+    whole_model,
+)
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
 from l2r.training.step import TrainingStep
@@ -101,6 +107,8 @@ class _Trainer:
         model = task.build_model()
         if training.activation_checkpointing:
             checkpoint_activations(model)
+        if training.compile:
+            compile_blocks(model)
         if ranks.first:
             facts = describe_environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)

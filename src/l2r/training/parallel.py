@@ -38,6 +38,19 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile of every block.
+
+    Routers stay outside of the graphs: they are fused already, and what looks on through hooks is
+    another object in every step, which a graph would have to be made anew for.
+    """
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        call: Any = router._call_impl
+        router._compiled_call_impl = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    for block in blocks(model):
+        block.compile()
+
+
 def whole_model(model: nn.Module) -> nn.Module:
     """The model inside a DDP wrapper, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model

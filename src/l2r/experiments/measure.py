@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l2r.checkpoints.run_card import update_card
 from l2r.diagnostics.collect import Batch, LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalized_entropy
@@ -54,6 +55,7 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
             _save_patches(run, model)
         records = collect(model, batches(), domains=domains, run=_RUN[kind])
         diagnose(records, domains=domains, settings=_SETTINGS).save(run.path)
+        update_card(run, model)
     return read_diagnosis(run.path)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2r.checkpoints.run_card import write_run_card
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
 from l2r.routers import capture, constrain
@@ -118,6 +119,7 @@ class _Trainer:
             run.write_json(run.environment, facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.state = self.model, self.optimizer, ranks
         decay, speed = training.ema_decay, recipe.losses.bias_speed
         self.bias_balance = BiasBalance(self.model, speed) if speed else None
         self.average = WeightAverage(self.model, decay) if decay else None
@@ -149,8 +151,7 @@ class _Trainer:
                     # of all steps since the last such record, so that few records hold them all
                     monitor.record("train_mean", step, self.mean_loss.read())
                 if saving:
-                    state = (self.model, self.optimizer, self.ranks)
-                    save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
+                    save_checkpoint(self.run, step, *self.state, keep=keep, extra=self.extra)
                     speed.read()
                 if stopping and step < self.steps:
                     return RunResult(self.run.path, step, self.steps, False, stop.signal)
@@ -234,9 +235,8 @@ class _Trainer:
         return [self.ranks.sum(part) / self.ranks.world for part in usage]
 
     def _clip(self, step: int) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.recipe.training.clip_norm
-        )
+        limit = self.recipe.training.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not value < float("inf"):
             message = explain_gradient(self.model, step, value)
@@ -258,8 +258,7 @@ class _Trainer:
         checkpoints = self.run.complete_checkpoints()
         step = 0
         if checkpoints:
-            state = (self.model, self.optimizer, self.ranks)
-            step = load_checkpoint(checkpoints[-1], *state, extra=self.extra)
+            step = load_checkpoint(checkpoints[-1], *self.state, extra=self.extra)
         if self.ranks.first:
             self.run.cut_metrics(step)
         if step:
@@ -283,6 +282,7 @@ class _Trainer:
             temporary = folder.with_name(f".{folder.name}.part")
             self.task.export(model, temporary)
             temporary.replace(folder)
+            write_run_card(self.run, folder, model, averaged=folder == self.run.averaged_model)
         self.ranks.wait()
 
     def _last_checkpoint(self) -> str:

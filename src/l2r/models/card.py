@@ -144,7 +144,7 @@ def upload_model(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    skipped = []
+    skipped: list[str] = []
     if is_untouched((folder / CARD).read_text(encoding="utf-8")):
         there = api.file_exists(repo_id, CARD, revision=revision)
         theirs = Path(api.hf_hub_download(repo_id, CARD, revision=revision)) if there else None

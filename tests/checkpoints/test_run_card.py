@@ -9,7 +9,6 @@ from huggingface_hub import ModelCard
 
 from l2r.checkpoints import load_causal_lm
 from l2r.checkpoints.export import export_remote_code
-from l2r.checkpoints.programs import export_program
 from l2r.checkpoints.run_card import run_of, run_sections, update_card
 from l2r.experiments.measure import diagnose_run
 from l2r.models.card import CARD, is_untouched
@@ -94,10 +93,6 @@ def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, tmp_path):
     alone = card(tmp_path / "alone")
     assert alone.data.library_name == "transformers" and titles(alone.text) == titles(told)
     assert "trust_remote_code=True" in alone.text
-    export_program(model, tmp_path / "program", form="torch-export", sections=sections)
-    program = card(tmp_path / "program")
-    assert program.data.library_name == "pytorch" and "model.pt2" in program.text
-    assert titles(program.text) == titles(told)
 
 
 def test_a_measurement_leaves_an_edited_card_and_makes_no_new_one(run, recipe):

@@ -118,3 +118,10 @@ def test_a_card_of_another_tool_is_kept(tmp_path):
 def test_only_the_main_process_writes_a_card(tmp_path):
     olmoe().save_pretrained(tmp_path, is_main_process=False)
     assert not (tmp_path / CARD).exists()
+
+
+def test_code_that_is_not_in_the_folder_is_not_promised(tmp_path):
+    model = olmoe()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling.Model"}  # loaded from an export
+    model.save_pretrained(tmp_path)
+    assert read(tmp_path).data.library_name == "l2r-moe"

@@ -131,8 +131,8 @@ def _evaluation(run: RunFolder, *, averaged: bool) -> str:
     return f"## Evaluation\n\n{caption}\n\n{table(rows, ('', 'value'))}" if rows else ""
 
 
-def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else f"{value}"
+def _words(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _without_folders(value: Any) -> Any:

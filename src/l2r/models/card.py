@@ -52,7 +52,7 @@ class SavesCard:
         upload = _taken(options, _UPLOAD) if push_to_hub else {}
         saved = super().save_pretrained  # type: ignore[misc]
         saved(save_directory, is_main_process, state_dict, **options)
-        if is_main_process and not (dist.is_initialized() and dist.get_rank() > 0):
+        if is_main_process and _is_first_rank():
             write_card(folder, self)
             if push_to_hub:
                 upload_model(folder, repo_id, **upload)
@@ -66,7 +66,7 @@ class SavesCard:
         upload = _taken(options, _UPLOAD)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, **options)
-            return upload_model(Path(folder), repo_id, **upload)
+            return upload_model(Path(folder), repo_id, **upload) if _is_first_rank() else None
 
 
 def write_card(
@@ -80,7 +80,7 @@ def write_card(
     if path.is_file() and not is_untouched(path.read_text(encoding="utf-8", errors="replace")):
         _warn(str(path), "remove it and save again for a new one")
         return
-    write_text(path, card_text(model, sections, loading))
+    write_text(path, _card_text(folder, model, sections, loading))
 
 
 def is_untouched(text: str) -> bool:
@@ -89,11 +89,10 @@ def is_untouched(text: str) -> bool:
     return mark is not None and mark.group(1) == _sum(text[: mark.start()])
 
 
-def card_text(model: Any, sections: Sequence[str] = (), loading: Loading | None = None) -> str:
-    """The card of a model, with the sum at its end."""
+def _card_text(folder: Path, model: Any, sections: Sequence[str], loading: Loading | None) -> str:
     name = type(model).__name__
     use, auto_class = next((_USES[end] for end in _USES if name.endswith(end)), (None, "AutoModel"))
-    loading = loading or _loading(model.config, auto_class)
+    loading = loading or _loading(folder, model.config, auto_class)
     groups = _router_groups(model)
     kinds = sorted({router.config.kind for router in groups.values()})
     data = ModelCardData(
@@ -162,6 +161,10 @@ def upload_model(
     )
 
 
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: options.pop(name) for name in names if name in options}
 
@@ -181,7 +184,9 @@ def _router_groups(model: Any) -> dict[str, Router]:
     for path, module in model.named_modules():
         if isinstance(module, Router):
             layer = next((part for part in path.split(".") if part.isdigit()), path)
-            alike.setdefault(module.extra_repr(), []).append((layer, module))
+            alike.setdefault(f"{module.extra_repr()} {module.selection}", []).append(
+                (layer, module)
+            )
     return {", ".join(layer for layer, _ in found): found[0][1] for found in alike.values()}
 
 
@@ -195,9 +200,9 @@ def _router_section(layers: str, router: Router) -> str:
     return f"{title}\n\n{table(list(settings.items()), ('setting', 'value'))}"
 
 
-def _loading(config: Any, auto_class: str) -> Loading:
+def _loading(folder: Path, config: Any, auto_class: str) -> Loading:
     code = f"from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({{}})"
-    if getattr(config, "auto_map", None):
+    if getattr(config, "auto_map", None) and any(folder.glob("*.py")):
         call = python_block(code.format('"FOLDER", trust_remote_code=True'))
         text = f"The router's code is in this folder; torch and transformers are enough:\n\n{call}"
         return Loading("transformers", text)

@@ -8,7 +8,6 @@ import yaml
 from huggingface_hub import ModelCard
 
 from l2r.checkpoints import load_causal_lm
-from l2r.checkpoints.export import export_remote_code
 from l2r.checkpoints.run_card import run_of, run_sections, update_card
 from l2r.experiments.measure import diagnose_run
 from l2r.models.card import CARD, is_untouched
@@ -69,7 +68,7 @@ def test_averaged_weights_have_their_own_numbers(run):
     assert "moving average" in text and "train ce" not in text
 
 
-def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, tmp_path):
+def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, l2r, tmp_path):
     diagnose_run(run, recipe)
     found = rows(card(run.model).text)
     mean = read_diagnosis(run.path).mean()
@@ -81,15 +80,13 @@ def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, tmp_path):
         "standard_error": {"PIQA": 3.04, "SciQ": 0.0, "Overall": None},
     }
     run.evaluation.write_text(json.dumps(result))
-    model, tokenizer = load_causal_lm(run.path)
-    update_card(run_of(run.path), model)
+    update_card(run_of(run.path), load_causal_lm(run.path)[0])
     told = card(run.model).text
     assert titles(told)[2:] == ["Training", "Routing", "Evaluation", "Limits"]
     found = rows(told)
     assert found["PIQA"] == "51.2 ± 3.0" and found["SciQ"] == "0.0" and "Overall" not in found
 
-    sections = run_sections(run_of(run.model))
-    export_remote_code(model, tmp_path / "alone", tokenizer=tokenizer, sections=sections)
+    assert l2r("export", run.model, "--out", tmp_path / "alone").code == 0
     alone = card(tmp_path / "alone")
     assert alone.data.library_name == "transformers" and titles(alone.text) == titles(told)
     assert "trust_remote_code=True" in alone.text

@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
-TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,lint,docs
+TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,browser,lint,docs
 WHOLE_WAY := scripts/serve_the_whole_way
 # Megatron-core from 0.17 on needs Python 3.12; without one its row is left out.
 PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)

@@ -15,6 +15,7 @@ from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
 
 _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
+    ("routing gain, of the whole model", "routing_gain"),
     ("mean margin", "mean_margin"),
     ("low-margin rate", "low_margin_rate"),
     ("margin / spread", "scale_free_margin"),
@@ -102,8 +103,8 @@ def _routing(run: RunFolder) -> str:
     if not is_diagnosed(run.path):
         return ""
     diagnosis = read_diagnosis(run.path)
-    mean = diagnosis.mean()
-    rows = [(name, mean[field]) for name, field in _ROUTING if field in mean]
+    numbers = diagnosis.numbers()
+    rows = [(name, numbers[field]) for name, field in _ROUTING if field in numbers]
     tokens = diagnosis.info.get("tokens")
     on = f"on {tokens:,} held-out tokens, " if tokens else "on held-out data, "
     caption = f"What the routers do {on}means over layers; docs/diagnostics.md has the definitions."

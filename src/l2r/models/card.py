@@ -50,8 +50,8 @@ class SavesCard:
         folder = Path(save_directory)
         repo_id = options.pop("repo_id", folder.name)
         upload = _taken(options, _UPLOAD) if push_to_hub else {}
-        saved = super().save_pretrained  # type: ignore[misc]
-        saved(save_directory, is_main_process, state_dict, **options)
+        options |= {"is_main_process": is_main_process, "state_dict": state_dict}
+        super().save_pretrained(save_directory, **options)  # type: ignore[misc]
         if is_main_process and _is_first_rank():
             write_card(folder, self)
             if push_to_hub:

@@ -45,8 +45,8 @@ matrix: | $(BIN)/python ## The tests with other versions and processors, into do
 	$(BIN)/python scripts/matrix.py
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
-	$(BIN)/ruff format --check src tests scripts
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts notebooks
+	$(BIN)/ruff check src tests scripts notebooks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

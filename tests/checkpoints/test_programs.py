@@ -1,7 +1,10 @@
 """Exported programs give the model's logits, for other shapes than the one traced too."""
 
+import re
+
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch._inductor import config as inductor
 
 from l2r.checkpoints import programs
@@ -28,6 +31,16 @@ def agrees(run, model):
         torch.testing.assert_close(run(ids), wanted, rtol=0, atol=1e-4)
 
 
+def loaded(folder, library):
+    """The program as its card says that it is loaded."""
+    card = ModelCard((folder / "README.md").read_text())
+    assert card.data.library_name == library and card.data.pipeline_tag == "text-generation"
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.S)
+    scope = {}
+    exec(code.replace("FOLDER", str(folder)), scope)
+    return scope["program"]
+
+
 def test_torch_export(l2r, model, tmp_path):
     model.save_pretrained(tmp_path / "m")
     code, text, err = l2r(
@@ -35,14 +48,14 @@ def test_torch_export(l2r, model, tmp_path):
     )
     assert code == 0, err
     assert "(tolerance 0.0001 of that)" in text
-    agrees(torch.export.load(tmp_path / "p" / "model.pt2").module(), model)
+    agrees(loaded(tmp_path / "p", "pytorch"), model)
 
 
 def test_onnx(model, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="the onnx extra is not installed")
+    pytest.importorskip("onnxruntime", reason="the onnx extra is not installed")
     found = export_program(model, tmp_path / "p", form="onnx")
     assert found.difference <= 1e-4 * max(1, found.largest)
-    session = onnxruntime.InferenceSession(tmp_path / "p" / "model.onnx")
+    session = loaded(tmp_path / "p", "onnx")
     assert [i.shape for i in session.get_inputs()] == [["batch", "length"]]
     agrees(lambda ids: torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]), model)
 

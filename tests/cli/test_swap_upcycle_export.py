@@ -45,6 +45,8 @@ def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     assert isinstance(router, L2RRouter)
     assert (router.config.rank, router.config.heads, router.config.beta) == (2, 4, 0.5)
     assert (out / "tokenizer.json").is_file()
+    card = (out / "README.md").read_text()
+    assert f"put untrained routers into {checkpoint.name};" in card and str(tmp_path) not in card
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
         assert layer["agreement"] > layer["agreement_before"]
         assert layer["divergence"] < layer["divergence_before"]
     assert load_pretrained(out)(sample_tokens()).logits.isfinite().all()
+    assert "--tokens 3000 --updates 4 --train-steps 2" in (out / "README.md").read_text()
 
 
 def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):

@@ -8,7 +8,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from transformers import OlmoeForCausalLM
 
 from l2r.checkpoints.pretrained import save_model
-from l2r.models import olmoe
+from l2r.models import card, olmoe
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import RouterConfig
 from l2r.routers.registry import router_class
@@ -40,9 +40,12 @@ from __future__ import annotations
 '''
 
 
-def export_remote_code(model: Any, out: str | Path, *, tokenizer: Any = None) -> Path:
+def export_remote_code(
+    model: Any, out: str | Path, *, tokenizer: Any = None, sections: Sequence[str] = ()
+) -> Path:
     """Write a folder that plain transformers loads with ``trust_remote_code=True``.
 
+    ``sections`` are those of the model's card that say how it was made and what was measured.
     ``model`` is ours, or a stock OLMoE whose routers were all swapped alike.
     Raises ValueError for other models and for a folder that is not empty.
     """
@@ -50,7 +53,8 @@ def export_remote_code(model: Any, out: str | Path, *, tokenizer: Any = None) ->
     model.config.auto_map = dict(AUTO_MAP)
     try:
         source = modeling_source(model.config.router["kind"])
-        save_model(model, Path(out), tokenizer=tokenizer, files={f"{MODULE}.py": source})
+        files = {f"{MODULE}.py": source}
+        save_model(model, Path(out), tokenizer=tokenizer, files=files, sections=sections)
     finally:
         del model.config.auto_map
     return Path(out)
@@ -102,6 +106,7 @@ def modeling_source(kind: str) -> str:
         if module is olmoe:
             line = 'DEFAULT_ROUTER = "{}"'
             body = body.replace(line.format(olmoe.DEFAULT_ROUTER), line.format(kind))
+            body = body.replace(f"({card.SavesCard.__name__})", "")
         parts.append(body)
         if name == _PLAIN:
             parts.append(_dispatch_class(tree))
@@ -113,7 +118,7 @@ def modeling_source(kind: str) -> str:
 
 def _collect(name: str, modules: dict[str, ModuleType]) -> None:
     """Add a module after the modules of this package that it imports."""
-    if name in modules:
+    if name in (*modules, card.__name__):  # the file has the model, not what is told about it
         return
     module = importlib.import_module(name)
     for node in ast.parse(inspect.getsource(module)).body:

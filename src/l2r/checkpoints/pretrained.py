@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from l2r.models import olmoe
+from l2r.models.card import write_card
 from l2r.swap.swap import replay_swaps
 
 _SIZES = (
@@ -63,11 +64,16 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def save_model(
-    model: Any, out: Path, *, tokenizer: Any = None, files: Mapping[str, str] | None = None
+    model: Any,
+    out: Path,
+    *,
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
+    sections: Sequence[str] = (),
 ) -> None:
-    """Write a model and its tokenizer into a new folder that appears whole or not at all.
+    """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
-    ``files`` are further text files of the folder, by name.
+    ``files`` are further text files of the folder, by name; ``sections`` go into the card.
     Raises ValueError when ``out`` holds something already.
     """
     with new_folder(out) as part:
@@ -76,6 +82,7 @@ def save_model(
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).write_text(text, encoding="utf-8")
+        write_card(part, model, sections)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ routers as plain code, which are torch's own operations alone.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from l2r.checkpoints.pretrained import new_folder
 from l2r.kernels import dispatch
+from l2r.models.card import Loading, python_block, write_card
 
 TOLERANCE = 1e-4  # of the largest logit
 _SHAPES = ((2, 7), (1, 1), (3, 50))  # rows and tokens that are compared; the first is traced
@@ -40,7 +41,13 @@ class _Logits(nn.Module):
 
 @torch.no_grad()
 def export_program(
-    model: Any, out: Path, *, form: str, tokenizer: Any = None, tolerance: float = TOLERANCE
+    model: Any,
+    out: Path,
+    *,
+    form: str,
+    tokenizer: Any = None,
+    tolerance: float = TOLERANCE,
+    sections: Sequence[str] = (),
 ) -> Agreement:
     """Write ``model`` as input_ids [B, S] -> logits [B, S, V], any B and S, into a new folder.
 
@@ -74,6 +81,7 @@ def export_program(
             )
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        write_card(folder, model, sections, _LOADING[form])
     return agreement
 
 
@@ -148,6 +156,26 @@ def _aoti(program: torch.export.ExportedProgram, folder: Path) -> Run:
     return compiled
 
 
+def _loading(library: str, code: str) -> Loading:
+    block = python_block(code)
+    return Loading(
+        library, f"One program, input_ids [B, S] to logits [B, S, V], in fp32:\n\n{block}"
+    )
+
+
+_LOADING = {
+    "onnx": _loading(
+        "onnx", 'import onnxruntime\n\nprogram = onnxruntime.InferenceSession("FOLDER/model.onnx")'
+    ),
+    "torch-export": _loading(
+        "pytorch", 'import torch\n\nprogram = torch.export.load("FOLDER/model.pt2").module()'
+    ),
+    "aoti": _loading(
+        "pytorch",
+        "from torch._inductor import aoti_load_package\n\n"
+        'program = aoti_load_package("FOLDER/model.pt2")',
+    ),
+}
 FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], Run]] = {
     "onnx": _onnx,
     "torch-export": _torch_export,

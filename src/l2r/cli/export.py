@@ -29,8 +29,8 @@ def export(
     """Write an OLMoE with our routers and its code in one file, for
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
 
-    The folder gets weights, configuration, tokenizer and modeling file. A program is any language
-    model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
+    The folder gets weights, configuration, tokenizer, model card and modeling file. A program is
+    any language model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
@@ -38,21 +38,25 @@ def export(
     from l2r.checkpoints.export import export_remote_code
     from l2r.checkpoints.pretrained import check_new_folder
     from l2r.checkpoints.programs import FORMS, TOLERANCE, export_program
+    from l2r.checkpoints.run_card import run_of, run_sections
 
     if form not in ("hf", *FORMS):
         raise ValueError(f"format must be one of hf, {', '.join(FORMS)}; got {form!r}")
     if form == "hf" and tolerance is not None:
         raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
+    sections = run_sections(run_of(checkpoint))
     if form == "hf":
         model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
-        export_remote_code(model, out, tokenizer=tokenizer)
+        export_remote_code(model, out, tokenizer=tokenizer, sections=sections)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return
     model, tokenizer = load_causal_lm(checkpoint)
     tolerance = TOLERANCE if tolerance is None else tolerance
-    found = export_program(model, out, form=form, tokenizer=tokenizer, tolerance=tolerance)
+    found = export_program(
+        model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections
+    )
     typer.echo(
         f"saved: {out}; logits differ by at most {found.difference:.2g} from the model's, whose "
         f"largest is {found.largest:.3g} (tolerance {tolerance:g} of that)"

@@ -40,7 +40,11 @@ def swap(
     model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
     before = router_sites(model)
     swap_routers(model, config, layers=read_layers(layers), selection=selection)
-    save_model(model, out, tokenizer=tokenizer)
+    made = (
+        "## How it was made\n\n`l2r swap` put untrained routers into "
+        f"{checkpoint.resolve().name}; its other weights are unchanged. Train it before use."
+    )
+    save_model(model, out, tokenizer=tokenizer, sections=[made])
     print_table(_table(model, before, config.kind), as_json=as_json)
     typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 

@@ -10,6 +10,7 @@ import torch
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier
 from l2r.checkpoints.pretrained import checkpoint_folder
+from l2r.checkpoints.run_card import run_of, update_card
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
@@ -72,6 +73,8 @@ def evaluate_language(
             "standard_error": row.standard_error,
         },
     )
+    if out == checkpoint:
+        update_card(run_of(checkpoint), model)
     return results
 
 
@@ -116,6 +119,8 @@ def evaluate_images(
         "skipped": list(accuracy.skipped),
     }
     write_json(out / RESULT, record)
+    if out == checkpoint:
+        update_card(run_of(checkpoint), model, averaged=averaged)
     return record
 
 

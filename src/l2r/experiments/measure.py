@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l2r.checkpoints.run_card import update_card
 from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
@@ -71,6 +72,7 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
             choices=log.choices(),
             gain=routing_gain(model, few, batch_loss),
         ).save(run.path)
+        update_card(run, model)
     return read_diagnosis(run.path)
 
 

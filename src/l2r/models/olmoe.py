@@ -30,6 +30,7 @@ from transformers.models.olmoe.modeling_olmoe import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
+from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing, truncated_normal
 from l2r.routers import Router, RouterConfig
 
@@ -64,7 +65,7 @@ class L2rOlmoeConfig(OlmoeConfig):
         return router
 
 
-class _RouterWeights:
+class _RouterWeights(SavesCard):
     """Initialization that both nested classes need: OLMoE's, and the routers' own."""
 
     config_class = L2rOlmoeConfig

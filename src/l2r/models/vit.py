@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.vit.modeling_vit import ViTAttention, ViTLayer, ViTPreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing, truncated_normal
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
@@ -75,7 +76,7 @@ class L2rViTConfig(ViTConfig):
         return router
 
 
-class _MoEWeights:
+class _MoEWeights(SavesCard):
     """Initialization that both nested classes need: ViT's, the experts' and the routers'."""
 
     config_class = L2rViTConfig

@@ -5,7 +5,7 @@ environment.json     versions, hardware, command, sizes of the model
 metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
                      last one), validation or tasks
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
-model/               Hugging Face export of the final weights, with the tokenizer
+model/               Hugging Face export of the final weights, with tokenizer and model card
 model-ema/           the same of their moving average, where the recipe keeps one
 diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare
                      and sweep; 0.1.0 wrote diagnostics.json)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from l2r.checkpoints.run_card import write_run_card
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
 from l2r.runs.folder import RunFolder
@@ -199,6 +200,7 @@ class _Trainer:
             temporary = folder.with_name(f".{folder.name}.part")
             self.task.export(model, temporary)
             temporary.replace(folder)
+            write_run_card(self.run, folder, model, averaged=folder == self.run.averaged_model)
         self.ranks.wait()
 
     def _check(self) -> None:

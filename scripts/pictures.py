@@ -75,7 +75,7 @@ def main() -> None:
         l2r("diagnose", runs / "linear", runs / "l2r_sips", "--out", pages)
         l2r("landscape", "--out", pages / "landscape.html")
         text_view(pages / "index-text.html", IMAGES / "text-view.png")
-        top(runs / "report.html", IMAGES / "demo-report.png", 900, 1617)
+        top(runs / "report.html", IMAGES / "demo-report.png", 1280, 1500)
         figure(pages / "index.html", IMAGES / "routing-plane.png", "Routing plane")
         figure(pages / "landscape.html", IMAGES / "landscape.png", "")
     for name in ("text-view", "demo-report", "routing-plane", "landscape"):

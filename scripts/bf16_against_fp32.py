@@ -28,6 +28,7 @@ from l2r.recipes.load import load_recipe
 from l2r.routers import Router
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
+from l2r.training import step as steps
 
 PRECISIONS = ("fp32", "bf16")
 LANGUAGE = [
@@ -73,7 +74,7 @@ def watch_dtypes() -> Iterator[dict[str, set[str]]]:
         elif isinstance(module, nn.Linear) and module.training:
             note("linear layers", output)
 
-    product, auxiliary, loads = grouped.grouped_mm, loop.auxiliary_losses, loop.expert_loads
+    product, auxiliary, loads = grouped.grouped_mm, steps.auxiliary_losses, steps.expert_loads
 
     def watched_product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
         result = product(a, b, **options)
@@ -94,11 +95,11 @@ def watch_dtypes() -> Iterator[dict[str, set[str]]]:
     hook = register_module_forward_hook(routed)
     try:
         grouped.grouped_mm = watched_product
-        loop.auxiliary_losses, loop.expert_loads = watched_losses, watched_loads
+        steps.auxiliary_losses, steps.expert_loads = watched_losses, watched_loads
         yield seen
     finally:
         grouped.grouped_mm = product
-        loop.auxiliary_losses, loop.expert_loads = auxiliary, loads
+        steps.auxiliary_losses, steps.expert_loads = auxiliary, loads
         hook.remove()
 
 

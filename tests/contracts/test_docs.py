@@ -30,6 +30,7 @@ swap_routers(model, SigmoidConfig())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
+    "index.md": MODEL,
     "swap.md": MODEL,
     "upcycle.md": f"{MODEL}\nbatches, held_out = [ids, ids], [ids]\n",
     "zoo.md": MODEL + SIGMOID,

@@ -165,11 +165,12 @@ def test_choosing_an_expert_frames_its_tokens_and_shows_what_it_serves(page):
 def test_the_switch_shows_other_checkpoints_and_texts(page):
     page.locator("#left").select_option(label="two")
     page.locator("#right").select_option(label="none")
-    assert page.locator(".pane").count() == 1 and firsts(page) == first_of(TWO, 0)
+    playwright.expect(page.locator(".pane")).to_have_count(1)
+    assert firsts(page) == first_of(TWO, 0)
     page.locator("#right").select_option(label="other")  # of another vocabulary
     assert token(page, 0, pane=1).inner_text() == WORDS[::-1][OTHER.tokens[0, 0]]
     token(page, 4, pane=1).hover()
-    assert page.locator("#token table").count() == 1
+    playwright.expect(page.locator("#token table")).to_have_count(1)
     assert rows_of(page) == expected_rows(OTHER, 0, 4)
 
 

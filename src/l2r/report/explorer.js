@@ -7,8 +7,9 @@ const find = (id) => document.getElementById(id);
 const RULES = { sips: "SIPS", cosine: "cosine", dot: "dot product" };
 const DASHES = { sips: [], cosine: [9, 4], dot: [2, 3] };
 const READ_BY_SIPS = new Set(["beta", "gamma", "p"]);
-const WORK = 3e6; // anchors times cells of a draft, which a slider shows while it moves
-const FINE = 240, STEPS = 720; // cells across the plane; steps around the circle
+const DRAFT = 5e6, WHOLE = 4e7; // scores of a plane while a slider moves, and when it rests
+const MOST_CELLS = 320, STEPS = 720; // across the plane; around the circle
+const LEVELS = 10; // on either side of the neutral logit
 const MARGIN = 40; // of a plane's axes
 
 // name, title, least, largest, step; those of a set of anchors get their ends from it
@@ -106,14 +107,13 @@ function canvas(id) {
   return { pen, width, height };
 }
 
-// Color of a value from -1 to 1, blue over white to red.
-function diverging(value) {
-  const stops = data.diverging;
-  const place = (Math.max(-1, Math.min(1, value)) + 1) / 2 * (stops.length - 1);
+// Colors of values from -1 to 1, blue over white to red.
+const HEAT = Array.from({ length: 255 }, (_, n) => {
+  const stops = data.diverging.map(rgb), place = n / 254 * (stops.length - 1);
   const low = Math.min(Math.floor(place), stops.length - 2);
-  const [a, b] = [rgb(stops[low]), rgb(stops[low + 1])];
-  return a.map((part, n) => part + (b[n] - part) * (place - low));
-}
+  return stops[low].map((part, at) => part + (stops[low + 1][at] - part) * (place - low));
+});
+const diverging = (value) => HEAT[Math.round(127 * (Math.max(-1, Math.min(1, value)) + 1))];
 
 // A picture of cells; ``line(n, m)`` says whether neighbors have a line between them.
 function picture(cells, colorOf, line, ink) {
@@ -188,18 +188,23 @@ const circlePoint = (degrees) => [
   state.radius * Math.cos(degrees * Math.PI / 180), state.radius * Math.sin(degrees * Math.PI / 180),
 ];
 
-function drawPlanes(anchors, cells) {
+function drawPlanes(anchors, cells, draft) {
   const { reach, heads, shown } = state;
   const found = atQueries(planeQueries(reach, cells), anchors, heads, state, shown);
   const { first, logit } = found;
-  const largest = logit.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-12);
-  const level = (n) => Math.floor(logit[n] / largest * 10);
-  const heat = picture(cells, (n) => diverging(logit[n] / largest), (n, m) => level(n) !== level(m), [140, 115, 40]);
+  // White is the logit where every score is 0; the colors reach as far as the logits.
+  const neutral = Math.log(heads) / state.temperature;
+  const away = logit.map((value) => value - neutral);
+  const largest = away.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-12);
+  const level = away.map((value) => Math.floor(value / largest * LEVELS));
+  const lines = (kinds) => (n, m) => !draft && kinds[n] !== kinds[m];
+  const heat = picture(cells, (n) => diverging(away[n] / largest), lines(level), [140, 115, 40]);
   plane("landscape", heat, anchors, [shown]).pen.restore();
   find("landscape-title").textContent = `Landscape: logit of expert ${shown} (${RULES[state.scoring]})`;
-  find("landscape").ariaLabel = `Logit of expert ${shown} over the routing plane, within ${largest.toPrecision(3)} of 0`;
-  find("low").textContent = `logit ${(-largest).toPrecision(3)}`;
-  find("high").textContent = `${largest.toPrecision(3)}`;
+  find("landscape").ariaLabel = `Logit of expert ${shown} over the routing plane, within ${largest.toPrecision(3)} of ${neutral.toPrecision(3)}`;
+  find("low").textContent = `logit ${(neutral - largest).toPrecision(3)}`;
+  find("high").textContent = `${(neutral + largest).toPrecision(3)}; white: ${+neutral.toPrecision(3)} (all scores 0); `
+    + `a line every ${(largest / LEVELS).toPrecision(3)}`;
   const bar = find("scale"), pen = bar.getContext("2d");
   bar.width = 201;
   bar.height = 1;
@@ -208,7 +213,7 @@ function drawPlanes(anchors, cells) {
     pen.fillRect(n, 0, 1, 1);
   }
   const colors = data.colors.map(rgb);
-  const areas = picture(cells, (n) => colors[first[n]], (n, m) => first[n] !== first[m], [0, 0, 0]);
+  const areas = picture(cells, (n) => colors[first[n]], lines(first), [0, 0, 0]);
   const regions = plane("regions", areas, anchors, anchors.map((_, n) => n));
   label(regions, first, cells);
   const seen = [...new Set(first)].sort((a, b) => a - b);
@@ -220,8 +225,7 @@ function label({ pen, size }, first, cells) {
   const depth = new Int32Array(cells * cells);
   const step = (n, others) => {
     const near = (m) => m >= 0 && m < first.length && Math.abs(m % cells - n % cells) <= 1;
-    const same = others.map((m) => (near(m) && first[m] === first[n] ? depth[m] : 0));
-    return Math.min(...same) + 1;
+    return Math.min(...others.map((m) => (near(m) && first[m] === first[n] ? depth[m] : 0))) + 1;
   };
   for (let n = 0; n < first.length; n++) depth[n] = step(n, [n - 1, n - cells, n - cells - 1, n - cells + 1]);
   for (let n = first.length - 1; n >= 0; n--) {
@@ -235,7 +239,7 @@ function label({ pen, size }, first, cells) {
   pen.textAlign = "center";
   pen.lineJoin = "round";
   for (const [expert, { value, n }] of places) {
-    if (value * size / cells < 6) continue;
+    if (value * size / cells < 9) continue;
     const x = MARGIN + (n % cells + 0.5) * size / cells, y = (Math.floor(n / cells) + 0.5) * size / cells + 5;
     pen.strokeStyle = "#ffffff";
     pen.lineWidth = 4;
@@ -248,13 +252,13 @@ function label({ pen, size }, first, cells) {
 
 function drawCircle(anchors) {
   const { pen, width, height } = canvas("circle");
-  const left = 48, right = 12, top = 8, bottom = 58, band = 12;
+  const left = 48, right = 22, top = 8, bottom = 58, band = 12;
   const w = width - left - right, h = height - top - bottom;
   const queries = circleQueries(state.radius, STEPS);
   const found = Object.fromEntries(Object.keys(RULES).map((scoring) =>
     [scoring, atQueries(queries, anchors, state.heads, { ...state, scoring })]));
   const most = Math.max(...Object.values(found).flatMap((one) => one.probability));
-  const end = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1].find((value) => most <= value + 1e-9) ?? 1;
+  const end = [0.02, 0.04, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1].find((value) => most <= value + 1e-9) ?? 1;
   const at = (degrees, value) => [left + w * (degrees + 180) / 360, top + h * (1 - value / end)];
   pen.textAlign = "right";
   for (let n = 0; n <= 4; n++) {
@@ -284,9 +288,11 @@ function drawCircle(anchors) {
   };
   const even = 1 / anchors.length;
   draw([at(-180, even), at(180, even)], color("--soft"), [1, 4], 1.5);
-  for (const [scoring, { probability }] of Object.entries(found)) {
+  const others = Object.keys(RULES).filter((scoring) => scoring !== state.scoring);
+  for (const scoring of [state.scoring, ...others]) { // the thick one below
+    const { probability } = found[scoring];
     const points = probability.map((value, n) => at(360 * n / STEPS - 180, value));
-    draw(points, data.rules[scoring], DASHES[scoring], scoring === state.scoring ? 3.2 : 1.6);
+    draw(points, data.rules[scoring], DASHES[scoring], scoring === state.scoring ? 4 : 1.8);
   }
   draw([at(state.angle, 0), at(state.angle, end)], color("--ink"), [], 1);
   const { first, probability } = found[state.scoring];
@@ -302,7 +308,7 @@ function drawLegend() {
     + `stroke-width="${thick}" stroke-dasharray="${dash}"/></svg>`;
   const rows = Object.entries(RULES).map(([scoring, name]) => {
     const chosen = scoring === state.scoring;
-    return `<span>${sample(data.rules[scoring], DASHES[scoring], chosen ? 3.2 : 1.6)}${name}${chosen ? " (chosen)" : ""}</span>`;
+    return `<span>${sample(data.rules[scoring], DASHES[scoring], chosen ? 4 : 1.8)}${name}${chosen ? " (chosen)" : ""}</span>`;
   });
   find("lines").innerHTML = rows.join("") + `<span>${sample(color("--soft"), [1, 4], 1.5)}even, 1 / ${state.experts}</span>`
     + "<span>band: first expert of the chosen score</span>";
@@ -327,21 +333,22 @@ function showQuery(anchors) {
 
 // ---- what happens ----------------------------------------------------------------------------
 
-function draw(cells) {
+function draw(cells, draft) {
   const anchors = anchorsNow();
-  drawPlanes(anchors, cells);
+  drawPlanes(anchors, cells, draft);
   drawCircle(anchors);
   drawLegend();
   showQuery(anchors);
 }
 
-// A draft at once, the whole picture when the slider rests.
-function changed() {
+// A draft at once where a whole picture takes long, and that when the slider rests.
+function changed(moving = true) {
   showSettings();
-  const draft = Math.max(40, Math.floor(Math.sqrt(WORK / (state.experts * state.heads))));
-  draw(Math.min(FINE, draft));
+  const cells = (work) => Math.min(MOST_CELLS, Math.floor(Math.sqrt(work / (state.experts * state.heads))));
+  const draft = moving && cells(DRAFT) < cells(WHOLE);
+  draw(cells(draft ? DRAFT : WHOLE), draft);
   clearTimeout(refining);
-  if (draft < FINE) refining = setTimeout(() => draw(FINE), 150);
+  if (draft) refining = setTimeout(() => changed(false), 150);
 }
 
 function theme(name) {
@@ -372,7 +379,7 @@ find("theme").addEventListener("click", () => {
   theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   changed();
 });
-window.addEventListener("resize", changed);
+window.addEventListener("resize", () => changed());
 theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 choose(0);
-changed();
+changed(false);

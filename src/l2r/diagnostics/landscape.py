@@ -64,15 +64,15 @@ def anchors_of(model: nn.Module, layer: int | None = None) -> list[dict[str, Any
     if layer is not None and not 0 <= layer < len(routers):
         raise ValueError(f"layer must be between 0 and {len(routers) - 1}; got {layer}")
     chosen = range(len(routers)) if layer is None else [layer]
-    sets = [
-        _set_of(f"layer {number}: {routers[number][0]}", routers[number][1])
-        for number in chosen
-        if _rank(routers[number][1]) == 2
-    ]
+    sets = []
+    for number in chosen:
+        name, router = routers[number]
+        if isinstance(router, AnchorRouter) and router.anchors.shape[-1] == 2:
+            sets.append(_set_of(f"layer {number}: {name}", router))
     if not sets:
-        router = routers[chosen[0]][1] if routers else model
-        rank = _rank(router)
-        has = "no anchors" if rank is None else f"anchors of rank {rank}"
+        router = routers[chosen[0]][1]
+        rank = router.anchors.shape[-1] if isinstance(router, AnchorRouter) else None
+        has = f"anchors of rank {rank}" if rank else "no anchors"
         raise ValueError(
             "the explorer draws routers with anchors of rank 2 (l2r_sips, l2r_cosine or l2r_dot "
             f"with rank=2); got {type(router).__name__} with {has}"
@@ -80,16 +80,11 @@ def anchors_of(model: nn.Module, layer: int | None = None) -> list[dict[str, Any
     return sets
 
 
-def _rank(router: nn.Module) -> int | None:
-    return router.anchors.shape[-1] if isinstance(router, AnchorRouter) else None
-
-
 def _set_of(name: str, router: AnchorRouter) -> dict[str, Any]:
     config, learned = router.config, router.log_temperature
     settings = {key: getattr(config, key) for key in ("scoring", *_SIPS) if hasattr(config, key)}
     temperature = config.temperature if learned is None else learned.exp().item()
-    # |q| as phi sees it
-    radial = radial_of(router)
+    radial = radial_of(router)  # phi's norm is scale |q| + shift
     seen = {"scale": getattr(radial, "scale", 1.0), "shift": getattr(radial, "shift", 0.0)}
     return {
         "name": name,

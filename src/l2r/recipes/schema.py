@@ -124,7 +124,7 @@ class TrainingSection(Section):
     global_batch and micro_batch count sequences (or images); micro_batch is per rank, and
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
     starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
-    exported beside them.
+    exported beside them. logger is told what metrics.jsonl gets; a run may resume with another.
     """
 
     steps: PositiveInt | None = None
@@ -139,6 +139,7 @@ class TrainingSection(Section):
     deterministic: bool = False
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     log_every: PositiveInt = 10
+    logger: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

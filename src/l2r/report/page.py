@@ -30,17 +30,26 @@ class Section:
     parts: Sequence[Any] = field(default_factory=tuple)
 
 
-def write_page(path: Path, *, title: str, summary: str, sections: Sequence[Section]) -> Path:
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    summary: str,
+    sections: Sequence[Section],
+    reload: float | None = None,
+) -> Path:
     """Write the page; plotly's script is inlined once, so the file opens without a network.
 
-    Written under a temporary name and renamed, so a reader never sees half a page.
+    Written under a temporary name and renamed, so a reader never sees half a page. ``reload``:
+    seconds after which a browser loads it again.
     """
+    again = "" if reload is None else f"<meta http-equiv='refresh' content='{reload:g}'>"
     links = "".join(
         f"<a href='#section-{number}'>{html.escape(section.title)}</a>"
         for number, section in enumerate(sections)
     )
     text = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{again}"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>"
         f"{section_html(sections)}</body></html>"

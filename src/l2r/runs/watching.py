@@ -14,8 +14,8 @@ def changes_of(run: RunFolder, interval: float) -> Iterator[None]:
     seen = None
     while not run.is_finished():
         records = run.metrics.stat() if run.metrics.is_file() else None
-        version = records and (records.st_mtime_ns, records.st_size)
-        if seen is None or version != seen[0]:
-            seen = (version,)
+        version = (records.st_mtime_ns, records.st_size) if records else (0, 0)
+        if version != seen:
+            seen = version
             yield
         time.sleep(interval)

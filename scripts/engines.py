@@ -37,15 +37,22 @@ def outcomes(results: Path) -> tuple[str, dict[str, str], list[str]]:
     return version, found, failed
 
 
+def read(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A row for every environment in the folder, and the tests that failed in any."""
+    rows, failures = list[tuple[str, ...]](), list[str]()
+    for package, (extra, _) in ENGINES.items():
+        # A folder named extra-version is another version of the same engine.
+        for results in (folder / extra, *sorted(folder.glob(f"{extra}-[0-9]*"))):
+            version, found, failed = outcomes(results / "results.xml")
+            failures += failed
+            cells = [found.get(c) or NONE.get((extra, c), "not run") for c in COLUMNS]
+            rows.append((f"{package} {version}".strip(), *cells))
+    return rows, failures
+
+
 def main() -> None:
     """Table of the results in the folders of the environments; exit code 1 for a failed test."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".engines"
-    rows, failures = [], []
-    for package, (extra, _) in ENGINES.items():
-        version, found, failed = outcomes(folder / extra / "results.xml")
-        failures += failed
-        cells = [found.get(c) or NONE.get((extra, c), "not run") for c in COLUMNS]
-        rows.append((f"{package} {version}".strip(), *cells))
+    rows, failures = read(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".engines")
     table = Table("Engines", ("engine", *COLUMNS), tuple(rows)).to_markdown()
     head, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
     write_text(PAGE, head + MARKS[0] + "\n" + table + "\n" + MARKS[1] + rest.split(MARKS[1])[1])

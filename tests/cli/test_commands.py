@@ -30,9 +30,15 @@ def test_compare_trains_every_router_and_writes_one_self_contained_page(
     for words in ("Training cross-entropy", "Expert usage by layer", "Expert usage by domain"):
         assert words in page
     assert page.count("plotly.js v") >= 1 and "<script src=" not in page
+    # The text comes first, with words of the held-out files.
+    assert page.index("report-text.html") < page.index(">Routers compared<")
+    text = (tmp_path / "report-text.html").read_text()
+    assert "<script src=" not in text and '"name":"l2r_sips"' in text and "animals" in text
+    (tmp_path / "linear" / "text.npz").unlink()  # as in a run that an older version diagnosed
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/model/model.safetensors")}
     assert l2r("compare", "demo", *tiny_changes, "--out", tmp_path)[0] == 0
     assert before == {p: p.stat().st_mtime_ns for p in before}
+    assert (tmp_path / "linear" / "text.npz").is_file()
     code, out, _ = l2r("report", tmp_path, "--json", "--out", tmp_path / "again.html")
     assert code == 0 and json.loads(out) == json.loads(json.dumps(rows))
 

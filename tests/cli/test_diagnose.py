@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from l2r.cli.diagnose import names
 from l2r.data.manifest import TokenizerIdentity
 from l2r.data.tokens import write_token_files
+from l2r.runs.text_routing import read_text_routing
 from tests.diagnostics.models import ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--sample", "64", "--certify", "3"]
@@ -33,18 +34,22 @@ def checkpoints(tmp_path_factory):
 def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(l2r, checkpoints, tmp_path):
     paths = [checkpoints / "l2r_sips", checkpoints / "stock"]
     data = ["--data", checkpoints / "tokens"]
-    code, out, err = l2r("diagnose", *paths, *data, *SHORT, "--out", tmp_path, "--json")
+    more = ["--over-time", "--out", tmp_path, "--json"]
+    code, out, err = l2r("diagnose", *paths, *data, *SHORT, *more)
     assert code == 0, err
     records = json.loads(out)
     assert [record["checkpoint"] for record in records] == ["l2r_sips", "stock"]
     for record in records:
         assert 0 < record["certified_top1"] <= record["found_top1"]
         assert 0 <= record["stability"] <= 1
+        assert 0 < record["coactivation"] <= 1 and record["routing_gain"] != 0
     assert records[0]["effective_heads"] >= 1
     assert records[1]["effective_heads"] is None
     saved = json.loads((tmp_path / "stock" / "diagnosis.json").read_text())
     assert saved["info"]["domains"] == ["one", "two"]
     assert saved["info"]["tokens"] == 8 * 16
+    over_time = saved["info"]["over_time"]  # as if the two were of one run
+    assert over_time["checkpoints"] == ["l2r_sips", "stock"] and over_time["top1"][1] == [1, 1]
     arrays = load_file(tmp_path / "l2r_sips" / "diagnosis.safetensors")
     assert arrays["1.sample_query"].shape == (64, 2)
     page = (tmp_path / "index.html").read_text()
@@ -53,18 +58,27 @@ def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(l2r, checkpo
         "Geometry of l2r_sips",
         "Expert usage by domain",
         "Layers of",
+        "Experts of stock",
+        "Agreement of routers",
+        "Saturation of stock",
     ):
         assert words in page
     assert page.count("Routing plane, layer") == 2  # two layers, of the rank-2 router alone
+    assert "index-text.html" in page and (tmp_path / "index-text.html").is_file()
+    text = read_text_routing(tmp_path / "stock" / "text.npz")
+    # Of 1,024 tokens all 128 are shown, by number: the checkpoint has no tokenizer.
+    assert text.experts.shape == (2, 8, 16, 2) and text.pieces[0].strip().isdigit()
+    assert (text.radius > 0).all()
 
 
 def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, tmp_path):
-    short = [*SHORT[:-1], "0"]
+    short = [*SHORT[:-1], "0", "--text", "0"]
     data = ["--data", checkpoints / "tokens"]
     code, out, err = l2r("diagnose", checkpoints / "stock", *data, *short, "--out", tmp_path)
     assert code == 0, err
     assert "stability" in out
     page = (tmp_path / "index.html").read_text()
+    assert "text.html" not in page and not (tmp_path / "stock" / "text.npz").exists()
     assert "Certified routing" not in out + page and "Geometry, load and anchors" in page
 
 
@@ -76,7 +90,11 @@ def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, t
         (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1 token; got 0"),
         (["{stock}", "--data", "{text}"], "the checkpoint has no tokenizer"),
         (["{stock}", "{stock}"], "checkpoints must differ"),
+        (["{stock}", "--data", "{tokens}", "--text", "1"], "at least a token per domain, 2, or 0"),
+        (["{stock}", "--data", "{tokens}", "--text", "-5"], "at least a token per domain, 2, or 0"),
         (["{stock}", "--data", "{tokens}", "--sigma", "-1"], "sigma must be >= 0; got -1"),
+        (["{stock}", "--gain", "-1"], "gain must be >= 0; got -1"),
+        (["{stock}", "--over-time"], "over-time needs several checkpoints, or a run that kept two"),
     ],
 )
 def test_bad_input_is_one_line(l2r, checkpoints, tmp_path, arguments, message):

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from l2r.checkpoints import family_check, load_pretrained
 from l2r.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
@@ -18,13 +17,6 @@ from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    logging.disable_progress_bar()
-    yield
-    logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

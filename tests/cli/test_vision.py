@@ -14,6 +14,7 @@ SHORT = [
     "evaluation.every=2",
     "evaluation.batch_size=30",
     "evaluation.max_batches=2",
+    "checkpoint.every=2",
 ]
 
 
@@ -111,6 +112,23 @@ def test_diagnose_reads_image_classifiers_and_draws_patches(l2r, compared, tmp_p
     info = json.loads((tmp_path / "linear" / "diagnosis.json").read_text())["info"]
     assert info["tokens"] == 40 * 17  # 16 patches and the class token
     assert info["domains"] == [str(digit) for digit in range(10)]
+    assert info["model"]["routing_gain"] != 0 and "cross_entropy" in info["model"]
+    page = (tmp_path / "index.html").read_text()
+    assert "Routing gain" in page and "Agreement of routers" in page and "Vocabulary" not in page
+
+
+def test_saturation_over_the_checkpoints_of_a_run(l2r, compared, tmp_path):
+    root, _ = compared
+    short = ["--instances", 20, "--sample", 64, "--certify", 0, "--gain", 0]
+    code, _, err = l2r("diagnose", root / "linear", *short, "--over-time", "--out", tmp_path)
+    assert code == 0, err
+    info = json.loads((tmp_path / "linear" / "diagnosis.json").read_text())["info"]
+    found = info["over_time"]
+    assert found["checkpoints"] == [2, 4]  # the last is what was exported
+    assert set(found["top1"][1]) == set(found["topk"][1]) == {1.0}
+    assert all(0 < share < 1 for share in found["topk"][0])
+    assert "routing_gain" not in info["model"]
+    assert "Saturation of linear" in (tmp_path / "index.html").read_text()
 
 
 def test_params_prints_the_whole_vit_for_every_router(l2r):

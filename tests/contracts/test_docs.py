@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from l2r.cli.app import build_app
+from scripts import commands_page
 from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +45,23 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join([PRELUDES.get(page.name, ""), *blocks])
     script(tmp_path, code, HF_HUB_OFFLINE="1").succeed()
+
+
+def test_the_page_of_commands_says_what_they_say_of_themselves():
+    assert (ROOT / "docs" / "commands.md").read_text() == commands_page.page(), (
+        "run python scripts/commands_page.py"
+    )
+    commands = dict(commands_page.commands(get_command(build_app()), ("l2r",)))
+    named = {tuple(call.split()[1:]) for call in commands}
+    for page in PAGES:
+        for words in re.findall(r"^ *l2r ([a-z][a-z ]*)", page.read_text(), re.M):
+            given = tuple(words.split())
+            assert any(given[: len(call)] == call for call in named), f"{page.name}: l2r {words}"
+
+
+def test_every_page_has_a_place_in_the_menu():
+    menu = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 def test_links_between_pages_lead_somewhere():

@@ -1,11 +1,13 @@
 """Routing gain: what is replaced, what is kept, and on which models it works."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r import L2RConfig
-from l2r.diagnostics.routing_gain import other_experts, routing_gain
+from l2r.diagnostics.routing_gain import batch_loss, other_experts, routing_gain, spread
 from l2r.evaluation.perplexity import token_losses
 from l2r.models import swap_routers
 from l2r.routers.observe import find_routers, hooked
@@ -70,6 +72,31 @@ def test_weights_and_logits_stay_and_nothing_is_left_on_the_model():
         assert torch.equal(output.logits, first[0].logits)
     assert before == {name: len(router._forward_hooks) for name, router in routers.items()}
     assert not model.training
+
+
+@pytest.mark.parametrize(("rows", "size"), [(3, 8), (5, 2), (12, 4), (100, 8)])
+def test_rows_for_the_gain_are_spread_evenly(rows, size):
+    numbers = torch.arange(12)
+    batches = [{"row": part, "twice": 2 * part} for part in numbers.split(5)]
+    found = spread(batches, 12, rows, size)
+    assert max(len(batch["row"]) for batch in found) <= size
+    every = -(-12 // rows)
+    assert sorted(torch.cat([batch["row"] for batch in found]).tolist()) == [*range(0, 12, every)]
+    assert all(torch.equal(batch["twice"], 2 * batch["row"]) for batch in found)
+
+
+def test_the_loss_of_text_and_of_images():
+    model, (batch,) = ours(), batches(1)
+    assert batch_loss(model, batch) == loss(model, batch)
+    logits, targets = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+
+    class Classifier(torch.nn.Module):
+        def forward(self, pixel_values):
+            return SimpleNamespace(logits=logits)
+
+    images = {"pixel_values": torch.zeros(5, 1, 2, 2), "targets": targets}
+    expected = -logits.log_softmax(1)[torch.arange(5), targets].mean()
+    torch.testing.assert_close(batch_loss(Classifier(), images), expected)
 
 
 def test_no_batches_are_refused():

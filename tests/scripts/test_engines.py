@@ -24,3 +24,17 @@ def test_a_column_is_yes_when_all_its_tests_passed_and_a_skipped_one_says_nothin
     version, found, failed = outcomes(tmp_path / "results.xml")
     assert version == "1.2" and found == {"TP": "no", "EP": "yes"} and failed == ["a::c"]
     assert outcomes(tmp_path / "none.xml") == ("", {}, [])
+
+
+def test_every_version_of_an_engine_has_a_row(tmp_path):
+    read = runpy.run_path(str(SCRIPT))["read"]
+    for name, version in (("megatron", "1.2"), ("megatron-0.19", "0.19.2")):
+        (tmp_path / name).mkdir()
+        report = REPORT.replace('value="1.2"', f'value="{version}"')
+        (tmp_path / name / "results.xml").write_text(report)
+    rows, failed = read(tmp_path)
+    assert [row[0] for row in rows] == [
+        "ai2-olmo-core", "megatron-core 1.2", "megatron-core 0.19.2", "torchtitan",
+    ]  # fmt: skip
+    assert rows[1][1:] == rows[2][1:] and "yes" in rows[1] and "no" in rows[1]
+    assert failed == ["a::c"] * 2

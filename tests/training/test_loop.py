@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from l2r.checkpoints.pretrained import load_pretrained
 from l2r.functional import losses
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
+from l2r.training.checkpoint import load_weights
 from l2r.training.health import NonFiniteError
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
@@ -64,6 +66,16 @@ def test_a_run_writes_the_documented_folder(unbroken):
     assert {"ce", "balance", "z", "lr", "grad_norm", "max_over_mean", "dead_experts"} <= set(train)
     assert {"ce/animals", "ce/numbers", "ce/mean"} <= set(folder.read_metrics("validation")[0])
     assert [p.name for p in folder.complete_checkpoints()] == ["step-00000004", "step-00000006"]
+
+
+def test_the_weights_of_a_checkpoint_load_alone(unbroken):
+    model = load_pretrained(unbroken)
+    final = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in model.parameters():
+        torch.nn.init.zeros_(value)
+    (*_, last) = RunFolder(unbroken).complete_checkpoints()
+    assert load_weights(last, model) == 6
+    assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
 
 
 def test_training_learns(tiny_changes, tmp_path):

@@ -33,12 +33,15 @@ class ImageInput:
         return (*names[: _SHOWN_CLASSES - 1], "other")
 
     def batches(self, count: int, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Batches of ``pixel_values`` [B, C, H, W] and ``domain`` [B] from ``count`` images."""
+        """Batches of ``pixel_values`` [B, C, H, W], ``domain`` and ``targets`` [B], of ``count``
+        images."""
         chosen = sample_indices(self.dataset, count)
         for start in range(0, len(chosen), size):
             batch = self.dataset.rows(chosen[start : start + size])
-            domain = batch.labels.clamp_max(len(self.domains) - 1)
-            yield {"pixel_values": self.standard(batch.pixels.to(device)), "domain": domain}
+            labels = batch.labels.to(device)
+            pixels = self.standard(batch.pixels.to(device))
+            domain = labels.clamp_max(len(self.domains) - 1)
+            yield {"pixel_values": pixels, "domain": domain, "targets": labels}
 
     def standard(self, pixels: Tensor) -> Tensor:
         """Bytes as the model wants them."""

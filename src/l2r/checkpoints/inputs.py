@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Subject:
     """A model, its batches by (size, device), how many items there are, and their domains.
 
-    images: where an image classifier's batches come from.
+    images: where an image classifier's batches come from. tokenizer: of a language model, where
+    the checkpoint has one.
     """
 
     model: nn.Module
@@ -27,10 +28,12 @@ class Subject:
     domains: tuple[str, ...]
     options: dict[str, Any]
     images: "ImageInput | None" = None
+    tokenizer: Any = None
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-        """One forward pass."""
-        return model(**inputs, **self.options)
+        """One forward pass; ``targets`` are not for the model."""
+        known = {name: value for name, value in inputs.items() if name != "targets"}
+        return model(**known, **self.options)
 
 
 def open_subject(
@@ -65,4 +68,11 @@ def open_subject(
         length=length,
         report=report,
     )
-    return Subject(model, text.batches, len(text.rows), text.domains, {"use_cache": False})
+    return Subject(
+        model,
+        text.batches,
+        len(text.rows),
+        text.domains,
+        {"use_cache": False},
+        tokenizer=tokenizer,
+    )

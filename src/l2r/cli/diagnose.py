@@ -1,8 +1,9 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +31,18 @@ def diagnose(
     certify: Annotated[
         int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
     ] = 128,
+    gain: Annotated[
+        int, typer.Option(help="Rows whose loss is taken with other experts too; 0 for none.")
+    ] = 16,
+    over_time: Annotated[
+        bool,
+        typer.Option(
+            help="How far earlier checkpoints choose as the last: of one run, or those given."
+        ),
+    ] = False,
+    text: Annotated[
+        int, typer.Option(help="Tokens shown as text with their experts; 0 for none.")
+    ] = 1024,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
@@ -45,17 +58,23 @@ def diagnose(
     import torch
 
     from l2r.checkpoints.inputs import open_subject
-    from l2r.cli.console import print_table, progress_bars
+    from l2r.cli.console import progress_bars
+    from l2r.cli.over_time import of_list, training_checkpoints, within_run
+    from l2r.diagnostics.choices import ChoiceLog
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
     from l2r.diagnostics.diagnose import diagnose as measure
-    from l2r.report.diagnosis import checkpoint_tables, full_table, write_diagnosis
+    from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
+    from l2r.report.diagnosis import write_diagnosis
+    from l2r.report.text_view import text_sections
 
-    for option, value in (("instances", instances), ("length", length), ("batch-size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{option} must be >= 1; got {value}")
+    least = {"instances": (instances, 1), "length": (length, 1), "batch-size": (batch_size, 1)}
+    for option, (value, bound) in {**least, "gain": (gain, 0)}.items():
+        if value < bound:
+            raise ValueError(f"{option} must be >= {bound}; got {value}")
+    earlier = training_checkpoints(checkpoints) if over_time else []
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
-    views = {}
+    views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
         subject = open_subject(
             checkpoint,
@@ -64,41 +83,77 @@ def diagnose(
             length=length,
             report=lambda line: typer.echo(line, err=True),
         )
-        with progress_bars() as bars:
-            steps = -(-subject.items // batch_size)
+        model = subject.model.to(torch.device(device))
+        log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
+        traced = text != 0 and subject.images is None
+        trace = _trace(model, batches(), subject, text) if traced else None
+        with progress_bars() as bars, trace.watching() if trace else nullcontext():
             records = collect(
-                subject.model.to(torch.device(device)),
-                subject.batches(batch_size, torch.device(device)),
+                model,
+                trace.batches() if trace else batches(),
                 domains=subject.domains,
                 threshold=threshold,
                 sample=sample,
                 seed=seed,
                 run=subject.run,
-                report=partial(bars, f"{name}: data", total=steps),
+                log=log,
+                report=partial(bars, f"{name}: data", total=-(-subject.items // batch_size)),
             )
+        choices = log.choices()
+        few = spread(batches(), subject.items, gain, batch_size) if gain else []
+        with progress_bars() as bars:
             diagnosis = measure(
                 records,
                 domains=subject.domains,
                 settings=settings,
+                choices=choices,
+                gain=routing_gain(model, few, batch_loss) if few else None,
                 report=partial(bars, f"{name}: layers", total=len(records)),
             )
+            if trace is not None:
+                counted = partial(bars, f"{name}: text", total=len(records))
+                texts[name] = trace.result(subject.tokenizer, counted)
+                texts[name].save(out / name / "text.npz")
         if subject.images is not None:
-            from l2r.diagnostics.patches import validation_patches
-            from l2r.report.patches import write_patch_page
-
-            routing = validation_patches(subject.model, subject.images, count=12)
-            page = write_patch_page(out / name, routing, type(subject.model).__name__)
-            typer.echo(f"patches: {page}", err=as_json)
+            typer.echo(f"patches: {_patches(out / name, model, subject.images)}", err=as_json)
+        if earlier:
+            with progress_bars() as bars:
+                done = partial(bars, f"{name}: checkpoints", total=len(earlier))
+                over = within_run(earlier, subject, batches, choices, done)
+            diagnosis.info["over_time"] = over
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(out / name)
         views[name] = diagnosis
-    if as_json:
-        print_table(full_table(views), as_json=True)
-    else:
-        for table in checkpoint_tables(views):
-            print_table(table)
-    page = write_diagnosis(views, out / "index.html")
+    if over_time and not earlier:
+        diagnosis.info["over_time"] = of_list(views)
+        diagnosis.save(out / name)
+    page = out / "index.html"
+    write_diagnosis(views, page, opening=text_sections(texts, page))
+    _show(views, as_json)
     typer.echo(f"page: {page}", err=as_json)
+
+
+def _trace(model: Any, batches: Any, subject: Any, tokens: int) -> Any:
+    from l2r.diagnostics.text_routing import TextTrace
+
+    return TextTrace(model, batches, domains=subject.domains, tokens=tokens)
+
+
+def _patches(folder: Path, model: Any, images: Any) -> Path:
+    """The page of what each patch of a few images chose."""
+    from l2r.diagnostics.patches import validation_patches
+    from l2r.report.patches import write_patch_page
+
+    routing = validation_patches(model, images, count=12)
+    return write_patch_page(folder, routing, type(model).__name__)
+
+
+def _show(views: Any, as_json: bool) -> None:
+    from l2r.cli.console import print_table
+    from l2r.report.diagnosis import checkpoint_tables, full_table
+
+    for table in [full_table(views)] if as_json else checkpoint_tables(views):
+        print_table(table, as_json=as_json)
 
 
 def names(checkpoints: list[str]) -> dict[str, str]:

@@ -29,8 +29,7 @@ def params(
 
     The table of the paper's Appendix D, or the cost by its formulas.
 
-    Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32, or
-    l2r params --recipes olmoe-1b-7b
+    Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32
     """
     from l2r.cli.console import print_table
     from l2r.planning.recipe_model import recipe_sizes

@@ -8,22 +8,20 @@ Shape letters: T tokens, N experts, K experts chosen per token, B sequences or i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from l2r.certificates.routing_map import scoring_anchors
 from l2r.diagnostics import streaming_sums as sums
+from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.token_sample import Fields, TokenSample
 from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
-from l2r.routers.observe import evaluating, find_routers, first_choice, hooked
-
-Batch = Mapping[str, Tensor]
+from l2r.routers.observe import evaluating, find_routers, first_choice, hooked, routed
 
 
 @dataclasses.dataclass
@@ -49,33 +47,38 @@ def collect(
     sample: int = 2048,
     seed: int = 0,
     run: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
+    log: ChoiceLog | None = None,
     report: Callable[[int], None] = lambda batches_done: None,
 ) -> list[LayerRecord]:
     """Run ``model`` on ``batches`` and return a record per layer, in the order of the model.
 
     A batch holds the model's inputs by name, and may hold ``domain`` [B] (positions in
     ``domains``) and ``token_mask`` [B, S]; ``attention_mask`` [B, S] masks tokens as well.
-    ``run`` calls the model in another way than ``model(**inputs)``. The model is in evaluation
-    mode meanwhile. With torch.distributed every rank passes its own batches and all get the
-    statistics of all of them.
+    ``run`` calls the model in another way than ``model(**inputs)``. ``log`` notes the choices of
+    single tokens, of this rank alone. The model is in evaluation mode meanwhile. With
+    torch.distributed every rank passes its own batches and all get the statistics of all of them.
 
     Raises ValueError for a model without routers or when no tokens were seen.
     """
     call = run or (lambda module, inputs: module(**inputs))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    routers = find_routers(model)
     layers = {
         name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
-        for name, router in find_routers(model).items()
+        for name, router in routers.items()
     }
+    notes = log.hooks(routers) if log else {}
     hooks = {layer.router: layer.see for layer in layers.values()}
-    with torch.no_grad(), evaluating(model), hooked(hooks):
+    with torch.no_grad(), evaluating(model), hooked(hooks), hooked(notes):
         for done, batch in enumerate(batches, start=1):
             inputs = dict(batch)
             domain = inputs.pop("domain", None)
             mask = inputs.pop("token_mask", inputs.get("attention_mask"))
             for layer in layers.values():
                 layer.mask, layer.domain = mask, domain if domains else None
-            call(model, inputs)
+            output = call(model, inputs)
+            if log:
+                log.end_batch(inputs, mask, output)
             report(done)
     return [layer.record(name) for name, layer in layers.items()]
 
@@ -148,19 +151,6 @@ class _Layer:
 
     def _add(self, part: str, batch: sums.Sums) -> None:
         sums.add(self.sums.setdefault(part, {}), batch)
-
-
-def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:
-    """Check the contract of a router: logits [T, N], weights [T, K], indices [T, K]."""
-    shapes = [tuple(part.shape) for part in output if isinstance(part, Tensor)]
-    fits = len(shapes) == 3 and all(len(shape) == 2 for shape in shapes)
-    if not fits or shapes[1] != shapes[2] or output[2].is_floating_point():
-        raise ValueError(
-            f"{type(module).__name__} must return logits [T, N], weights [T, K] and indices "
-            f"[T, K]; got {shapes}"
-        )
-    logits, weights, indices = output
-    return logits, weights, indices
 
 
 def _token_mask(mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -14,8 +14,12 @@ from l2r.certificates.attack import find_flip
 from l2r.certificates.certify import certified_share, certify
 from l2r.certificates.routing_map import radial_of, scoring_anchors
 from l2r.diagnostics import metrics
+from l2r.diagnostics.analyses import layer_analyses, model_analyses
+from l2r.diagnostics.choices import Choices
 from l2r.diagnostics.collect import LayerRecord
 from l2r.diagnostics.robustness import perturbation_stability
+from l2r.diagnostics.routing_gain import RoutingGain
+from l2r.diagnostics.specialization import LEAST
 from l2r.routers import L2RRouter, Router
 from l2r.runs.diagnosis import Diagnosis
 
@@ -29,6 +33,7 @@ class Settings:
     certify: tokens of the sample that get a certified radius and a search for a flip; 0 for none.
     keep_sample: also keep the sampled tokens, the anchors and the routing planes, from which the
     page of l2r diagnose draws the geometry; they can be hundreds of MiB.
+    least: occurrences of a word that counts for vocabulary specialization.
     """
 
     sigma: float = 0.02
@@ -36,6 +41,7 @@ class Settings:
     seed: int = 0
     certify: int = 128
     keep_sample: bool = True
+    least: int = LEAST
 
 
 @torch.no_grad()
@@ -44,12 +50,14 @@ def diagnose(
     *,
     domains: Sequence[str] = (),
     settings: Settings | None = None,
+    choices: Choices | None = None,
+    gain: RoutingGain | None = None,
     report: Callable[[int], None] = lambda layers_done: None,
 ) -> Diagnosis:
     """Metrics, robustness and certificates of every layer.
 
-    Stability, Top-k Overlap, certificates and searches use the records' samples; all else is
-    exact over all tokens.
+    Stability, Top-k Overlap, certificates and searches use the records' samples; what follows of
+    single tokens (words, pairs, paths) those in ``choices``; all else is exact over all tokens.
     """
     chosen = settings or Settings()
     layers, arrays = [], {}
@@ -57,15 +65,24 @@ def diagnose(
         numbers, tensors = _measure(record, chosen)
         layers.append({"name": record.name, **numbers})
         plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
+        if choices is not None:
+            more, kept = layer_analyses(choices, position, chosen.least)
+            layers[-1] |= more
+            plain |= kept
         arrays.update({f"{position}.{name}": value for name, value in plain.items()})
         report(position + 1)
-    info = {
+    info: dict[str, Any] = {
         "tokens": int(records[0].sums["margin"]["tokens"].item()),
         "sampled": len(records[0].sample["x"]),
         "experts": records[0].num_experts,
         "domains": list(domains),
         "settings": dataclasses.asdict(chosen),
+        "model": {} if gain is None else gain.numbers(),
     }
+    if choices is not None:
+        numbers, info["paths"] = model_analyses(choices, layers)
+        info["data"] = choices.data
+        info["model"] |= numbers
     return Diagnosis(info, layers, arrays)
 
 
@@ -87,8 +104,12 @@ def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], d
         told = metrics.domain_information_from_sums(record.sums["domain"])
         numbers["domain_information"] = told["mutual_information"]
         numbers["domain_information_share"] = told["normalized"]
+        top_k = (record.sums["usage"]["topk"].sum() / record.sums["usage"]["tokens"]).item()
+        numbers["domain_specialization"] = told["specialization"] * top_k
         for end in ("", "_low", "_high"):
             numbers[f"domain_information_by_chance{end}"] = told[f"by_chance{end}"]
+            by_chance = f"specialization_by_chance{end}"
+            numbers[f"domain_{by_chance}"] = told[by_chance] * top_k
     arrays: dict[str, Tensor] = metrics.usage_from_sums(record.sums["usage"])._asdict()
     if "domain" in record.sums:
         arrays["usage_by_domain"] = record.sums["domain"]["joint"]

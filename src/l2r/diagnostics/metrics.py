@@ -8,6 +8,7 @@ per expert.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,6 +118,8 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
 
     mutual_information in bits, counted over all T K assignments. normalized: divided by the
     entropy of the domains (0 experts say nothing, 1 they tell the domain; 0 for one domain).
+    specialization: the largest share that one expert has of a domain's assignments, mean over
+    domains (OLMoE's domain specialization, over k).
     by_chance: what the same choices show when domains are dealt anew to whole rows (sequences
     or images), a mean of PERMUTATIONS; by_chance_low and by_chance_high hold 95% of them. Tokens
     of a row and the k choices of a token depend on each other, so chance is far above what
@@ -125,21 +128,26 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
     joint = sums["joint"]
     if joint.sum().item() <= 0:
         raise ValueError("expert-domain information needs at least 1 token; got 0")
-    bits = _mutual_information(joint)
+    bits, share = _mutual_information(joint), _largest_share(joint)
     known = _entropy(joint.sum(dim=1) / joint.sum()) / math.log(2)
-    chance = _information_by_chance(sums["blocks"].cpu())
-    low, high = chance.quantile(torch.tensor([0.025, 0.975], dtype=chance.dtype)).tolist()
+    dealt = _domains_dealt_anew(sums["blocks"].cpu())
     return {
         "mutual_information": bits,
         "normalized": bits / known if known > 0 else 0.0,
-        "by_chance": chance.mean().item(),
-        "by_chance_low": low,
-        "by_chance_high": high,
+        **_chance("by_chance", [_mutual_information(table) for table in dealt]),
+        "specialization": share,
+        **_chance("specialization_by_chance", [_largest_share(table) for table in dealt]),
     }
 
 
-def _information_by_chance(blocks: Float[Tensor, "G B N"]) -> Float[Tensor, " P"]:
-    """Mutual information after dealing the domains anew to the blocks of rows, from one seed."""
+def _chance(name: str, draws: Sequence[float]) -> dict[str, float]:
+    found = torch.tensor(draws, dtype=torch.float64)
+    low, high = found.quantile(torch.tensor([0.025, 0.975], dtype=found.dtype)).tolist()
+    return {name: found.mean().item(), f"{name}_low": low, f"{name}_high": high}
+
+
+def _domains_dealt_anew(blocks: Float[Tensor, "G B N"]) -> list[Float[Tensor, "G N"]]:
+    """Tables of counts after dealing the domains anew to the blocks of rows, from one seed."""
     domains, count, experts = blocks.shape
     units = blocks.reshape(-1, experts)
     kept = units.sum(dim=1) > 0
@@ -148,10 +156,13 @@ def _information_by_chance(blocks: Float[Tensor, "G B N"]) -> Float[Tensor, " P"
     found = []
     for _ in range(PERMUTATIONS):
         dealt = labels[torch.randperm(len(labels), generator=generator)]
-        found.append(
-            _mutual_information(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
-        )
-    return torch.tensor(found, dtype=torch.float64)
+        found.append(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
+    return found
+
+
+def _largest_share(joint: Float[Tensor, "G N"]) -> float:
+    seen = joint[joint.sum(dim=1) > 0]
+    return (seen.amax(dim=1) / seen.sum(dim=1)).mean().item()
 
 
 def _mutual_information(joint: Float[Tensor, "G N"]) -> float:

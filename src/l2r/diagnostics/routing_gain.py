@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.diagnostics.collect import Batch, routed
-from l2r.routers.observe import Hook, evaluating, find_routers, hooked
+from l2r.diagnostics.choices import Batch
+from l2r.evaluation.perplexity import token_losses
+from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 
 Instead = Literal["random", "shuffled"]
 
@@ -29,6 +30,11 @@ class RoutingGain(NamedTuple):
     loss: float
     random: float
     shuffled: float
+
+    def numbers(self) -> dict[str, float]:
+        """As a diagnosis names them."""
+        names = ("cross_entropy", "routing_gain", "shuffled_gain")
+        return dict(zip(names, self, strict=True))
 
 
 @torch.no_grad()
@@ -61,6 +67,29 @@ def routing_gain(
         raise ValueError("a routing gain needs at least 1 batch; got 0")
     own, random, shuffled = (total / rows for total in sums)
     return RoutingGain(own, random - own, shuffled - own)
+
+
+def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the next tokens, or of images' ``targets``, in nats."""
+    if "input_ids" in batch:
+        return token_losses(model, batch["input_ids"]).mean()
+    logits: Tensor = model(pixel_values=batch["pixel_values"]).logits
+    return nn.functional.cross_entropy(logits.float(), batch["targets"])
+
+
+def spread(batches: Iterable[Batch], items: int, rows: int, size: int) -> list[Batch]:
+    """At most ``rows`` of the ``items`` rows in batches, spread evenly, in new batches of at most
+    ``size``, each from all over the data."""
+    every, start = -(-items // rows), 0
+    kept: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        first = -start % every
+        start += len(next(iter(batch.values())))
+        for name, value in batch.items():
+            kept.setdefault(name, []).append(value[first::every])
+    whole = {name: torch.cat(parts) for name, parts in kept.items()}
+    count = -(-len(next(iter(whole.values()))) // size)
+    return [{name: value[i::count] for name, value in whole.items()} for i in range(count)]
 
 
 def other_experts(

@@ -17,17 +17,22 @@ Sums = dict[str, Tensor]
 
 def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
     """Gap between the two largest logits, raw and divided by the token's logit spread."""
-    wide = logits.double()
-    top = wide.topk(2, dim=-1).values
-    margin = top[:, 0] - top[:, 1]
-    spread = (wide - wide.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
-    scale_free = torch.where(spread > 0, margin / spread.clamp_min(1e-300), 0.0)
+    margin, scale_free = margins(logits)
     return {
         "tokens": margin.new_tensor(len(margin)),
         "margin": margin.sum(),
         "low_margin": (margin < threshold).double().sum(),
         "scale_free_margin": scale_free.sum(),
     }
+
+
+def margins(logits: Float[Tensor, "T N"]) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Each token's gap between its two largest logits, and that over its logits' deviation."""
+    wide = logits.double()
+    top = wide.topk(2, dim=-1).values
+    margin = top[:, 0] - top[:, 1]
+    spread = (wide - wide.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
+    return margin, torch.where(spread > 0, margin / spread.clamp_min(1e-300), 0.0)
 
 
 def usage_sums(

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l2r.diagnostics.collect import Batch, LayerRecord, collect
+from l2r.diagnostics.choices import Batch, ChoiceLog
+from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
 from l2r.diagnostics.metrics import normalized_entropy
 from l2r.diagnostics.robustness import perturbation_stability
-from l2r.diagnostics.routing_gain import routing_gain
+from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
+from l2r.diagnostics.text_routing import TextTrace
 from l2r.functional import load_balancing_loss
 from l2r.machine import pick_device
 from l2r.recipes.load import AnyRecipe
@@ -27,6 +29,7 @@ from l2r.training.task import build_task
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
 _SETTINGS = Settings(certify=0, keep_sample=False)
+_GAIN_ROWS = 64  # sequences or images whose loss is taken three times
 _RELATIVE_NOISE = 0.1  # of the root mean square of the router's inputs
 _OF_DIAGNOSIS = {
     "load_entropy": "entropy",
@@ -45,15 +48,29 @@ Batches = tuple[Callable[[], Iterator[Batch]], Sequence[str]]  # and the names o
 
 def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
     """Diagnosis of a finished run on its validation data, made once and kept in its folder."""
-    if not is_diagnosed(run.path):
+    seen = run.patches if isinstance(recipe, VisionRecipe) else run.text
+    if not (is_diagnosed(run.path) and seen.is_file()):
         section, kind = recipe.evaluation, type(recipe)
-        model = _LOAD[kind](run.path).to(pick_device("auto"))
+        model, tokenizer = _LOAD[kind](run.path)
+        model = model.to(pick_device("auto"))
         rows = section.max_batches * section.batch_size
         batches, domains = _BATCHES[kind](build_task(recipe, _silent), recipe, rows, _device(model))
+        log, few = ChoiceLog(), spread(batches(), rows, _GAIN_ROWS, section.batch_size)
         if isinstance(recipe, VisionRecipe):
             _save_patches(run, model)
-        records = collect(model, batches(), domains=domains, run=_RUN[kind])
-        diagnose(records, domains=domains, settings=_SETTINGS).save(run.path)
+            records = collect(model, batches(), domains=domains, run=_RUN[kind], log=log)
+        else:
+            text = TextTrace(model, batches(), domains=domains)
+            with text.watching():
+                records = collect(model, text.batches(), domains=domains, run=_RUN[kind], log=log)
+            text.result(tokenizer).save(run.text)
+        diagnose(
+            records,
+            domains=domains,
+            settings=_SETTINGS,
+            choices=log.choices(),
+            gain=routing_gain(model, few, batch_loss),
+        ).save(run.path)
     return read_diagnosis(run.path)
 
 
@@ -72,7 +89,7 @@ def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, M
         **_first_step(model, task, recipe),
     }
     untrained = {**losses, **_routing(model, task, recipe, sample)}
-    model = _LOAD[type(recipe)](run.path).to(device)
+    model = _LOAD[type(recipe)](run.path)[0].to(device)
     return {**final_losses(run), **_routing(model, task, recipe, sample)}, untrained
 
 
@@ -162,16 +179,16 @@ def _vision_batches(task: Any, recipe: VisionRecipe, rows: int, device: torch.de
     return batches, images.domains
 
 
-def _load_language(path: Path) -> nn.Module:
+def _load_language(path: Path) -> tuple[nn.Module, Any]:
     from l2r.checkpoints import load_causal_lm
 
-    return load_causal_lm(path)[0]
+    return load_causal_lm(path)
 
 
-def _load_vision(path: Path) -> nn.Module:
+def _load_vision(path: Path) -> tuple[nn.Module, Any]:
     from l2r.checkpoints import load_image_classifier
 
-    return load_image_classifier(path)
+    return load_image_classifier(path), None
 
 
 def _save_patches(run: RunFolder, model: nn.Module) -> None:
@@ -194,7 +211,7 @@ _BATCHES: dict[type[Any], Callable[..., Batches]] = {
     LanguageRecipe: _language_batches,
     VisionRecipe: _vision_batches,
 }
-_LOAD: dict[type[Any], Callable[[Path], nn.Module]] = {
+_LOAD: dict[type[Any], Callable[[Path], tuple[nn.Module, Any]]] = {  # with its tokenizer
     LanguageRecipe: _load_language,
     VisionRecipe: _load_vision,
 }

@@ -18,7 +18,7 @@ from l2r.routers.selection import Selection
 # Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
 ENGINES = {
     "ai2-olmo-core": ("olmo-core", ">=3.0.0,<3.1"),
-    "megatron-core": ("megatron", ">=0.16.1,<0.17"),
+    "megatron-core": ("megatron", ">=0.16.1,<0.20"),
     "torchtitan": ("torchtitan", ">=0.3.0,<0.4"),
 }
 

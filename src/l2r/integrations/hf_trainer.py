@@ -9,6 +9,7 @@ hooks that open with each forward of the whole model and close with it.
 """
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.functional.losses import BalanceVariant, ZVariant
+from l2r.integrations.hf_loss import check_gradient, micro_batch_share, task_loss
 from l2r.routers import Captured, Router, capture, constrain
 
 
@@ -47,7 +49,7 @@ def add_router_losses(
     if not any(isinstance(module, Router) for module in trainer.model.modules()):
         raise ValueError(
             f"{type(trainer.model).__name__} contains no l2r Router; swap its routers first "
-            "(l2r.models.swap_routers)"
+            "(l2r.swap_routers)"
         )
     if trainer.label_smoother is not None and trainer.compute_loss_func is None:
         raise ValueError(
@@ -73,7 +75,7 @@ class RouterLosses(TrainerCallback):
     ) -> None:
         self.trainer = trainer
         self.model: nn.Module = trainer.model
-        self.task_loss = trainer.compute_loss_func or self._own_task_loss
+        self.task_loss = trainer.compute_loss_func or partial(task_loss, trainer.model)
         self.balance, self.z = balance, z
         self.balance_variant, self.z_variant = balance_variant, z_variant
         self._open = ExitStack()
@@ -99,15 +101,19 @@ class RouterLosses(TrainerCallback):
                 "router output was recorded; DataParallel replicas are not supported"
             )
         logits, indices = captured.logits(), captured.indices()
-        self._check_gradient(logits)
+        check_gradient(self.model, logits)
         mask = self._mask
         bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
-        top_k = indices[0].shape[1]
         z = router_z_loss(
-            logits, variant=self.z_variant, mask=mask, top_k=top_k, heads=captured.heads()
+            logits,
+            variant=self.z_variant,
+            mask=mask,
+            top_k=indices[0].shape[1],
+            heads=captured.heads(),
         )
         self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
-        extra = (self.balance * bal + self.z * z) * self._share(num_items_in_batch)
+        share = micro_batch_share(self.trainer, num_items_in_batch)
+        extra = (self.balance * bal + self.z * z) * share
         return task + extra.to(task.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -145,43 +151,3 @@ class RouterLosses(TrainerCallback):
 
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._open.close()
-
-    def _share(self, num_items_in_batch: Any) -> float:
-        """Weight of one micro-batch, given what Trainer does with the loss afterwards."""
-        trainer = self.trainer
-        share = 1.0 / trainer.current_gradient_accumulation_steps
-        # With a loss function Trainer divides by nothing; it multiplies by the number of ranks
-        # where the number of items is that of all of them, because DDP then takes the mean.
-        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
-            share /= trainer.accelerator.num_processes // trainer.get_tp_size()
-        return share
-
-    def _check_gradient(self, logits: list[Tensor]) -> None:
-        routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        trained = any(p.requires_grad for router in routers for p in router.parameters())
-        if trained and not all(layer.requires_grad for layer in logits):
-            raise ValueError(
-                "router outputs carry no gradient, so their losses would be off; activation "
-                "checkpointing needs activation_checkpointing_kwargs={'use_reentrant': False}"
-            )
-
-    def _own_task_loss(
-        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Next-token loss of logits [B, S, V], or cross-entropy of classes for [B, C]."""
-        if labels is None:
-            raise ValueError("the training data has no labels; the task loss needs them")
-        logits = outputs["logits"]
-        if logits.dim() == 3:
-            model: Any = self.model
-            loss: Tensor = model.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=logits.shape[-1],
-                num_items_in_batch=num_items_in_batch,
-            )
-            return loss
-        if num_items_in_batch is None:
-            return nn.functional.cross_entropy(logits.float(), labels)
-        total = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        return total / num_items_in_batch

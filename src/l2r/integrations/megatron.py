@@ -40,7 +40,8 @@ class L2RTopKRouter(TopKRouter):
     """Megatron's router with logits of ours: input [S, B, D] to [S, B, N].
 
     ``router`` is the dictionary form of a RouterConfig. Raises ValueError with add_bias_linear,
-    whose bias our logits have no place for.
+    whose bias our logits have no place for, and with Megatron's layers for inference alone, whose
+    router returns something else.
     """
 
     def __init__(
@@ -49,6 +50,11 @@ class L2RTopKRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection, **options)
         if config.add_bias_linear:
             raise ValueError("add_bias_linear must be False with our routers; got True")
+        if config.transformer_impl == "inference_optimized":
+            raise ValueError(
+                "transformer_impl must be local or transformer_engine with our routers; "
+                "got inference_optimized"
+            )
         del self.weight
         sizes = {"hidden_size": config.hidden_size, "num_experts": config.num_moe_experts}
         with own_stream():
@@ -79,6 +85,14 @@ class L2RTopKRouter(TopKRouter):
             parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
 
 
+def moe_submodules(layer: Any) -> Any:
+    """What a layer spec builds its MoE from, None for one without; its ``router`` is a builder."""
+    mlp = layer.submodules.mlp
+    # A spec before 0.18, a partial of the layer from then on.
+    found = getattr(mlp, "keywords", vars(mlp)).get("submodules")
+    return found if hasattr(found, "router") else None
+
+
 def plug(spec: Any, router: Mapping[str, Any]) -> int:
     """Put routers of ours into every MoE layer of a layer or block spec; returns how many.
 
@@ -87,8 +101,8 @@ def plug(spec: Any, router: Mapping[str, Any]) -> int:
     layers = getattr(spec, "layer_specs", None) or [spec]
     count = 0
     for layer in layers:
-        submodules: Any = getattr(layer.submodules.mlp, "submodules", None)
-        if hasattr(submodules, "router"):
+        submodules = moe_submodules(layer)
+        if submodules is not None:
             submodules.router = partial(L2RTopKRouter, router=dict(router))
             count += 1
     if not count:

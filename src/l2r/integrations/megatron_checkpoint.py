@@ -18,7 +18,8 @@ from l2r.integrations.hugging_face import Pair, Tensors, copy_all, olmoe, router
 from l2r.integrations.megatron import HeadsNorm, L2RTopKRouter
 from l2r.routers.selection import Selection
 
-# What an OLMoE has; other values of these fields make another model.
+# What an OLMoE has; other values of these fields make another model, not always one with other
+# tensors. The last two are not there in the oldest Megatron.
 _FIXED = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -28,10 +29,17 @@ _FIXED = {
     "rotary_interleaved": False,
     "window_size": None,
     "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "no_rope_freq": None,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "moe_apply_probs_on_input": False,
     "moe_router_num_groups": None,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "moe_mlp_glu_interleave_size": None,
+    "use_mup": False,
 }
 
 
@@ -78,7 +86,7 @@ def load_hugging_face(model: Any, source: Any) -> None:
 def _check(model: Any) -> L2RTopKRouter:
     """First router of an OLMoE of ours. Raises ValueError for another model."""
     for name, wanted in _FIXED.items():
-        value = getattr(model.config, name)
+        value = getattr(model.config, name, wanted)
         if value != wanted:
             raise ValueError(f"{name} must be {wanted} to convert an OLMoE; got {name}={value}")
     for number, layer in enumerate(model.decoder.layers):

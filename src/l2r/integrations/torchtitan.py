@@ -6,9 +6,10 @@
 We decide the logits and the router's initial weights. torchtitan decides everything after the
 logits: score function, groups, bias balancing, top-k and normalization; it has no auxiliary
 losses. Dispatch, recompute and parallelism are its own too; parameters are named as ours with
-underscores for dots. Tried with ``--parallelism.spmd_backend partial_dtensor``; under the default
-``spmd_types`` a gate at TP 2 learns as one process does without EP, and with EP each rank has its
-part of the gradient, which the engine sums: that was not run.
+underscores for dots. TP, EP and FSDP2 were tried with ``--parallelism.spmd_backend
+partial_dtensor``; under the default ``spmd_types`` a gate at TP 2 learns as one process does
+without EP, and with EP each rank has its part of the gradient, which the engine sums: that was
+not run.
 
 ``L2RQwen3StateDictAdapter`` in place of the model's adapter converts checkpoints to and from
 Hugging Face Qwen3-MoE models with swapped routers; torchtitan's own drops what it does not know

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from l2r.report.analyses import analysis_sections
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.paper_tables import accuracy_table
@@ -11,12 +12,14 @@ from l2r.report.patches import patch_sections
 from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
+from l2r.report.text_view import text_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.statistics import mean_interval
+from l2r.runs.text_routing import read_text_routing
 
-# column -> field of the diagnosis (mean over layers), and which direction is better
+# column -> number of the diagnosis, and which direction is better
 _ROUTING = (
     ("mean margin", "mean_margin", "max"),
     ("low-margin rate", "low_margin_rate", "min"),
@@ -24,6 +27,7 @@ _ROUTING = (
     ("top-k overlap", "topk_overlap", "max"),
     ("margin / spread", "scale_free_margin", "max"),
     ("load entropy", "entropy", "max"),
+    ("routing gain", "routing_gain", "max"),
 )
 
 PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
@@ -69,7 +73,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
     rows = []
     for run in runs:
-        mean = read_diagnosis(run.path).mean() if is_diagnosed(run.path) else {}
+        mean = read_diagnosis(run.path).numbers() if is_diagnosed(run.path) else {}
         rows.append(
             (
                 run.name,
@@ -89,7 +93,8 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
             "tenth of training, k when balanced. Margins are gaps between the two largest "
             "logits; raw gaps of different scorings are not comparable, margin / spread divides "
             "by the standard deviation of a token's logits. Stability and overlap: under noise "
-            "of sigma 0.02 on router inputs. Routing metrics are means over layers."
+            "of sigma 0.02 on router inputs. Routing gain: rise of the cross-entropy, in nats, "
+            "with random experts. Routing metrics are means over layers."
         ),
         best=tuple(columns),
     )
@@ -113,7 +118,9 @@ def write_report(
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
+    texts = {run.name: read_text_routing(run.text) for run in runs if run.text.is_file()}
     sections = [
+        *text_sections(texts, path),
         Section("Result", parts=tables),
         Section(
             "Training",
@@ -139,6 +146,7 @@ def write_report(
                 "specialized.",
                 [usage_by_domain(views)],
             ),
+            *analysis_sections(views, details=False),
         ]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
     summary = _summary(runs, facts, unit)

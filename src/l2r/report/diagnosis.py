@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from l2r.report.analyses import analysis_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
 from l2r.report.robustness import certified_curves, stability_bars
@@ -43,6 +44,28 @@ _LOAD: _Fields = {
     "unused anchors": ("unused_anchors", None),
     "anchor redundancy": ("redundancy", None),
 }
+_WORTH: _Fields = {
+    "cross-entropy": ("cross_entropy", "min"),
+    "routing gain": ("routing_gain", "max"),
+    "shuffled gain": ("shuffled_gain", None),
+    "co-activation": ("coactivation", None),
+    "pairs by chance": ("coactivation_by_chance", None),
+    "bits between layers": ("path_information", None),
+    "path entropy": ("path_entropy", None),
+    "paths by chance": ("path_entropy_by_chance", None),
+    "distinct paths": ("distinct_paths", None),
+}
+_SPECIALIZED: _Fields = {
+    "domain share": ("domain_specialization", None),
+    "domain by chance": ("domain_specialization_by_chance", None),
+    "input word": ("vocabulary_input", None),
+    "input by chance": ("vocabulary_input_by_chance", None),
+    "next word": ("vocabulary_next", None),
+    "next by chance": ("vocabulary_next_by_chance", None),
+    "predicted word": ("vocabulary_predicted", None),
+    "predicted by chance": ("vocabulary_predicted_by_chance", None),
+    "margin of frequent words": ("frequency_margin", None),
+}
 _GROUPS: tuple[_Group, ...] = (
     (
         "Decisions and robustness",
@@ -67,12 +90,27 @@ _GROUPS: tuple[_Group, ...] = (
         "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
         "the same choices show when the domains are dealt anew to whole sequences or images.",
     ),
+    (
+        "Worth, pairs and paths of experts",
+        _WORTH,
+        "Routing gain: rise of the cross-entropy with random experts; shuffled: with those of "
+        "another token. Co-activation: how often an expert's most frequent partner is chosen with "
+        "it. Bits between layers: what a layer's first expert tells of the next one's. Path "
+        "entropy: bits of the path of first experts through all layers.",
+    ),
+    (
+        "Specialization",
+        _SPECIALIZED,
+        "Share of a domain's (top-k) or a word's tokens (top-1) that go to the expert they go to "
+        "most. Margin of frequent words: rank correlation of a token's margin / spread and the "
+        "occurrences of its word.",
+    ),
 )
 
 
 def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     """Decisions, certificates and load: a row per checkpoint, means over layers."""
-    rows = {name: view.mean() for name, view in views.items()}
+    rows = {name: view.numbers() for name, view in views.items()}
     return [
         _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
         for title, fields, caption in _groups_of(rows)
@@ -81,15 +119,18 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
 
 def full_table(views: Mapping[str, Diagnosis]) -> Table:
     """Every number of ``checkpoint_tables`` in one table, for programs."""
-    fields = {**_DECISIONS, **_CERTIFIED, **_LOAD}
-    rows = {name: view.mean() for name, view in views.items()}
+    fields = {**_DECISIONS, **_CERTIFIED, **_LOAD, **_WORTH, **_SPECIALIZED}
+    rows = {name: view.numbers() for name, view in views.items()}
     records = tuple((name, *(rows[name].get(f) for f, _ in fields.values())) for name in rows)
     return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
 
 
-def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
-    """Write the page of one checkpoint or several side by side."""
+def write_diagnosis(
+    views: Mapping[str, Diagnosis], path: Path, *, opening: Sequence[Section] = ()
+) -> Path:
+    """Write the page of one checkpoint or several side by side, after the sections ``opening``."""
     sections = [
+        *opening,
         Section("Summary", parts=checkpoint_tables(views)),
         Section("Robustness", parts=_robustness(views)),
         Section(
@@ -109,6 +150,7 @@ def write_diagnosis(views: Mapping[str, Diagnosis], path: Path) -> Path:
     if told:
         parts = [usage_by_domain(told)]
         sections.append(Section("Expert usage by domain", parts=parts))
+    sections += analysis_sections(views, details=True)
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]

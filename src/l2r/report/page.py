@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
@@ -17,13 +18,22 @@ table{border-collapse:collapse;margin:.8rem 0;font-size:14px;font-variant-numeri
 th,td{padding:.3rem .7rem;text-align:right;border-bottom:1px solid #e4e8ec}
 th:first-child,td:first-child{text-align:left;min-width:9em}td:first-child{max-width:20em}
 thead th{border-bottom:2px solid #52606d}
+a.page{display:inline-block;padding:.4rem .9rem;border:2px solid #1d5b9e;border-radius:6px}
 .caption{color:#52606d;font-size:13px}nav a{margin-right:1rem}.scroll{overflow-x:auto}
 """
 
 
 @dataclass(frozen=True)
+class Link:
+    """A way to another page; ``href`` is relative, so that both can move together."""
+
+    href: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Section:
-    """Part of a page. ``parts`` holds tables and plotly figures, shown in order."""
+    """Part of a page. ``parts`` holds links, tables and plotly figures, shown in order."""
 
     title: str
     text: str = ""
@@ -65,7 +75,10 @@ def section_html(sections: Sequence[Section]) -> str:
         body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
         body += f"<p>{html.escape(section.text)}</p>" if section.text else ""
         for part in section.parts:
-            if isinstance(part, Table):
+            if isinstance(part, Link):
+                href, shown = html.escape(quote(part.href)), html.escape(part.text)
+                body += f"<p><a class='page' href='{href}'>{shown}</a></p>"
+            elif isinstance(part, Table):
                 body += f"<h3>{html.escape(part.title)}</h3>" if part.title else ""
                 body += f"<div class='scroll'>{part.to_html()}</div>"
             else:

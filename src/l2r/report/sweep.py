@@ -16,6 +16,7 @@ from l2r.report.comparison import PANELS, facts_table, unit_of
 from l2r.report.curves import HEALTH_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, usage_by_layer
+from l2r.report.specialization import gain_bars
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 
@@ -65,4 +66,6 @@ def _usage(ablation: Ablation) -> list[Section]:
         "even share."
     )
     figures = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
+    if all("routing_gain" in view.numbers() for view in views.values()):
+        figures.append(gain_bars(views))
     return [Section(f"Expert usage: {ablation.title.lower()}", text, figures)]

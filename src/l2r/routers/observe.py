@@ -1,6 +1,6 @@
 """Look at the routers of any model, ours or Hugging Face's, without changing them.
 
-Shape letters: T tokens, D hidden size, K experts chosen per token.
+Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +45,19 @@ def hooked(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:
+    """Check the contract of a router: logits [T, N], weights [T, K], indices [T, K]."""
+    shapes = [tuple(part.shape) for part in output if isinstance(part, Tensor)]
+    fits = len(shapes) == 3 and all(len(shape) == 2 for shape in shapes)
+    if not fits or shapes[1] != shapes[2] or output[2].is_floating_point():
+        raise ValueError(
+            f"{type(module).__name__} must return logits [T, N], weights [T, K] and indices "
+            f"[T, K]; got {shapes}"
+        )
+    logits, weights, indices = output
+    return logits, weights, indices
 
 
 def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:

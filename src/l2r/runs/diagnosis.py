@@ -31,7 +31,8 @@ Array = Shaped[np.ndarray, "..."]
 class Diagnosis:
     """layers: numbers of each layer, with ``name``. arrays: ``<layer>.<name>`` -> array.
 
-    info: domains, tokens, settings, and what the caller adds (the checkpoint's name).
+    info: domains, tokens, settings, ``model`` (numbers of the model as a whole), and what the
+    caller adds (the checkpoint's name).
     """
 
     info: dict[str, Any]
@@ -44,6 +45,10 @@ class Diagnosis:
         names = [n for n in first if isinstance(first[n], float)]
         shared = [n for n in names if all(isinstance(row.get(n), float) for row in self.layers)]
         return {n: sum(row[n] for row in self.layers) / len(self.layers) for n in shared}
+
+    def numbers(self) -> dict[str, Any]:
+        """Means over layers, and the numbers of the model as a whole."""
+        return {**self.mean(), **self.info.get("model", {})}
 
     def array(self, layer: int, name: str) -> Array:
         """One array of a layer."""

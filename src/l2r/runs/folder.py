@@ -9,6 +9,7 @@ model/               Hugging Face export of the final weights, with the tokenize
 model-ema/           the same of their moving average, where the recipe keeps one
 diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare
                      and sweep; 0.1.0 wrote diagnostics.json)
+text.npz             which tokens of held-out text go to which expert (language)
 patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results, or accuracy on images (eval)
 evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
@@ -39,6 +40,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.averaged_model = self.path / "model-ema"
+        self.text = self.path / "text.npz"
         self.patches = self.path / "patches.npz"
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"

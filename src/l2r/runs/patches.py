@@ -1,13 +1,12 @@
 """Which patches of some images go to which expert: the file patches.npz."""
 
-import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
-from l2r.runs.atomic import write_bytes
+from l2r.runs.arrays import read_arrays, save_arrays
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,9 @@ class PatchRouting:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        stream = io.BytesIO()
-        np.savez_compressed(stream, **{f.name: getattr(self, f.name) for f in fields(self)})
-        write_bytes(path, stream.getvalue())
+        save_arrays(path, self)
 
 
 def read_patches(path: Path) -> PatchRouting:
     """Read such a file. Raises ValueError when it is missing or another."""
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            arrays = dict(data)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read patch routing from {path}: {error}") from error
-    names = {field.name for field in fields(PatchRouting)}
-    if names - set(arrays):
-        missing = ", ".join(sorted(names - set(arrays)))
-        raise ValueError(f"{path} holds no patch routing: {missing} missing")
-    return PatchRouting(**{name: arrays[name] for name in names})
+    return read_arrays(path, PatchRouting, "patch routing")

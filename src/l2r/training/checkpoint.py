@@ -91,6 +91,27 @@ def load_checkpoint(
     Random states return only where the number of ranks is that of the saved run; nothing else
     depends on it. Raises ValueError for a damaged checkpoint or one of another model.
     """
+    step, world = _verified(folder, ranks)
+    _create_optimizer_state(optimizer)
+    tensors = {**_tensors(model, optimizer), **(extra or {})}
+    random = _random_state(ranks) if world == ranks.world else {}
+    state = {**tensors, **random}
+    _read(folder, state, ranks)
+    _restore_random_state({name: state[name] for name in random}, ranks)
+    return step
+
+
+def load_weights(folder: Path, model: nn.Module) -> int:
+    """Fill a model alone, in one process, and return the checkpoint's step; ValueError as above."""
+    ranks = Ranks(0, 1, next(model.parameters()).device)
+    step, _ = _verified(folder, ranks)
+    values: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions())
+    _read(folder, {f"model.{name}": value for name, value in values.items()}, ranks)
+    return step
+
+
+def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
+    """Step and number of ranks of a checkpoint whose shards are what was written."""
     try:
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
@@ -101,10 +122,11 @@ def load_checkpoint(
             shard = folder / Path(name).name
             if not shard.is_file() or _checksum(shard) != expected:
                 raise ValueError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
-    _create_optimizer_state(optimizer)
-    tensors = {**_tensors(model, optimizer), **(extra or {})}
-    random = _random_state(ranks) if world == ranks.world else {}
-    state = {**tensors, **random}
+    return step, world
+
+
+def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Fill the tensors of ``state`` from the shards."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -112,8 +134,6 @@ def load_checkpoint(
             load(state, storage_reader=reader, no_dist=ranks.world == 1)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
-    _restore_random_state({name: state[name] for name in random}, ranks)
-    return step
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

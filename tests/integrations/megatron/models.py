@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer import TransformerConfig, transformer_block
     from megatron.core.transformer.moe.router import TopKRouter
 
-from l2r.integrations.megatron import olmoe_layer
+from l2r.integrations.megatron import moe_submodules, olmoe_layer
 from tests.integrations.engines import SIPS
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, WIDTH = 60, 2, 4, 2, 32
@@ -81,7 +81,7 @@ def small(router, *, vocabulary=VOCABULARY, norm=None, **changes):
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm")
     olmoe_layer(spec, router or SIPS)
     if router is None:
-        spec.submodules.mlp.submodules.router = TopKRouter
+        moe_submodules(spec).router = TopKRouter
     if norm is not None:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -95,6 +95,22 @@ def small(router, *, vocabulary=VOCABULARY, norm=None, **changes):
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+
+
+def logged_losses():
+    """Losses that the routers logged since the last call, by name, one entry a layer."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # before 0.18
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        found = {n: entry["values"] for n, entry in get_moe_layer_wise_logging_tracker().items()}
+    else:
+        found = {n: entry.values for n, entry in get_moe_metrics_tracker().metrics.items()}
+    copies = {name: values.clone() for name, values in found.items()}
+    for values in found.values():
+        values.zero_()
+    return copies
 
 
 def forward(model, ids):

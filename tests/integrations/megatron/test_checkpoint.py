@@ -1,5 +1,7 @@
 """Trained in Megatron: the Hugging Face folder gives the same logits and our commands read it."""
 
+import copy
+
 import pytest
 import torch
 
@@ -29,6 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 def _one_rank(tmp_path_factory):
     with one_rank(tmp_path_factory.mktemp("megatron")):
         yield
+
+
+@pytest.fixture(scope="module")
+def model(_one_rank):
+    return small(SIPS)
 
 
 def assert_equal_states(found, expected):
@@ -116,6 +123,26 @@ def test_a_sigmoid_router_keeps_its_selection_bias_and_scale():
 def test_what_the_checkpoint_would_not_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         to_hugging_face(small(SIPS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("glu_linear_offset", 1.0),
+        ("activation_func_clamp_value", 7.0),
+        ("softmax_type", "off-by-one"),
+        ("moe_apply_probs_on_input", True),
+        ("no_rope_freq", [1, 0]),
+        ("use_mup", True),
+        ("moe_mlp_glu_interleave_size", 8),
+    ],
+)
+def test_what_changes_the_model_and_none_of_its_tensors_is_refused(model, name, value, monkeypatch):
+    changed = copy.copy(model.config)
+    setattr(changed, name, value)
+    monkeypatch.setattr(model, "config", changed)
+    with pytest.raises(ValueError, match=f"{name} must be .* got {name}="):
+        to_hugging_face(model)
 
 
 def test_normalization_is_the_engines():

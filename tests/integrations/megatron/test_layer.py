@@ -14,17 +14,17 @@ from .models import (
     VOCABULARY,
     WIDTH,
     Z,
+    configuration,
     forward,
+    logged_losses,
     one_rank,
     small,
 )
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.transformer.moe.moe_utils import (  # isort: skip
-    MoEAuxLossAutoScaler,
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
 
 from l2r.integrations.hugging_face import Tensors  # isort: skip
 from l2r.integrations.megatron import L2RTopKRouter, plug  # isort: skip
@@ -45,14 +45,14 @@ def test_model_equals_ours(kind):
     model = small({"kind": kind, **ROUTERS[kind]})
     ours = to_hugging_face(model).train()
     ids = periodic(4, 16, VOCABULARY)
-    clear_aux_losses_tracker()
+    logged_losses()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
     routed = []
     for layer in model.decoder.layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: routed.append(output))
     theirs = forward(model, ids)
     next_token_loss(theirs, ids).backward()
-    logged = {n: v["values"] for n, v in get_moe_layer_wise_logging_tracker().items()}
+    logged = logged_losses()
 
     with capture(ours) as captured:
         logits = ours(ids).logits
@@ -124,8 +124,16 @@ def test_recompute_gives_the_same_gradients():
 def test_a_bias_is_refused_and_so_is_a_spec_without_experts():
     with pytest.raises(ValueError, match="add_bias_linear must be False"):
         small(SIPS, add_bias_linear=True)
-    with pytest.raises(ValueError, match="no MoE layer"):
-        plug(get_gpt_layer_local_spec(), SIPS)
+    dense, empty = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+    empty.submodules.mlp = IdentityOp
+    for spec in (dense, empty):
+        with pytest.raises(ValueError, match="no MoE layer"):
+            plug(spec, SIPS)
+    config = configuration()
+    config.transformer_impl = "inference_optimized"
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    with pytest.raises(ValueError, match="transformer_impl must be local or transformer_engine"):
+        L2RTopKRouter(config, groups, router=SIPS)
 
 
 def test_logits_have_the_dtype_that_megatron_asks_for():

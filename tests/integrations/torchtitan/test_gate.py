@@ -12,24 +12,14 @@ from l2r import build_router, load_pretrained
 from l2r.routers import RouterConfig
 from l2r.swap import swap_routers
 from tests.integrations.engines import ROUTERS, SIPS, assert_close
-from tests.processes import on_two_ranks
 
-pytest.importorskip("torchtitan", reason="torchtitan has an environment of its own: make engines")
+from .models import EXPERTS, TARGET, TOP_K, UP, WIDTH, X, built, normal
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchtitan.config import Configurable
     from torchtitan.config.override import OverrideConfig, apply_overrides
-    from torchtitan.distributed import parallel_dims
-    from torchtitan.distributed.parallel_dims import ParallelDims
-    from torchtitan.models.common.config_utils import (
-        make_moe_config,
-        make_routed_experts_config,
-        make_router_config,
-    )
     from torchtitan.models.common.embedding import Embedding
     from torchtitan.models.common.linear import Linear
-    from torchtitan.models.common.moe_sharding import _router_sharding_config
     from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _qwen3_norm
     from torchtitan.models.qwen3.model import Qwen3Model
@@ -37,57 +27,6 @@ with warnings.catch_warnings():
     from l2r.integrations.torchtitan import L2RQwen3StateDictAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
-WIDTH, EXPERTS, TOP_K = 32, 4, 2
-TARGET = "l2r.integrations.torchtitan.l2r_gate"
-X = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
-UP = torch.randn(2, 8, EXPERTS, generator=torch.Generator().manual_seed(2))
-
-
-def normal(weight):
-    torch.nn.init.normal_(weight, std=0.02)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Root(Configurable.Config):
-    """A configuration whose modules are named as in a model."""
-
-    moe: object = None
-
-
-def configuration(router, *, sharding=None, **fields):
-    """One MoE layer, its gate replaced as a user of the command line replaces it."""
-    experts = {"w1_EFD": normal, "w2_EDF": normal, "w3_EFD": normal}
-    config = make_moe_config(
-        num_experts=EXPERTS,
-        router=make_router_config(
-            dim=WIDTH,
-            num_experts=EXPERTS,
-            gate_param_init={"weight": normal},
-            top_k=TOP_K,
-            score_func="softmax",
-            **fields,
-        ),
-        routed_experts=make_routed_experts_config(
-            dim=WIDTH,
-            hidden_dim=16,
-            num_experts=EXPERTS,
-            top_k=TOP_K,
-            param_init=experts,
-            comm_backend="standard",
-        ),
-    )
-    config.router.gate.sharding_config = sharding
-    root = Root(moe=Root(moe=config))
-    (line,) = apply_overrides(OverrideConfig(imports=[(TARGET, router)]), root)
-    assert "moe.moe.router.gate" in line
-    return config
-
-
-def built(router, **fields):
-    torch.manual_seed(0)
-    layer = configuration(router, **fields).build()
-    layer.init_states()
-    return layer
 
 
 def ours_like(layer, router, **options):
@@ -138,74 +77,6 @@ def test_a_layer_learns_and_its_bias_decides_with_our_logits():
     assert losses[-1] < 0.95 * losses[0], losses
     bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
     assert (layer.router(X, bias)[1] == 3).any(-1).all()
-
-
-def tensor_parallel(rank):
-    """Gradients of the gate at TP 2: tokens copied without EP, cut over ranks with it."""
-    found = {}
-    parallel_dims.device_type = "cpu"
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2,
-        spmd_backend="partial_dtensor",
-    )  # fmt: skip
-    dims.build_mesh()
-    for ep in (False, True):
-        plan = _router_sharding_config(enable_ep=ep, enable_sp=True)
-        torch.manual_seed(0)
-        gate = configuration({**SIPS, "learn_temperature": True}, sharding=plan).router.gate.build()
-        gate.parallelize(dims)
-        gate.reset_parameters()
-        x = X.chunk(2, dim=1)[rank] if ep else X
-        out = gate(x)
-        upstream = UP.chunk(2, dim=1)[rank] if ep else UP
-        local = out.to_local() if hasattr(out, "to_local") else out
-        (local * upstream).sum().backward()
-        found[ep] = {n: p.grad.full_tensor() for n, p in gate.named_parameters()}
-    return found
-
-
-def fsdp(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    gate = configuration({**SIPS, "learn_temperature": True}).router.gate.build()
-    fully_shard(gate)
-    gate.reset_parameters()
-    (gate(X.chunk(2)[rank]) * UP.chunk(2)[rank]).sum().backward()
-    return {n: 2 * p.grad.full_tensor() for n, p in gate.named_parameters()}  # FSDP2 takes the mean
-
-
-def both(rank):
-    return tensor_parallel(rank), fsdp(rank)
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module")
-def alone():
-    torch.manual_seed(0)
-    gate = configuration({**SIPS, "learn_temperature": True}).router.gate.build()
-    gate.reset_parameters()
-    (gate(X) * UP).sum().backward()
-    return {n: p.grad for n, p in gate.named_parameters()}
-
-
-@pytest.mark.engine("torchtitan", "TP")
-def test_a_gate_at_tp_2_learns_what_one_process_does(ran, alone):
-    for found, _ in ran:
-        for ep in (False, True):
-            for name, gradient in alone.items():
-                assert_close(found[ep][name], gradient, f"{ep} {name}", room=1e-5)
-
-
-@pytest.mark.engine("torchtitan", "FSDP")
-def test_a_gate_under_fsdp2_learns_what_one_process_does(ran, alone):
-    for _, found in ran:
-        for name, gradient in alone.items():
-            assert_close(found[name], gradient, name, room=1e-5)
 
 
 def qwen3(**fields):

@@ -1,0 +1,85 @@
+"""Sections of a page on what experts are used for, of checkpoints whose choices were noted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from l2r.report.agreement import agreement_heatmaps, saturation_curves
+from l2r.report.page import Section
+from l2r.report.specialization import (
+    coactivation_heatmaps,
+    domain_shares,
+    frequency_lines,
+    gain_bars,
+    specialization_by_layer,
+)
+from l2r.report.tables import Table
+from l2r.runs.diagnosis import Diagnosis
+
+_SPECIALIZATION = (
+    "Shares of a domain's or a word's tokens that go to the expert they go to most (OLMoE's "
+    "domain and vocabulary specialization; words that occur often enough), how often an expert's "
+    "most frequent partner is chosen with it, and the bits that the first expert of the layer "
+    "before tells. Chance: the same with domains, documents or experts dealt anew."
+)
+_AGREEMENT = (
+    "Experts of different runs are numbered by accident, so only what holds under renaming is "
+    "compared: each panel is of first experts on the same tokens."
+)
+
+
+def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[Section]:
+    """For every page; ``details`` adds what is one figure per checkpoint."""
+    sections = []
+    gained = {name: view for name, view in views.items() if "routing_gain" in view.numbers()}
+    if gained:
+        sections.append(Section("Routing gain", _gain_text(gained), [gain_bars(gained)]))
+    noted = {name: view for name, view in views.items() if "data" in view.info}
+    if not noted:
+        return sections
+    parts: list[Any] = [specialization_by_layer(noted)]
+    worded = {name: view for name, view in noted.items() if "0.frequency" in view.arrays}
+    if worded:
+        parts.append(frequency_lines(worded))
+    sections.append(Section("Specialization", _SPECIALIZATION, parts))
+    if details:
+        sections += [_details(name, view) for name, view in noted.items()]
+    agreed = agreement_heatmaps(noted) if len(noted) > 1 else None
+    if agreed is not None:
+        sections.append(Section("Agreement of routers", _AGREEMENT, [agreed]))
+    for name, view in noted.items():
+        if "over_time" in view.info:
+            figure = saturation_curves(view.info["over_time"])
+            sections.append(Section(f"Saturation of {name}", _SATURATION, [figure]))
+    return sections
+
+
+_SATURATION = (
+    "Share of the experts that a checkpoint chooses for a token which the last checkpoint "
+    "chooses too (OLMoE's router saturation)."
+)
+
+
+def _gain_text(views: Mapping[str, Diagnosis]) -> str:
+    losses = ", ".join(f"{n} {v.numbers()['cross_entropy']:.4f}" for n, v in views.items())
+    return (
+        "What the choice of experts is worth: 0 says that any experts would do as well. Own "
+        f"cross-entropy in nats: {losses}."
+    )
+
+
+def _details(name: str, view: Diagnosis) -> Section:
+    """Domains, pairs and paths of one checkpoint."""
+    depth = len(view.layers)
+    layers = sorted({0, depth // 2, depth - 1})
+    parts: list[Any] = [coactivation_heatmaps({name: view}, layers)]
+    if len(view.info["domains"]) > 1:
+        parts.insert(0, domain_shares(view, layers, name))
+    tokens = view.arrays["0.experts"][..., 0] >= 0
+    rows = tuple(
+        (" → ".join(map(str, path)), count, count / int(tokens.sum()))
+        for path, count in view.info["paths"]
+    )
+    caption = "First experts from the first layer to the last."
+    columns = ("path", "tokens", "share")
+    parts.append(Table("Most frequent paths through the layers", columns, rows, caption))
+    return Section(f"Experts of {name}", parts=parts)

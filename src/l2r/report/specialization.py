@@ -1,0 +1,190 @@
+"""Figures of what experts are used for: domains, words, pairs and rare words."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from l2r.report.style import expert_colors, layout, line_style, panel_figure, router_color
+from l2r.runs.diagnosis import Diagnosis
+
+# number of a layer -> title and axis of its panel
+_PANELS = {
+    "domain_specialization": ("Domain: largest share", "share of a domain's tokens"),
+    "vocabulary_input": ("Vocabulary: the token itself", "share of a word's tokens"),
+    "vocabulary_next": ("Vocabulary: the next token", "share of a word's tokens"),
+    "vocabulary_predicted": ("Vocabulary: the predicted token", "share of a word's tokens"),
+    "coactivation": ("Co-activation: strongest partner", "P(partner | expert)"),
+    "path_information": ("Told by the layer before", "bits"),
+}
+
+
+def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """A panel per number: lines over layers, with chance as a dotted line and its 95% band."""
+    known = {name for view in views.values() for layer in view.layers for name in layer}
+    fields = [field for field in _PANELS if field in known]
+    figure, places = panel_figure([_PANELS[field][0] for field in fields], 3)
+    for place, field in zip(places, fields, strict=True):
+        for number, (name, view) in enumerate(views.items()):
+            line = line_style(name, number)
+            x = list(range(len(view.layers)))
+            low, high, chance, own = (
+                [layer.get(f"{field}{end}") for layer in view.layers]
+                for end in ("_by_chance_low", "_by_chance_high", "_by_chance", "")
+            )
+            known_x = [i for i in x if low[i] is not None]
+            figure.add_scatter(
+                x=known_x + known_x[::-1],
+                y=[high[i] for i in known_x] + [low[i] for i in known_x[::-1]],
+                fill="toself",
+                fillcolor=line["color"],
+                opacity=0.15,
+                mode="none",
+                hoverinfo="skip",
+                showlegend=False,
+                legendgroup=name,
+                **place,
+            )
+            for values, label, dash in ((own, name, line["dash"]), (chance, "by chance", "dot")):
+                figure.add_scatter(
+                    x=x,
+                    y=values,
+                    mode="lines+markers" if label == name else "lines",
+                    line={**line, "dash": dash},
+                    name=name if label == name else f"{name}, {label}",
+                    legendgroup=name,
+                    showlegend=field == fields[0],
+                    **place,
+                )
+        figure.update_xaxes(title_text="layer", dtick=_step(views), **place)
+        figure.update_yaxes(title_text=_PANELS[field][1], rangemode="tozero", **place)
+    rows = places[-1]["row"]
+    text = "Specialization by layer; dotted: by chance, with its 95% band"
+    legend = {"orientation": "h", "y": -0.3 / rows, "x": 0}
+    figure.update_layout(
+        **layout(height=330 * rows + 120, title=text, legend=legend, margin={"t": 90, "b": 110})
+    )
+    return figure
+
+
+def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figure:
+    """Share of each domain's tokens that go to each expert, and k / N, a panel per layer."""
+    figure, places = panel_figure([f"layer {layer}" for layer in layers], 1)
+    domains = view.info["domains"]
+    few = len(domains) <= 6  # as many colors as everybody can tell apart
+    colors = [router_color("", i) for i in range(6)] if few else expert_colors(len(domains))
+    for place, layer in zip(places, layers, strict=True):
+        counts = view.array(layer, "usage_by_domain")
+        top_k = view.array(layer, "topk").sum()
+        shares = top_k * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        for domain, color, share in zip(domains, colors, shares, strict=False):
+            figure.add_bar(
+                x=np.arange(len(share)),
+                y=np.round(share, 4),
+                name=domain,
+                legendgroup=domain,
+                marker_color=color,
+                showlegend=layer == layers[0],
+                **place,
+            )
+        figure.add_hline(y=top_k / counts.shape[1], line_dash="dash", **place)
+        figure.update_yaxes(title_text="share of tokens", **place)
+    figure.update_xaxes(title_text="expert", row=places[-1]["row"], col=1)
+    text = f"{name}: share of a domain's tokens that go to each expert; dashed: k / N, an even use"
+    legend = {"orientation": "h", "y": -0.28 / len(layers), "x": 0}
+    height = 190 * len(layers) + 180
+    figure.update_layout(
+        **layout(height=height, title=text, legend=legend, margin={"t": 90, "b": 90})
+    )
+    return figure
+
+
+def coactivation_heatmaps(
+    views: Mapping[str, Diagnosis], layers: Sequence[int], most: int = 16
+) -> go.Figure:
+    """P(E_j | E_i) of the experts with the strongest pairs, a panel per checkpoint and layer."""
+    panels = [(name, view, layer) for name, view in views.items() for layer in layers]
+    titles = []
+    for name, view, layer in panels:
+        chance = view.layers[layer].get("coactivation_by_chance")
+        known = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
+        titles.append(f"{name}, layer {layer}{known}")
+    gap = 150
+    rows = -(-len(panels) // min(3, len(panels)))
+    area = rows * 290 + (rows - 1) * gap
+    apart = gap / area if rows > 1 else 0
+    figure, places = panel_figure(titles, 3, horizontal_spacing=0.09, vertical_spacing=apart)
+    for place, (name, view, layer) in zip(places, panels, strict=True):
+        together = view.array(layer, "coactivation")
+        shown = np.sort(np.maximum(together.max(0), together.max(1)).argsort()[::-1][:most])
+        labels = [str(expert) for expert in shown]
+        figure.add_heatmap(
+            z=np.round(together[np.ix_(shown, shown)], 4),
+            x=labels,
+            y=labels,
+            coloraxis="coloraxis",
+            hovertemplate="of the tokens of expert %{y}, a share of %{z:.3f} also went to expert "
+            "%{x}<extra>" + name + "</extra>",
+            **place,
+        )
+        figure.update_xaxes(type="category", title_text="expert j", **place)
+        figure.update_yaxes(type="category", autorange="reversed", **place)
+        if place["col"] == 1:
+            figure.update_yaxes(title_text="expert i", **place)
+    figure.update_annotations(font_size=12)
+    colors = {"colorscale": "Reds", "cmin": 0, "cmax": 1, "colorbar": {"title": "P(j | i)"}}
+    text = f"Co-activation P(E_j | E_i) of the {most} experts with the strongest pairs"
+    figure.update_layout(
+        **layout(height=area + 190, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
+    )
+    return figure
+
+
+def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Balance of the load and margin from rare words to frequent ones, means over layers."""
+    titles = {"Load entropy": "entropy / log N", "Margin / spread": "deviations of the logits"}
+    figure, places = panel_figure(list(titles), 2)
+    for column, (place, axis) in enumerate(zip(places, titles.values(), strict=True), start=2):
+        for number, (name, view) in enumerate(views.items()):
+            bins = np.mean([view.array(i, "frequency") for i in range(len(view.layers))], axis=0)
+            figure.add_scatter(
+                x=bins[:, 1],
+                y=bins[:, column],
+                mode="lines+markers",
+                line=line_style(name, number),
+                name=name,
+                legendgroup=name,
+                showlegend=column == 2,
+                **place,
+            )
+        figure.update_xaxes(title_text="occurrences of the word (log)", type="log", **place)
+        figure.update_yaxes(title_text=axis, **place)
+    figure.update_layout(**layout(height=400, title="Dependence on word frequency, mean of layers"))
+    return figure
+
+
+def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Routing gain: how much cross-entropy rises with other experts."""
+    titles = {
+        "routing_gain": "k experts drawn at random",
+        "shuffled_gain": "experts of another token",
+    }
+    figure, places = panel_figure(list(titles.values()), 2)
+    for place, field in zip(places, titles, strict=True):
+        values = [view.numbers().get(field) for view in views.values()]
+        figure.add_bar(
+            x=list(views),
+            y=values,
+            text=["" if value is None else f"{value:.4f}" for value in values],
+            marker_color=[router_color(name, i) for i, name in enumerate(views)],
+            showlegend=False,
+            **place,
+        )
+        figure.update_yaxes(title_text="nats", **place)
+    text = "Routing gain: rise of the cross-entropy with other experts at the same weights"
+    figure.update_layout(**layout(height=380, title=text, margin={"t": 90, "b": 90}))
+    return figure
+
+
+def _step(views: Mapping[str, Diagnosis]) -> int:
+    return max(1, max(len(view.layers) for view in views.values()) // 8)

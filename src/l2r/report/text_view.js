@@ -1,0 +1,388 @@
+// The page of text_view.py. A token of a text is known by its number i among those shown; it
+// stands in the row shown[i / columns] of the whole text.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const find = (id) => document.getElementById(id);
+const controls = { left: find("left"), right: find("right"), layer: find("layer") };
+const LEVELS = 4; // of lightness, in text_view.css
+const NONE = -1;
+
+// What is on the screen: the panes, the token that has the focus, the expert chosen in each pane.
+let panes = [];
+let current = { pane: 0, token: 0 };
+
+// ---- reading ---------------------------------------------------------------------------------
+
+function numbers(text, Kind) {
+  const letters = atob(text);
+  const bytes = new Uint8Array(letters.length);
+  for (let n = 0; n < bytes.length; n++) bytes[n] = letters.charCodeAt(n);
+  return new Kind(bytes.buffer);
+}
+
+const KINDS = {
+  weights: Uint16Array, margin: Float32Array, entropy: Float32Array, radius: Float32Array,
+  contexts: Int32Array, context_weights: Float32Array,
+  vocabulary: Int32Array, vocabulary_counts: Int32Array,
+};
+
+// One layer of a checkpoint, decoded when it is first shown.
+function layerOf(checkpoint) {
+  const raw = checkpoint.layers[Math.min(controls.layer.valueAsNumber, checkpoint.layers.length - 1)];
+  if (!raw.read) {
+    raw.read = { experts: numbers(raw.experts, checkpoint.experts > 256 ? Uint16Array : Uint8Array) };
+    for (const [name, Kind] of Object.entries(KINDS)) raw.read[name] = numbers(raw[name], Kind);
+  }
+  return { ...raw, ...raw.read };
+}
+
+function choicesOf(checkpoint, layer, token) {
+  const found = [];
+  for (let n = token * checkpoint.chosen; n < (token + 1) * checkpoint.chosen; n++) {
+    found.push({ expert: layer.experts[n], weight: layer.weights[n] / 65535 * layer.largest });
+  }
+  return found;
+}
+
+for (const text of data.texts) {
+  text.tokens = numbers(text.tokens, Uint32Array);
+  text.counts = new Uint32Array(text.pieces.length);
+  for (const token of text.tokens) text.counts[token]++;
+  text.places = text.shown.flatMap((row) =>
+    Array.from({ length: text.columns }, (_, column) => row * text.length + column));
+}
+
+// ---- drawing ---------------------------------------------------------------------------------
+
+function make(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const inline = (piece) => piece.replace(/\n/g, "↵").replace(/\t/g, "⇥");
+// Signs for breaks and tabs; breaks that end a token stand behind it and its number.
+const breaksAfter = (piece) => piece.match(/\n*$/)[0];
+const visible = (piece) => {
+  const ends = breaksAfter(piece);
+  const body = inline(piece.slice(0, piece.length - ends.length)).replace(/↵/g, "↵\n");
+  return body + inline(ends) || "∅";
+};
+const shortly = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "∞";
+
+// Experts of one level of lightness share the circle of hues evenly; neighbors differ in level.
+function writeColors(experts) {
+  const hues = Math.ceil(experts / LEVELS);
+  let rules = "";
+  for (let e = 0; e < experts; e++) {
+    const level = e % LEVELS;
+    const hue = 360 / hues * (Math.floor(e / LEVELS) + level / LEVELS);
+    rules += `.e${e}{background:oklch(var(--l${level}) var(--chroma) ${hue.toFixed(1)});` +
+      `color:var(--i${level})}`;
+  }
+  document.head.append(make("style", { textContent: rules }));
+}
+
+function buildPane(checkpoint, number) {
+  const text = data.texts[checkpoint.text];
+  const chooser = make("select", { className: "chooser" }, make("option", { value: NONE }, "none"));
+  for (let e = 0; e < checkpoint.experts; e++) chooser.append(make("option", { value: e }, String(e)));
+  const about = make("span");
+  const heading = make("p", {}, about, make("label", {}, " Expert ", chooser));
+  const root = make("section", { className: "pane", ariaLabel: checkpoint.name },
+    make("h2", {}, checkpoint.name), heading);
+  const tokens = [];
+  let domain = null;
+  text.shown.forEach((row, n) => {
+    if (text.domain[row] !== domain) {
+      domain = text.domain[row];
+      root.append(make("h3", {}, text.domains[domain]));
+    }
+    const passage = make("div", { className: "passage", role: "group" });
+    passage.setAttribute("aria-label", `${text.domains[domain]}, passage ${n + 1}`);
+    for (let c = 0; c < text.columns; c++) {
+      const piece = text.pieces[text.tokens[text.places[tokens.length]]];
+      const token = make("span", { tabIndex: -1 }, visible(piece));
+      token.setAttribute("role", "button");
+      token.place = { pane: number, token: tokens.length };
+      tokens.push(token);
+      passage.append(token, breaksAfter(piece));
+    }
+    root.append(passage);
+  });
+  const pane = { checkpoint, text, root, about, chooser, tokens, expert: NONE };
+  chooser.addEventListener("change", () => choose(number, Number(chooser.value)));
+  return pane;
+}
+
+function rebuild() {
+  const right = Number(controls.right.value);
+  const shown = [Number(controls.left.value), ...(right === NONE ? [] : [right])];
+  panes = shown.map((number, pane) => buildPane(data.checkpoints[number], pane));
+  find("panes").replaceChildren(...panes.map((pane) => pane.root));
+  controls.layer.max = Math.max(...panes.map((pane) => pane.checkpoint.layers.length)) - 1;
+  current.pane = Math.min(current.pane, panes.length - 1);
+  current.token = Math.min(current.token, panes[current.pane].tokens.length - 1);
+  paint();
+}
+
+// Colors and frames of every token, then what stands beside the text.
+function paint() {
+  for (const pane of panes) {
+    const { checkpoint, tokens, expert } = pane;
+    const layer = layerOf(checkpoint);
+    const k = checkpoint.chosen;
+    for (let i = 0; i < tokens.length; i++) {
+      const first = layer.experts[i * k];
+      let name = `t e${first}`;
+      if (expert !== NONE) {
+        if (first === expert) name += " first";
+        else if (layer.experts.subarray(i * k, (i + 1) * k).includes(expert)) name += " among";
+      }
+      tokens[i].className = name;
+      tokens[i].dataset.e = first;
+    }
+    pane.root.classList.toggle("choosing", expert !== NONE);
+    pane.about.textContent = layer.name;
+    pane.chooser.value = expert;
+  }
+  const depth = Number(controls.layer.max) + 1;
+  const name = `${controls.layer.valueAsNumber + 1} of ${depth}`;
+  find("layer-number").textContent = name;
+  controls.layer.setAttribute("aria-valuetext", name);
+  mark();
+  showToken(current);
+  showExperts();
+}
+
+const together = ({ pane }) => panes.filter((p) => p.text === panes[pane].text);
+
+// The current token can be reached by Tab; its partner in the other pane is underlined.
+function mark() {
+  for (const token of document.querySelectorAll(".current, .partner, [tabindex='0'].t")) {
+    token.classList.remove("current", "partner");
+    token.tabIndex = -1;
+  }
+  for (const pane of together(current)) pane.tokens[current.token].classList.add("partner");
+  const own = panes[current.pane].tokens[current.token];
+  own.classList.replace("partner", "current");
+  own.tabIndex = 0;
+  own.setAttribute("aria-label", spoken(current));
+}
+
+function spoken({ pane, token }) {
+  const { checkpoint, text } = panes[pane];
+  const told = choicesOf(checkpoint, layerOf(checkpoint), token)
+    .map(({ expert, weight }) => `expert ${expert} weight ${weight.toFixed(3)}`);
+  return `${inline(text.pieces[text.tokens[text.places[token]]])}: ${told.join(", ")}`;
+}
+
+// ---- beside the text -------------------------------------------------------------------------
+
+function showToken(place) {
+  const { text } = panes[place.pane];
+  const piece = text.pieces[text.tokens[text.places[place.token]]];
+  find("token").replaceChildren(
+    make("h2", {}, "Token ", make("span", { className: "piece" }, `“${inline(piece)}”`)),
+    make("div", { className: "beside" }, ...together(place).map((pane) => factsOf(pane, place.token))));
+}
+
+function factsOf(pane, token) {
+  const { checkpoint } = pane;
+  const layer = layerOf(checkpoint);
+  const number = panes.indexOf(pane);
+  const table = make("table");
+  for (const { expert, weight } of choicesOf(checkpoint, layer, token)) {
+    const bar = make("i");
+    bar.style.width = `${100 * weight / layer.largest}%`;
+    const button = make("button", { type: "button", className: `swatch e${expert}` }, String(expert));
+    button.setAttribute("aria-label", `expert ${expert} of ${checkpoint.name}`);
+    button.addEventListener("click", () => choose(number, expert));
+    table.append(make("tr", {}, make("td", {}, button),
+      make("td", { className: "weight" }, weight.toFixed(4)), make("td", { className: "bar" }, bar)));
+  }
+  const radius = layer.radius[token];
+  const facts = make("dl");
+  for (const [name, value] of [
+    ["margin", shortly(layer.margin[token])],
+    ["entropy", shortly(layer.entropy[token])],
+    ["certified radius", Number.isNaN(radius) ? `none: ${layer.remark}` : shortly(radius)],
+  ]) facts.append(make("dt", {}, name), make("dd", {}, value));
+  return make("div", {}, make("h3", {}, checkpoint.name), table, facts);
+}
+
+function choose(pane, expert) {
+  panes[pane].expert = expert;
+  paint();
+}
+
+function showExperts() {
+  const parts = panes.flatMap((pane) => pane.expert === NONE ? [] : expertOf(pane));
+  const hint = make("p", {}, "Choose an expert to see its contexts and vocabulary.");
+  find("expert").replaceChildren(...(parts.length ? parts : [hint]));
+}
+
+function expertOf({ checkpoint, text, expert }) {
+  const layer = layerOf(checkpoint);
+  const row = (values, width) => values.subarray(expert * width, (expert + 1) * width);
+  const contexts = make("ol", { className: "contexts" });
+  row(layer.contexts, checkpoint.contexts).forEach((place, n) => {
+    if (place === NONE) return;
+    const weight = row(layer.context_weights, checkpoint.contexts)[n];
+    contexts.append(make("li", {}, ...around(text, place), note(weight.toFixed(3))));
+  });
+  const vocabulary = make("ol", { className: "vocabulary" });
+  row(layer.vocabulary, checkpoint.vocabulary).forEach((piece, n) => {
+    if (piece === NONE) return;
+    const hits = row(layer.vocabulary_counts, checkpoint.vocabulary)[n];
+    const share = `${(100 * hits / text.counts[piece]).toFixed(0)}% (${hits} of ${text.counts[piece]})`;
+    vocabulary.append(make("li", {},
+      make("span", { className: "piece" }, `“${inline(text.pieces[piece])}”`), note(share)));
+  });
+  const none = () => make("p", {}, "No token went to it.");
+  return [
+    make("h2", {}, make("span", { className: `swatch e${expert}` }, String(expert)),
+      `Expert ${expert} of ${checkpoint.name}`),
+    make("h3", {}, "Contexts with its largest weights"),
+    contexts.childElementCount ? contexts : none(),
+    make("h3", {}, "Vocabulary: share of a token's occurrences that come to it"),
+    vocabulary.childElementCount ? vocabulary : none(),
+  ];
+}
+
+const note = (words) => make("span", { className: "note" }, words);
+
+function around(text, place) {
+  const start = place - place % text.length;
+  const words = (from, to) => Array.from(text.tokens.subarray(from, to),
+    (token) => inline(text.pieces[token])).join("");
+  const before = words(Math.max(start, place - 12), place);
+  const after = words(place + 1, Math.min(start + text.length, place + 7));
+  const piece = (tag, shown) => make(tag, { className: "piece" }, shown);
+  return [piece("span", before), piece("mark", words(place, place + 1)), piece("span", after)];
+}
+
+// ---- hands -----------------------------------------------------------------------------------
+
+function tokenAt(event) {
+  const token = event.target.closest(".t");
+  return token && token.place;
+}
+
+function go(place) {
+  const { tokens } = panes[place.pane];
+  const token = tokens[Math.max(0, Math.min(place.token, tokens.length - 1))];
+  token.focus();
+  token.scrollIntoView({ block: "nearest" });
+}
+
+// The token of the next line (step 1) or the line before (-1) that stands nearest.
+function acrossLines({ pane, token }, step) {
+  const { tokens } = panes[pane];
+  // The last of its parts: the space before a word may hang at the end of the line above.
+  const box = (i) => [...tokens[i].getClientRects()].at(-1);
+  const here = box(token);
+  let best = token;
+  let nearest = Infinity;
+  let line = null;
+  for (let i = token + step; i >= 0 && i < tokens.length; i += step) {
+    const there = box(i);
+    if (Math.abs(there.top - here.top) < 4) continue;
+    line ??= there.top;
+    if (Math.abs(there.top - line) >= 4) break;
+    if (Math.abs(there.left - here.left) < nearest) {
+      nearest = Math.abs(there.left - here.left);
+      best = i;
+    }
+  }
+  return { pane, token: best };
+}
+
+function moveLayer(step) {
+  controls.layer.valueAsNumber += step;
+  paint();
+}
+
+function pressed(event) {
+  const place = tokenAt(event);
+  if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
+  const { pane, token } = place;
+  const { checkpoint, text } = panes[pane];
+  const passage = token - token % text.columns;
+  const chooseOf = (n) => {
+    const choices = choicesOf(checkpoint, layerOf(checkpoint), token);
+    if (n < choices.length) choose(pane, choices[n].expert);
+  };
+  const actions = {
+    ArrowRight: () => go({ pane, token: token + 1 }),
+    ArrowLeft: () => go({ pane, token: token - 1 }),
+    ArrowDown: () => go(acrossLines(place, 1)),
+    ArrowUp: () => go(acrossLines(place, -1)),
+    Home: () => go({ pane, token: passage }),
+    End: () => go({ pane, token: passage + text.columns - 1 }),
+    Enter: () => chooseOf(0),
+    " ": () => chooseOf(0),
+    "+": () => moveLayer(1),
+    "-": () => moveLayer(-1),
+  };
+  const action = /^[1-9]$/.test(event.key) ? () => chooseOf(Number(event.key) - 1) : actions[event.key];
+  if (action) {
+    event.preventDefault();
+    action();
+  }
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  find("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme";
+}
+
+function start() {
+  const shared = (n) => data.checkpoints[n].text === data.checkpoints[0].text;
+  const last = data.checkpoints.length - 1;
+  controls.right.append(make("option", { value: NONE }, "none"));
+  data.checkpoints.forEach(({ name }, n) => {
+    for (const list of [controls.left, controls.right]) list.append(make("option", { value: n }, name));
+  });
+  controls.right.value = last > 0 && shared(last) ? last : NONE;
+  writeColors(Math.max(...data.checkpoints.map((checkpoint) => checkpoint.experts)));
+
+  const night = matchMedia("(prefers-color-scheme: dark)");
+  setTheme(night.matches ? "dark" : "light");
+  night.addEventListener("change", () => setTheme(night.matches ? "dark" : "light"));
+  find("theme").addEventListener("click", () =>
+    setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+
+  controls.left.addEventListener("change", rebuild);
+  controls.right.addEventListener("change", rebuild);
+  controls.layer.addEventListener("input", paint);
+  find("numbers").addEventListener("change", (event) =>
+    find("panes").classList.toggle("numbers", event.target.checked));
+
+  const field = find("panes");
+  field.addEventListener("keydown", pressed);
+  field.addEventListener("focusin", (event) => {
+    const place = tokenAt(event);
+    if (!place) return;
+    current = place;
+    mark();
+    showToken(place);
+  });
+  // Pointing previews; away from the text the token that has the focus is shown again, so that
+  // its experts can be reached with the mouse.
+  field.addEventListener("pointerover", (event) => {
+    const place = tokenAt(event);
+    if (place) showToken(place);
+  });
+  field.addEventListener("pointerleave", () => showToken(current));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      for (const pane of panes) pane.expert = NONE;
+      paint();
+    }
+  });
+  rebuild();
+}
+
+start();

@@ -1,0 +1,129 @@
+"""Text as the routers see it: one page without a server, text_view.html with its script and style.
+
+Arrays go into the page as base64 of little-endian bytes, a layer at a time, so that the page reads
+what it shows and no more. Weights are rounded to 65,535 steps of the layer's largest; all other
+numbers are kept as they are.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l2r.report.page import Link, Section
+from l2r.runs.atomic import write_text
+from l2r.runs.text_routing import TextRouting
+
+_MOST = 8  # checkpoints of one page
+
+
+def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]:
+    """Write the text page beside the page ``path``; the section that leads to it, if any."""
+    if not texts:
+        return []
+    shown = dict(list(texts.items())[:_MOST])
+    page = write_text_page(shown, path.with_name(f"{path.stem}-text.html"))
+    names = ", ".join(shown)
+    more = f" (the first {_MOST} of {len(texts)})" if len(texts) > _MOST else ""
+    text = (
+        f"Held-out text in the colors of its experts, layer by layer, for {names}{more}: point at "
+        "a token to see its experts, choose an expert to see what it serves."
+    )
+    return [Section("Text and experts", text, [Link(page.name, "Open the text")])]
+
+
+def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
+    """The page of one checkpoint or several, side by side where they read the same tokens."""
+    parts = files("l2r.report")
+    page, style, script = (
+        (parts / f"text_view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    fill = {
+        "/*TITLE*/": html.escape(f"Text and experts: {', '.join(texts)}"),
+        "/*STYLE*/": style,
+        "/*DATA*/": _in_script(page_data(texts)),
+        "/*SCRIPT*/": script,
+    }
+    # In one pass: names and text may hold such a mark.
+    page = re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page)
+    write_text(path, page)
+    return path
+
+
+def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
+    """What the script reads: every distinct text once, and the checkpoints that read it."""
+    distinct: list[TextRouting] = []
+    checkpoints = []
+    for name, routing in texts.items():
+        same = [n for n, other in enumerate(distinct) if _same_text(routing, other)]
+        if not same:
+            distinct.append(routing)
+        text = same[0] if same else len(distinct) - 1
+        checkpoints.append({"name": name, "text": text, **_checkpoint(routing)})
+    return {"texts": [_text(routing) for routing in distinct], "checkpoints": checkpoints}
+
+
+def _same_text(one: TextRouting, other: TextRouting) -> bool:
+    fields = ("pieces", "tokens", "domains", "domain", "shown")
+    alike = all(np.array_equal(getattr(one, f), getattr(other, f)) for f in fields)
+    return alike and one.margin.shape[2] == other.margin.shape[2]
+
+
+def _text(routing: TextRouting) -> dict[str, Any]:
+    return {
+        "pieces": routing.pieces.tolist(),
+        "tokens": _base64(routing.tokens, "<u4"),
+        "length": routing.tokens.shape[1],
+        "domains": routing.domains.tolist(),
+        "domain": routing.domain.tolist(),
+        "shown": routing.shown.tolist(),
+        "columns": routing.margin.shape[2],
+    }
+
+
+def _checkpoint(routing: TextRouting) -> dict[str, Any]:
+    experts = routing.contexts.shape[1]
+    layers = []
+    for layer, name in enumerate(routing.layers.tolist()):
+        weights = routing.weights[layer]
+        largest = float(weights.max())
+        steps = np.round(weights * (65535 / largest)) if largest > 0 else weights
+        layers.append(
+            {
+                "name": name,
+                "remark": str(routing.remarks[layer]),
+                "experts": _base64(routing.experts[layer], "<u2" if experts > 256 else "u1"),
+                "weights": _base64(steps, "<u2"),
+                "largest": largest,
+                "margin": _base64(routing.margin[layer], "<f4"),
+                "entropy": _base64(routing.entropy[layer], "<f4"),
+                "radius": _base64(routing.radius[layer], "<f4"),
+                "contexts": _base64(routing.contexts[layer], "<i4"),
+                "context_weights": _base64(routing.context_weights[layer], "<f4"),
+                "vocabulary": _base64(routing.vocabulary[layer], "<i4"),
+                "vocabulary_counts": _base64(routing.vocabulary_counts[layer], "<i4"),
+            }
+        )
+    chosen = routing.experts.shape[-1]
+    return {
+        "experts": experts,
+        "chosen": chosen,
+        "contexts": routing.contexts.shape[2],
+        "vocabulary": routing.vocabulary.shape[2],
+        "layers": layers,
+    }
+
+
+def _base64(values: np.ndarray, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values).astype(kind).tobytes()).decode()
+
+
+def _in_script(value: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,54 @@
+"""Which tokens of a text go to which expert: the file text.npz."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from l2r.runs.arrays import read_arrays, save_arrays
+
+
+@dataclass(frozen=True)
+class TextRouting:
+    """Routing of B x S tokens in L layers of N experts; P x C of them are kept one by one.
+
+    pieces: text of every distinct token. tokens: all of the text as positions in pieces; domain:
+    of each row, a position in domains. shown: the rows of which the first C tokens are kept,
+    those of one domain after another.
+
+    Of each such token: experts, the heaviest first; weights, what their outputs are multiplied by;
+    margin, the gap between the two largest logits; entropy of softmax(logits) over log N; radius,
+    within which no change of the router's input changes the first expert, NaN without a proof
+    (remarks has a line per layer that says why, or is empty).
+
+    Of each expert, over all of the text: contexts, the tokens (b S + s) that it weighs most, and
+    their weights; vocabulary, the pieces of which the largest shares come to it, and how many of
+    each did. -1 where there are fewer. Shares are ranked by the low end of Wilson's 95% interval.
+    """
+
+    layers: Shaped[np.ndarray, " L"]
+    remarks: Shaped[np.ndarray, " L"]
+    domains: Shaped[np.ndarray, " G"]
+    pieces: Shaped[np.ndarray, " V"]
+    tokens: Int[np.ndarray, "B S"]
+    domain: Int[np.ndarray, " B"]
+    shown: Int[np.ndarray, " P"]
+    experts: Int[np.ndarray, "L P C K"]
+    weights: Float[np.ndarray, "L P C K"]
+    margin: Float[np.ndarray, "L P C"]
+    entropy: Float[np.ndarray, "L P C"]
+    radius: Float[np.ndarray, "L P C"]
+    contexts: Int[np.ndarray, "L N M"]
+    context_weights: Float[np.ndarray, "L N M"]
+    vocabulary: Int[np.ndarray, "L N W"]
+    vocabulary_counts: Int[np.ndarray, "L N W"]
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        save_arrays(path, self)
+
+
+def read_text_routing(path: Path) -> TextRouting:
+    """Read such a file. Raises ValueError when it is missing or another."""
+    return read_arrays(path, TextRouting, "text routing")

@@ -1,0 +1,225 @@
+"""The text page in a browser, with real clicks and keys."""
+
+import itertools
+import shutil
+
+import pytest
+
+from l2r.report.text_view import write_text_page
+from tests.report.texts import WORDS, random_text
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: l2r-moe[browser]")
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+
+ONE, TWO = random_text(), random_text(layers=3, experts=9, seed=1)
+OTHER = random_text(pieces=WORDS[::-1], seed=2)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=CHROMIUM)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    return write_text_page({"one": ONE, "other": OTHER, "two": TWO}, folder / "page.html")
+
+
+@pytest.fixture
+def page(browser, path):
+    """The page, which must not have logged an error at the end."""
+    context = browser.new_context(color_scheme="dark", viewport={"width": 1300, "height": 800})
+    tab, errors = context.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda message: errors.append(message.text))
+    tab.goto(path.as_uri())
+    yield tab
+    context.close()
+    assert errors == []
+
+
+def token(page, number, pane=0):
+    return page.locator(".pane").nth(pane).locator(".t").nth(number)
+
+
+def firsts(page, pane=0):
+    """Expert of every token, as its color says."""
+    names = (
+        page.locator(".pane")
+        .nth(pane)
+        .locator(".t")
+        .evaluate_all(
+            "tokens => tokens.map(t => [...t.classList].find(c => /^e\\d+$/.test(c)).slice(1))"
+        )
+    )
+    return [int(name) for name in names]
+
+
+def rows_of(page, pane=0):
+    """Experts and weights beside the text."""
+    table = page.locator("#token table").nth(pane).locator("tr")
+    return [
+        (int(row.locator("button").inner_text()), float(row.locator(".weight").inner_text()))
+        for row in table.all()
+    ]
+
+
+def expected_rows(text, layer, number):
+    experts = text.experts[layer].reshape(-1, text.experts.shape[-1])[number].tolist()
+    weights = text.weights[layer].reshape(-1, text.weights.shape[-1])[number].tolist()
+    # Weights are kept to 1 / 65535 of the layer's largest, which is below 1, and shown to 1e-4.
+    return [(e, pytest.approx(w, abs=1e-4)) for e, w in zip(experts, weights, strict=True)]
+
+
+def first_of(text, layer):
+    return text.experts[layer, ..., 0].ravel().tolist()
+
+
+def test_tokens_have_their_experts_colors_and_the_slider_moves_through_layers(page):
+    text = page.locator(".passage").first.inner_text()
+    assert text == "".join(WORDS[ONE.tokens[0]])
+    assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 0), first_of(TWO, 0))
+    page.locator("#layer").focus()
+    page.keyboard.press("ArrowRight")
+    assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 1))
+    assert page.locator("#layer-number").inner_text() == "2 of 3"
+    page.keyboard.press("End")  # the first checkpoint has no third layer and stays at its last
+    assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 2))
+
+
+def test_breaks_of_lines_have_a_sign_and_break_the_line(page):
+    for piece, inside, behind in (("a\n\n", "a↵↵", "\n\n"), ("\n  b", "↵\n  b", ""), ("", "∅", "")):
+        assert page.evaluate("p => [visible(p), breaksAfter(p)]", piece) == [inside, behind]
+
+
+def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
+    token(page, 25).hover()
+    for pane, text in enumerate((ONE, TWO)):
+        assert rows_of(page, pane) == expected_rows(text, 0, 25)
+        facts = page.locator("#token dd").all_inner_texts()[3 * pane : 3 * pane + 3]
+        for shown, name in zip(facts, ("margin", "entropy", "radius"), strict=True):
+            value = getattr(text, name)[0].ravel()[25]
+            assert float(shown) == pytest.approx(value, rel=5e-4)  # four digits
+    page.locator("#token h2").hover()  # away from the text: the token that has the focus again
+    assert rows_of(page) == expected_rows(ONE, 0, 0)
+
+
+def test_keys_walk_through_the_text_and_choose_experts(page):
+    page.locator("#theme").focus()
+    while page.evaluate("!document.activeElement.matches('.t')"):
+        page.keyboard.press("Tab")
+    keys = {"ArrowRight": 1, "ArrowLeft": 0, "End": 19, "Home": 0}
+    for key, number in keys.items():
+        page.keyboard.press(key)
+        assert token(page, number).evaluate("t => t === document.activeElement")
+        assert rows_of(page) == expected_rows(ONE, 0, number)
+    word = "t => [...t.getClientRects()].at(-1)"  # the space before it may be on the line above
+    box = token(page, 0).evaluate(word)
+    page.keyboard.press("ArrowDown")
+    below = page.locator(".t:focus").evaluate(word)
+    assert below["top"] > box["top"] and abs(below["left"] - box["left"]) < 60
+    page.keyboard.press("ArrowUp")
+    assert token(page, 0).evaluate("t => t === document.activeElement")
+    first, second = ONE.experts[0, 0, 0].tolist()
+    assert f"expert {first} weight" in token(page, 0).get_attribute("aria-label")
+    page.keyboard.press("Enter")
+    assert f"Expert {first} of one" in page.locator("#expert").inner_text()
+    page.keyboard.press("2")
+    assert f"Expert {second} of one" in page.locator("#expert").inner_text()
+    page.keyboard.press("+")
+    assert firsts(page) == first_of(ONE, 1)
+    page.keyboard.press("Escape")
+    assert "Choose an expert" in page.locator("#expert").inner_text()
+
+
+def test_choosing_an_expert_frames_its_tokens_and_shows_what_it_serves(page):
+    token(page, 3).click()
+    expert = int(ONE.experts[0, 0, 3, 1])
+    page.locator("#token table").first.get_by_role("button").nth(1).click()
+    chosen = ONE.experts[0].reshape(-1, 2)
+    for name, among in (("first", chosen[:, 0] == expert), ("among", chosen[:, 1] == expert)):
+        framed = page.locator(".pane").first.locator(f".t.{name}")
+        assert framed.count() == among.sum()
+        assert framed.first.evaluate("t => getComputedStyle(t).outlineStyle") == (
+            "solid" if name == "first" else "dashed"
+        )
+    contexts = page.locator("#expert .contexts li")
+    for n, place in enumerate(ONE.contexts[0, expert].tolist()):
+        assert contexts.nth(n).locator("mark").inner_text() == WORDS[ONE.tokens.ravel()[place]]
+        weight = float(ONE.context_weights[0, expert, n])
+        assert float(contexts.nth(n).locator(".note").inner_text()) == pytest.approx(
+            weight, abs=6e-4
+        )
+    piece, hits = ONE.vocabulary[0, expert, 0], ONE.vocabulary_counts[0, expert, 0]
+    of = int((ONE.tokens == piece).sum())
+    words = page.locator("#expert .vocabulary li").first.inner_text()
+    assert WORDS[piece] in words and f"({hits} of {of})" in words
+    page.locator(".chooser").nth(1).select_option("5")  # an expert of the other by its number
+    assert "Expert 5 of two" in page.locator("#expert").inner_text()
+
+
+def test_the_switch_shows_other_checkpoints_and_texts(page):
+    page.locator("#left").select_option(label="two")
+    page.locator("#right").select_option(label="none")
+    assert page.locator(".pane").count() == 1 and firsts(page) == first_of(TWO, 0)
+    page.locator("#right").select_option(label="other")  # of another vocabulary
+    assert token(page, 0, pane=1).inner_text() == WORDS[::-1][OTHER.tokens[0, 0]]
+    token(page, 4, pane=1).hover()
+    assert page.locator("#token table").count() == 1
+    assert rows_of(page) == expected_rows(OTHER, 0, 4)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme):
+    """WCAG's contrast of the text to its color is at least 4.5; neighbors differ in lightness."""
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"  # as the system's
+    if theme == "light":
+        page.locator("#theme").click()
+    page.locator("#numbers").check()
+    mark = "getComputedStyle(document.querySelector('.t'), '::after').content"
+    assert page.evaluate(mark) == f'"{first_of(ONE, 0)[0]}"'
+    page.evaluate("writeColors(256)")
+    lights = page.evaluate(
+        """() => {
+      const brush = Object.assign(document.createElement("canvas"), {width: 1, height: 1})
+        .getContext("2d", {willReadFrequently: true});
+      const light = (color) => {
+        brush.fillStyle = color;
+        brush.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...brush.getImageData(0, 0, 1, 1).data].map((v) => v / 255)
+          .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      return Array.from({length: 256}, (_, e) => {
+        const token = document.body.appendChild(document.createElement("span"));
+        token.className = `t e${e}`;
+        const style = getComputedStyle(token);
+        return [light(style.backgroundColor), light(style.color)];
+      });
+    }"""
+    )
+    for ground, ink in lights:
+        low, high = sorted((ground, ink))
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+    for (one, _), (next_one, _) in itertools.pairwise(lights):
+        low, high = sorted((one, next_one))
+        assert (high + 0.05) / (low + 0.05) >= 1.2
+
+
+def test_a_large_page_opens_in_two_seconds(browser, tmp_path):
+    """16 layers, 64 experts, 4,000 tokens, two checkpoints: processor time of the page's thread,
+    which other work on the machine does not lengthen."""
+    size = {"layers": 16, "experts": 64, "chosen": 8, "rows": 16, "length": 250, "columns": 250}
+    texts = {"one": random_text(**size), "two": random_text(**size, seed=1)}
+    tab = browser.new_page()
+    session = tab.context.new_cdp_session(tab)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    tab.goto(write_text_page(texts, tmp_path / "page.html").as_uri())
+    assert tab.locator(".t").count() == 8000
+    measured = session.send("Performance.getMetrics")["metrics"]
+    tab.close()
+    assert 0 < {m["name"]: m["value"] for m in measured}["TaskDuration"] < 2

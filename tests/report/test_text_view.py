@@ -1,0 +1,100 @@
+"""The data of the text page are those that were measured, and its size stays small."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+
+from l2r.report.text_view import page_data, text_sections, write_text_page
+from l2r.runs.text_routing import read_text_routing
+from tests.report.texts import WORDS, random_text
+
+
+def decoded(text, kind):
+    return np.frombuffer(base64.b64decode(text), dtype=kind)
+
+
+def data_of(page):
+    (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("experts", [6, 300])
+def test_every_number_survives_the_way_into_the_page(tmp_path, experts):
+    text = random_text(experts=experts)
+    text.radius[1, 2, 3] = np.nan
+    text.save(tmp_path / "text.npz")
+    saved = read_text_routing(tmp_path / "text.npz")
+    page = write_text_page({"one": saved}, tmp_path / "page.html").read_text()
+    (checkpoint,) = data_of(page)["checkpoints"]
+    assert checkpoint["experts"] == experts and checkpoint["chosen"] == 2
+    for number, layer in enumerate(checkpoint["layers"]):
+        chosen = decoded(layer["experts"], "u1" if experts == 6 else "<u2")
+        assert np.array_equal(chosen, text.experts[number].ravel())
+        for name in ("margin", "entropy", "radius", "context_weights"):
+            kept = decoded(layer[name], "<f4")
+            assert np.array_equal(kept, getattr(text, name)[number].ravel(), equal_nan=True)
+        for name in ("contexts", "vocabulary", "vocabulary_counts"):
+            assert np.array_equal(decoded(layer[name], "<i4"), getattr(text, name)[number].ravel())
+        weights = decoded(layer["weights"], "<u2") / 65535 * layer["largest"]
+        # Half a step, and a rounding of fp32 where the steps are counted.
+        allowed = layer["largest"] * (0.5 / 65535 + np.finfo(np.float32).eps)
+        assert np.abs(weights - text.weights[number].ravel()).max() <= allowed
+    assert np.array_equal(decoded(data_of(page)["texts"][0]["tokens"], "<u4"), text.tokens.ravel())
+
+
+def test_one_text_is_stored_once_and_another_apart():
+    other_words = np.array([w.upper() for w in WORDS])
+    data = page_data(
+        {
+            "one": random_text(),
+            "two": random_text(layers=3, experts=9, seed=1),
+            "three": random_text(pieces=other_words),
+        }
+    )
+    assert [checkpoint["text"] for checkpoint in data["checkpoints"]] == [0, 0, 1]
+    assert [text["pieces"][0] for text in data["texts"]] == [" word0", " WORD0"]
+
+
+def test_no_text_can_leave_the_element_it_stands_in(tmp_path):
+    evil = "</script><script>alert(1)</script>/*SCRIPT*/<!--"
+    pieces = np.array([evil, *WORDS])
+    name = "<u>/*DATA*/"
+    page = write_text_page({name: random_text(pieces=pieces)}, tmp_path / "p.html").read_text()
+    assert data_of(page)["texts"][0]["pieces"][0] == evil
+    assert data_of(page)["checkpoints"][0]["name"] == name
+    assert page.count("<script") == 2 and "<u>" not in page
+
+
+def test_two_large_checkpoints_take_at_most_12_mb(tmp_path):
+    size = {"layers": 16, "experts": 64, "chosen": 8, "rows": 16, "length": 250, "columns": 250}
+    page = write_text_page(
+        {"one": random_text(**size), "two": random_text(**size, seed=1)}, tmp_path / "page.html"
+    )
+    assert page.stat().st_size <= 12e6
+
+
+def test_the_section_leads_to_the_page_beside_it(tmp_path):
+    assert text_sections({}, tmp_path / "report.html") == []
+    (section,) = text_sections({"one": random_text()}, tmp_path / "report.html")
+    assert (tmp_path / section.parts[0].href).is_file()
+    many = {f"run{n}": random_text() for n in range(9)}
+    (section,) = text_sections(many, tmp_path / "report.html")
+    assert "(the first 8 of 9)" in section.text
+    page = (tmp_path / section.parts[0].href).read_text()
+    assert len(data_of(page)["checkpoints"]) == 8
+
+
+def test_a_wrong_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot read text routing from"):
+        read_text_routing(tmp_path / "none.npz")
+    np.savez(tmp_path / "other.npz", tokens=np.zeros(3))
+    with pytest.raises(ValueError, match="holds no text routing: context_weights, contexts"):
+        read_text_routing(tmp_path / "other.npz")
+    random_text().save(tmp_path / "cut.npz")
+    content = (tmp_path / "cut.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="cannot read text routing from"):
+        read_text_routing(tmp_path / "cut.npz")

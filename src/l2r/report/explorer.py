@@ -1,16 +1,13 @@
 """The score explorer: one page without a server, explorer.html with its scripts and its style."""
 
-import html
-import json
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from l2r.report.page import Section, section_html
+from l2r.report.script_page import write_script_page
 from l2r.report.style import ROUTER_COLORS, expert_colors
-from l2r.runs.atomic import write_text
 
 # Of level lines' blue over white to red, as in the landscapes beside it (ColorBrewer's RdBu).
 _DIVERGING = ("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b")
@@ -39,20 +36,11 @@ def write_explorer(
         "diverging": _DIVERGING,
         "rules": rules,
     }
-    parts = files("l2r.report")
-    page, style, scores, script = (
-        (parts / name).read_text(encoding="utf-8")
-        for name in ("explorer.html", "explorer.css", "explorer_scores.js", "explorer.js")
+    below = section_html(figures)
+    scores = ("explorer_scores",)
+    return write_script_page(
+        path, "explorer", title=title, data=data, libraries=scores, figures=below
     )
-    fill = {
-        "/*TITLE*/": html.escape(title),
-        "/*STYLE*/": style,
-        "/*DATA*/": json.dumps(data).replace("<", "\\u003c"),
-        "/*SCRIPT*/": scores + script,
-        "/*FIGURES*/": section_html(figures),
-    }
-    write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page))
-    return path
 
 
 def _colors(experts: int) -> list[str]:

@@ -7,7 +7,7 @@ const find = (id) => document.getElementById(id);
 const RULES = { sips: "SIPS", cosine: "cosine", dot: "dot product" };
 const DASHES = { sips: [], cosine: [9, 4], dot: [2, 3] };
 const READ_BY_SIPS = new Set(["beta", "gamma", "p"]);
-const DRAFT = 5e6, WHOLE = 4e7; // scores of a plane while a slider moves, and when it rests
+const DRAFT = 5e6, WHOLE = 2.5e7; // scores of a plane while a slider moves, and when it rests
 const MOST_CELLS = 320, STEPS = 720; // across the plane; around the circle
 const LEVELS = 10; // on either side of the neutral logit
 const MARGIN = 40; // of a plane's axes

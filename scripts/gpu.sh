@@ -36,9 +36,10 @@ bench() { # NAME SECONDS OPTIONS...
 
 : >"$OUT/status.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
-part tests 170 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
+part tests 150 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
   --confcutdir=tests/kernels -p no:cacheprovider --durations=10
-bench router 90 --seconds 1.5 --compiled
+part guard 30 python3 scripts/guard_cost.py --out "$parts/out"
+bench router 80 --seconds 1.5 --compiled
 bench moe 45 --seconds 1.5
 bench step 50 --seconds 3
 bench inference 50 --seconds 3

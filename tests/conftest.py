@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as commands do
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+    os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py
 
 
 @pytest.fixture(autouse=True)

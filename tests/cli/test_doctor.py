@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from l2r.cli import doctor, extras
 from l2r.cli.app import missing_package
 from l2r.kernels import dispatch
+from l2r.kernels.guard import Verdict
 
 EXTRAS = importlib.metadata.metadata(extras.PACKAGE).get_all("Provides-Extra")
 
@@ -137,6 +138,26 @@ def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error,
     found, detail = doctor._gpu_kernel()
     assert found == status and words in detail, detail
     assert asked == ([("cuda", "triton", 2), ("cuda", "triton", 16)] if triton else [])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status", "words"),
+    [
+        (Verdict("CompilationError: no tf32x3"), doctor.FALLBACK, "CompilationError: no tf32x3"),
+        (Verdict("", 0.01, 0.02), doctor.OK, "guard: 1e-02 of its limit"),
+        (Verdict(), doctor.OK, "guard off"),
+    ],
+)
+def test_the_guards_verdict_is_printed(monkeypatch, verdict, status, words):
+    for name, value in (("is_available", True), ("device_count", 1), ("get_device_name", "Card")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    card = SimpleNamespace(total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
+    monkeypatch.setattr("l2r.kernels.dispatch.has_triton", lambda: True)
+    monkeypatch.setattr(doctor, "kernel_error", lambda *_: 1e-6)
+    monkeypatch.setattr("l2r.kernels.guard.verdicts", {("kind",): verdict})
+    found, detail = doctor._gpu_kernel()
+    assert found == status and words in detail, detail
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU's kernel")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.data.manifest import TokenizerIdentity
@@ -67,6 +68,39 @@ def test_limited_batches_are_spread_over_the_files(tiny, dataset):
     assert {d: got[d] for d in domains} == pytest.approx(
         dict(zip(domains, (first, last), strict=True)), rel=1e-5
     )
+
+
+class LargestLogits(TorchDispatchMode):
+    """Most rows of a tensor that has a column for every word; the output matrix is none."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.words, self.rows, self.weight = len(weight), 0, weight.numel()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        words = isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] == self.words
+        if words and out.numel() != self.weight:
+            self.rows = max(self.rows, out.numel() // self.words)
+        return out
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 5, 100])
+def test_losses_in_chunks_are_the_losses_and_logits_are_never_whole(tiny, dataset, chunk):
+    rows = dataset.rows([0, 1])["input_ids"]
+    results = []
+    for given in (None, chunk):
+        tiny.zero_grad()
+        with LargestLogits(tiny.lm_head.weight) as largest:
+            losses = token_losses(tiny, rows, chunk=given)
+            losses.mean().backward()
+        results.append([losses.detach(), *(p.grad.clone() for p in tiny.parameters())])
+    for found, wanted in zip(*results, strict=True):
+        # sums of rows.numel() terms, in another order
+        limit = rows.numel() * torch.finfo(torch.float32).eps * wanted.abs().max()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=float(limit))
+    assert largest.rows == (chunk if chunk in (4, 5) else rows.numel())
+    assert tiny(input_ids=rows).logits.shape[-1] == VOCAB  # the model is as it was
 
 
 def test_token_losses_have_one_value_per_next_token(tiny, dataset):

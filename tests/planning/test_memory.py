@@ -58,6 +58,18 @@ def test_the_formula_is_the_simulation(parallel, gpus, micro_batch, checkpointin
     assert not dist.is_initialized()
 
 
+def test_logits_in_chunks_are_planned():
+    changes = [*SMALL, "data.vocab_size=4096"]
+    peaks = []
+    for chunk in ("training.loss_chunk=null", "training.loss_chunk=64"):
+        recipe, cut = load_recipe("demo/l2r-sips", [*changes, chunk]), Cut("ddp", 1, 16, 16, False)
+        found, expected = formula(read_sizes(recipe), cut), simulate(recipe, cut)
+        assert found.peak == pytest.approx(expected.peak, rel=WITHIN)
+        peaks.append(expected.peak)
+        assert found.logits == 3 * 4 * 4096 * (64 if recipe.training.loss_chunk else 16 * 64)
+    assert peaks[0] - peaks[1] > 4 * 4096 * (16 * 64 - 64)  # a whole one at least is not there
+
+
 def test_a_vision_recipe_in_bf16_is_planned_too():
     recipe = load_recipe("demo-vision/l2r-sips", ["training.precision=bf16", "model.num_labels=10"])
     cut = Cut("ddp", 1, 64, 64, False)

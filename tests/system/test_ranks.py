@@ -37,9 +37,8 @@ def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
     whole = "training.micro_batch=8"  # BatchNorm sees the batch of all ranks, not of a part
     one = launch(1, tmp_path / "one", tiny_changes, query_norm, whole)
     for parallel in ("ddp", "fsdp2"):
-        two = launch(
-            2, tmp_path / parallel, tiny_changes, query_norm, f"training.parallel={parallel}"
-        )
+        form = (f"training.parallel={parallel}", "training.loss_chunk=40")
+        two = launch(2, tmp_path / parallel, tiny_changes, query_norm, *form)
         assert_same(one, two)
 
 

@@ -16,6 +16,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.checkpoint import load_weights
 from l2r.training.health import NonFiniteError
+from l2r.training.step import TrainingStep
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
 # the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
@@ -117,14 +118,14 @@ def test_the_loss_of_every_step_is_recorded_though_few_steps_are_logged(
 
 def test_a_run_stopped_between_records_loses_no_loss(unbroken, tiny_changes, tmp_path, monkeypatch):
     changes = [*tiny_changes, "training.log_every=6", "checkpoint.every=0"]
-    step = loop._Trainer._step
+    take = TrainingStep.take
 
-    def stopping(self, number, **options):
+    def stopping(self, number, *given, **options):
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number, **options)
+        return take(self, number, *given, **options)
 
-    monkeypatch.setattr(loop._Trainer, "_step", stopping)
+    monkeypatch.setattr(TrainingStep, "take", stopping)
     assert not run(tmp_path / "run", changes).finished
     monkeypatch.undo()
     assert run(tmp_path / "run", changes).finished
@@ -229,6 +230,38 @@ def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(
     message = str(error.value)
     assert "step 3" in message and "layers.1.mlp.experts.down_proj" in message
     assert message.endswith("step-00000002")
+
+
+def test_a_bad_step_found_later_has_changed_nothing(tiny_changes, tmp_path, monkeypatch):
+    """No step waits for its loss: the weights stop before the first bad one, whatever follows."""
+    held, build = [], loop.build_task
+
+    def poisoned(recipe, report):
+        task = build(recipe, report)
+        loss, batches = task.loss, task.micro_batches
+
+        def at(step, ranks):
+            task.loss = lambda *given: loss(*given) * (float("inf") if step == 2 else 1)
+            return batches(step, ranks)
+
+        task.micro_batches = at
+        return task
+
+    def taken(self, step, *given, **options):
+        held.append([p.detach().clone() for p in self.model.parameters()])
+        return take(self, step, *given, **options)
+
+    take = TrainingStep.take
+    monkeypatch.setattr(TrainingStep, "take", taken)
+    monkeypatch.setattr(loop, "build_task", poisoned)
+    rare = ("training.log_every=6", "evaluation.every=0", "checkpoint.every=5")
+    with pytest.raises(NonFiniteError, match="step 2: loss is inf; every module output is finite"):
+        run(tmp_path / "run", tiny_changes, *rare)
+    assert len(held) == 5  # found before the checkpoint, which is not written
+    assert RunFolder(tmp_path / "run").complete_checkpoints() == []
+    for before, after in zip(held[2], held[4], strict=True):
+        assert torch.equal(before, after)
+    assert any(not torch.equal(a, b) for a, b in zip(held[1], held[2], strict=True))
 
 
 def test_overflow_names_the_first_module(tiny_changes, tmp_path):

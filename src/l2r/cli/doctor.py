@@ -137,7 +137,15 @@ def _gpu_kernel() -> tuple[str, str]:
     if not has_triton():
         return FALLBACK, f"{machine}; no Triton: plain torch code runs; pip install 'l2r-moe[gpu]'"
     status, detail = _agreement("cuda", "triton")
-    return status, f"{machine}; {detail}"
+    from l2r.kernels.guard import verdicts
+
+    found = list(verdicts.values())  # of the calls above
+    refused = [verdict.reason for verdict in found if verdict.reason]
+    if refused and status == OK:
+        return FALLBACK, f"{machine}; the guard refused the kernels, torch code runs: {refused[0]}"
+    worst = max((verdict.error for verdict in found), default=0.0)
+    guard = f"guard: {worst:.0e} of its limit" if worst else "guard off (L2R_GUARD)"
+    return status, f"{machine}; {detail}; {guard}"
 
 
 def _agreement(device: str, kernel: str) -> tuple[str, str]:

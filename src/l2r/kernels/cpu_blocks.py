@@ -135,7 +135,8 @@ class _Core:
         self.a = _side(self.query, score, self._phi)
         self.b = _side(self.anchors, score, lambda kappa: psi(kappa, p=score.p))
         self.safe = False
-        if self.heads > 1 and self.a.shape[1] >= FEW_TOKENS:  # else it costs more than it saves
+        # On few tokens it costs more than it saves; on another device it would wait for a number.
+        if self.heads > 1 and self.a.shape[1] >= FEW_TOKENS and self.a.is_cpu:
             largest = _norms(self.a).max() * _norms(self.b).max()  # of |a . b|
             self.safe = float(largest) <= _SAFE_EXPONENT
 

@@ -30,6 +30,7 @@ from l2r.kernels.contract import (
     empty_results,
     first_input,
 )
+from l2r.kernels.guard import Guarded
 
 _ABSENT = (0, 0, 0)
 _ALL = len(Tensors._fields)
@@ -38,9 +39,9 @@ BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
 @cache
 def backend(name: str) -> Backend:
-    """Module of a backend by its name among ``BACKENDS``."""
-    module: Any = importlib.import_module(BACKENDS[name])
-    return module
+    """A backend by its name among ``BACKENDS``; Triton's gives way to torch code where it fails."""
+    load: Callable[[], Any] = cache(lambda: importlib.import_module(BACKENDS[name]))
+    return Guarded(load, backend("cpu")) if name == "triton" else load()
 
 
 def run(name: str, watched: bool, given: Tensors, options: Options) -> Any:

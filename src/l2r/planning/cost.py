@@ -37,9 +37,11 @@ class Step:
 
 
 def training_flops(sizes: Sizes, *, checkpointing: bool) -> dict[str, float]:
-    """FLOPs of forward and backward of one item by part: 3 forwards, 4 where blocks run again."""
-    times = 4 if checkpointing else 3
-    return {part: (3 if part == "head" else times) * count for part, count in sizes.flops.items()}
+    """FLOPs of forward and backward of one item by part: 3 forwards, 4 of what runs again."""
+    times, head = 4 if checkpointing else 3, 4 if sizes.loss_chunk else 3
+    return {
+        part: (head if part == "head" else times) * count for part, count in sizes.flops.items()
+    }
 
 
 def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:

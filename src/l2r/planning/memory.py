@@ -73,7 +73,7 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
         kept, held_casts = sizes.layers * _WIDE * sizes.hidden * tokens, casts - cast * sizes.layers
 
     targets = tokens if sizes.language else cut.micro_batch
-    logits = 3 * _WIDE * sizes.vocabulary * targets
+    logits = 3 * _WIDE * sizes.vocabulary * min(targets, sizes.loss_chunk or targets)
     head = (2 * _WIDE + narrow) * sizes.hidden * tokens + logits
 
     before = unsharded_gradients if cut.parts > 1 else 0.0

@@ -102,7 +102,7 @@ def _loss(recipe: AnyRecipe, model: nn.Module, micro_batch: int) -> Any:
     batch = example_batch(recipe, model, micro_batch)
     with precision(recipe.training.precision, _CPU):
         with capture(model) as captured:
-            loss = task_class(recipe).loss(model, batch)
+            loss = task_class(recipe).loss(model, batch, recipe.training.loss_chunk)
         usage = layer_usage(captured, recipe.losses, expert_loads(captured))
         return loss + auxiliary_losses(captured, recipe.losses, usage=usage)[0]
 

@@ -18,7 +18,8 @@ class Sizes:
     """Counts of one model. ``tokens``: of one item. ``flops``: of one item's forward, by part.
 
     expert_numbers, block_numbers, numbers: parameters of all experts, of all blocks, of the whole.
-    vocabulary: words, or labels of which an item has one. half: computed in bf16.
+    vocabulary: words, or labels of which an item has one. half: computed in bf16. loss_chunk:
+    tokens whose logits exist at a time, None for all.
     """
 
     language: bool
@@ -34,6 +35,7 @@ class Sizes:
     experts: int
     top_k: int
     vocabulary: int
+    loss_chunk: int | None
     numbers: int
     block_numbers: int
     expert_numbers: int
@@ -60,6 +62,7 @@ def read_sizes(recipe: AnyRecipe) -> Sizes:
         experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         vocabulary=config.vocab_size if language else config.num_labels,
+        loss_chunk=recipe.training.loss_chunk,
         numbers=_numbers([model]),
         block_numbers=_numbers(layers),
         expert_numbers=_numbers(experts),

@@ -124,7 +124,9 @@ class TrainingSection(Section):
     global_batch and micro_batch count sequences (or images); micro_batch is per rank, and
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
     starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
-    exported beside them. logger is told what metrics.jsonl gets; a run may resume with another.
+    exported beside them. loss_chunk: tokens whose logits exist at a time, for language; null:
+    those of a whole micro-batch. logger is told what metrics.jsonl gets; a run may resume with
+    another.
     """
 
     steps: PositiveInt | None = None
@@ -135,6 +137,7 @@ class TrainingSection(Section):
     precision: Literal["fp32", "bf16"] = "bf16"
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     activation_checkpointing: bool = False
+    loss_chunk: PositiveInt | None = None
     clip_norm: PositiveFloat = 1.0
     deterministic: bool = False
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

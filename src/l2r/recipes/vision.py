@@ -132,6 +132,8 @@ class VisionRecipe(Recipe):
             raise ValueError("evaluation.tasks are questions for language models; leave it empty")
         if self.training.tokens is not None:
             raise ValueError("training.tokens is for language; give steps or epochs")
+        if self.training.loss_chunk is not None:
+            raise ValueError("training.loss_chunk is for language; leave it out")
         return self
 
     def model_options(self) -> dict[str, Any]:

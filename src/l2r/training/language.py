@@ -14,6 +14,7 @@ from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.experts_backend import register
+from l2r.models.whole_sequences import whole_sequences
 from l2r.recipes.schema import LanguageRecipe
 from l2r.training.ranks import Ranks
 
@@ -83,8 +84,9 @@ class LanguageTask:
         return [{"input_ids": part} for part in torch.split(rows, training.micro_batch)]
 
     @staticmethod
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return token_losses(model, batch["input_ids"]).mean()
+    def loss(model: nn.Module, batch: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+        with whole_sequences(model):
+            return token_losses(model, batch["input_ids"], chunk=chunk).mean()
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         section = self.recipe.evaluation

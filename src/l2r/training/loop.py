@@ -1,45 +1,33 @@
 """The training loop, for every task: read it top to bottom.
 
-One step: micro-batches of this rank -> task loss + lambda_bal L_bal + lambda_z L_z (Eq. 14) ->
-gradient, clipped -> AdamW. The data order is a function of the step, so a run resumes to the
-same bits from weights, optimizer slots, random state and one integer.
+One step (step.py): micro-batches of this rank -> loss -> gradient, clipped -> AdamW. The data order
+is a function of the step, so a run resumes to the same bits from weights, optimizer slots, random
+state and one integer.
 """
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
-from l2r.routers import capture, constrain
 from l2r.runs.folder import RunFolder
-from l2r.training.average import WeightAverage
-from l2r.training.bias_balance import BiasBalance
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim
 from l2r.training.environment import describe_environment
-from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
 from l2r.training.memory import keep_freed_memory
-from l2r.training.monitor import MeanLoss, Monitor, Speed, progress_bar
-from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
+from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
-from l2r.training.parallel import (
-    accumulate,
-    gathered_weights,
-    parallelize,
-    precision,
-    unchanged_buffers,
-    whole_model,
-)
+from l2r.training.parallel import gathered_weights, parallelize, precision, whole_model
 from l2r.training.ranks import Ranks, join_ranks
 from l2r.training.signals import stop_on_signals
-from l2r.training.task import Batch, Task, build_task
+from l2r.training.step import TrainingStep
+from l2r.training.task import Task, build_task
 
 
 @dataclass(frozen=True)
@@ -122,10 +110,8 @@ class _Trainer:
             run.write_json(run.environment, facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        decay, speed = training.ema_decay, recipe.losses.bias_speed
-        self.bias_balance = BiasBalance(self.model, speed) if speed else None
-        self.average = WeightAverage(self.model, decay) if decay else None
-        self.mean_loss = MeanLoss(ranks)
+        self.step = TrainingStep(recipe, task, self.model, self.optimizer, ranks)
+        self.average, self.mean_loss = self.step.average, self.step.mean_loss
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
     def fit(self, monitor: Monitor) -> RunResult:
@@ -136,15 +122,19 @@ class _Trainer:
             while step < self.steps:
                 self.on_step(step)
                 logged = (step + 1) % self.recipe.training.log_every == 0 or step + 1 == self.steps
-                numbers = self._step(step, summarize=logged)
+                rate = learning_rate(self.recipe.optimizer, step * self.units_per_step, self.end)
+                numbers = self.step.take(step, rate, summarize=logged)
                 step += 1
                 speed.add(self.units_per_step)
+                validating = self._due(step, self.recipe.evaluation.every)
+                if logged or validating:
+                    self._check()
                 if logged:
-                    rate = speed.read()
-                    monitor.record("train", step, {**numbers, "per_second": rate})
-                    text = f"loss {numbers['ce']:.3f}  {rate:,.0f} {self.task.unit}/s"
+                    per_second = speed.read()
+                    monitor.record("train", step, {**numbers, "per_second": per_second})
+                    text = f"loss {numbers['ce']:.3f}  {per_second:,.0f} {self.task.unit}/s"
                     monitor.advance(step, text)
-                if self._due(step, self.recipe.evaluation.every):
+                if validating:
                     self._validate(step, monitor)
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
@@ -153,6 +143,7 @@ class _Trainer:
                     # of all steps since the last such record, so that few records hold them all
                     monitor.record("train_mean", step, self.mean_loss.read())
                 if saving:
+                    self._check()
                     state = (self.model, self.optimizer, self.ranks)
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
@@ -163,89 +154,6 @@ class _Trainer:
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
-
-    def _step(self, step: int, *, summarize: bool) -> dict[str, Any]:
-        """One optimizer step; the step's losses and routing numbers, if asked."""
-        rate = learning_rate(self.recipe.optimizer, step * self.units_per_step, self.end)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        batches = self.task.micro_batches(step, self.ranks)
-        usage = self._usage_of_step(batches)
-        totals: dict[str, Tensor] = {}
-        summary: dict[str, Any] = {}
-        for number, batch in enumerate(batches):
-            last = number + 1 == len(batches)
-            with accumulate(self.model, last=last):
-                losses, summary = self._backward(
-                    step, batch, usage, len(batches), summarize=last and summarize
-                )
-            for name, value in losses.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
-        self.mean_loss.add(totals["ce"])
-        norm = self._clip(step)
-        self.optimizer.step()
-        constrain(self.model)
-        if self.bias_balance is not None:
-            self.bias_balance.step(self.ranks)
-        if self.average is not None:
-            self.average.update(self.model, step)
-        if not summarize:
-            return {}
-        means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
-        return {**means, "lr": rate, "grad_norm": norm, **summary}
-
-    def _backward(
-        self, step: int, batch: Batch, usage: list[Tensor] | None, parts: int, *, summarize: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        section = self.recipe.losses
-        with precision(self.recipe.training.precision, self.ranks.device):
-            with capture(self.model) as captured:
-                task_loss = self.task.loss(self.model, batch)
-            loads = expert_loads(captured)
-            if usage is None:
-                usage = layer_usage(captured, section, loads)
-                usage = self._over_ranks(usage) if section.balance_scope == "step" else usage
-            extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
-            loss = task_loss + extra
-            if self.bias_balance is not None:
-                self.bias_balance.add(loads)
-            if not bool(torch.isfinite(loss)):
-                raise NonFiniteError(
-                    explain_loss(self.model, lambda: self.task.loss(self.model, batch), step, loss)
-                    + self._last_checkpoint()
-                )
-        (loss / parts).backward()  # type: ignore[no-untyped-call]
-        summary = routing_summary(loads) if summarize else {}
-        return {"ce": task_loss.detach(), **parts_of_extra}, summary
-
-    def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
-        """f_i over all micro-batches of the step, which only a forward before them can tell."""
-        if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
-            return None
-        sums: list[Tensor] = []
-        with torch.no_grad(), unchanged_buffers(self.model):
-            for batch in batches:
-                autocast = precision(self.recipe.training.precision, self.ranks.device)
-                with autocast, capture(self.model) as captured:
-                    self.task.loss(self.model, batch)
-                parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))
-                sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-        return self._over_ranks([total / len(batches) for total in sums])
-
-    def _over_ranks(self, usage: list[Tensor]) -> list[Tensor]:
-        return [self.ranks.sum(part) / self.ranks.world for part in usage]
-
-    def _clip(self, step: int) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.recipe.training.clip_norm
-        )
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not value < float("inf"):
-            message = explain_gradient(self.model, step, value)
-            raise NonFiniteError(message + self._last_checkpoint())
-        return value
 
     def _validate(self, step: int, monitor: Monitor) -> None:
         with torch.no_grad(), precision(self.recipe.training.precision, self.ranks.device):
@@ -285,9 +193,14 @@ class _Trainer:
             temporary.replace(folder)
         self.ranks.wait()
 
-    def _last_checkpoint(self) -> str:
-        checkpoints = self.run.complete_checkpoints()
-        return f"; last good checkpoint: {checkpoints[-1]}" if checkpoints else ""
+    def _check(self) -> None:
+        """Raise NonFiniteError if a step was not taken for a NaN or an infinity."""
+        try:
+            self.step.check()
+        except NonFiniteError as error:
+            found = self.run.complete_checkpoints()
+            last = f"; last good checkpoint: {found[-1]}" if found else ""
+            raise NonFiniteError(f"{error}{last}") from None
 
 
 def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:

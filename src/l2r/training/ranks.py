@@ -38,7 +38,7 @@ class Ranks:
         """Whether any rank raised its flag."""
         if self.world == 1:
             return flag
-        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+        return bool(self.sum(torch.tensor(int(flag))).item())  # on the CPU: no GPU is waited for
 
     def wait(self) -> None:
         """Barrier."""
@@ -64,7 +64,7 @@ def join_ranks() -> Iterator[Ranks]:
         return
     # torchrun's store outlives a group, so that a second one needs keys of its own.
     store = PrefixStore(f"l2r-{next(_groups)}", next(rendezvous("env://"))[0])
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield Ranks(rank, world, device)

@@ -32,8 +32,8 @@ class Task(Protocol):
         """This rank's micro-batches of the global batch at ``step``; a pure function of both."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean task loss of a micro-batch, with its graph."""
+    def loss(self, model: nn.Module, batch: Batch, chunk: int | None = None) -> Tensor:
+        """Mean task loss of a micro-batch, with its graph; of ``chunk`` tokens at a time."""
         ...
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:

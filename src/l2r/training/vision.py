@@ -92,7 +92,8 @@ class VisionTask:
         return [{"pixel_values": x, "targets": y} for x, y in parts]
 
     @staticmethod
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(model: nn.Module, batch: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+        del chunk  # an image has one target
         logits = model(pixel_values=batch["pixel_values"]).logits
         return nn.functional.cross_entropy(logits.float(), batch["targets"])
 

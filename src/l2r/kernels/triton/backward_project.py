@@ -68,26 +68,24 @@ def project_reduce_kernel(
     D,
     splits,
     R: tl.constexpr,
+    RP: tl.constexpr,
     BD: tl.constexpr,
     BS: tl.constexpr,
 ):
     """Add the partial sums; share them between W_q and the gain."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    ok = d < D
-    grad_gain = tl.zeros([BD], tl.float32)
+    lane = tl.arange(0, RP)
+    ok = (lane < R)[:, None] & (d < D)[None, :]
+    at = lane[:, None] * D + d[None, :]
+    grad = tl.zeros([RP, BD], tl.float32)
+    for s0 in range(0, splits, BS):
+        split = s0 + tl.arange(0, BS)
+        there = (split.to(tl.int64) * R * D)[:, None, None] + at[None, :, :]
+        inside = (split < splits)[:, None, None] & ok[None, :, :]
+        grad += tl.sum(tl.load(partial_ptr + there, mask=inside, other=0.0), 0)
     if gain_ptr is not None:
-        gain = tl.load(gain_ptr + d, mask=ok, other=0.0).to(tl.float32)
-    for r in range(R):
-        grad = tl.zeros([BD], tl.float32)
-        for s0 in range(0, splits, BS):
-            split = s0 + tl.arange(0, BS)
-            there = (split * R + r).to(tl.int64)[:, None] * D + d[None, :]
-            inside = (split < splits)[:, None] & ok[None, :]
-            grad += tl.sum(tl.load(partial_ptr + there, mask=inside, other=0.0), 0)
-        if gain_ptr is not None:
-            w = tl.load(weight_ptr + r * D + d, mask=ok, other=0.0).to(tl.float32)
-            grad_gain += grad * w
-            grad = grad * gain
-        tl.store(grad_weight_ptr + r * D + d, grad.to(grad_weight_ptr.dtype.element_ty), mask=ok)
-    if gain_ptr is not None:
-        tl.store(grad_gain_ptr + d, grad_gain.to(grad_gain_ptr.dtype.element_ty), mask=ok)
+        gain = tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        grad_gain = tl.sum(grad * load_block(weight_ptr, lane, d, R, D), 0)
+        tl.store(grad_gain_ptr + d, grad_gain.to(grad_gain_ptr.dtype.element_ty), mask=d < D)
+        grad = grad * gain[None, :]
+    store_block(grad_weight_ptr, grad, lane, d, R, D)

@@ -14,11 +14,13 @@ Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP 
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
-# tf32x3 splits fp32 operands into two tf32 parts: fp32 accuracy at matrix-unit speed.
-PRECISION = tl.constexpr("tf32x3")
+# tf32x3 splits fp32 operands into two tf32 parts: fp32 accuracy at matrix-unit speed. AMD's
+# compiler refuses it; its matrix units multiply fp32.
+PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit

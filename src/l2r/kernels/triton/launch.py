@@ -30,6 +30,7 @@ from l2r.kernels.triton.backward_project import project_backward_kernel, project
 from l2r.kernels.triton.forward import forward_kernel
 
 _PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multiprocessor
+_REDUCERS = 64  # programs wanted for adding partial sums: one that adds many waits for memory
 _PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hold
 
 
@@ -152,7 +153,7 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
         BT=rows,
         BC=columns,
     )
-    columns = min(_power(experts * heads, 16), 32)
+    columns = max(1, min(_power(experts * heads, 1) // _REDUCERS, 32))
     kernels.anchors_reduce_kernel[(triton.cdiv(experts * heads, columns),)](
         partial,
         anchors,
@@ -163,7 +164,7 @@ def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score)
         score.eps,
         **shared,
         BC=columns,
-        BS=min(_power(len(partial), 1), max(1, 4096 // (columns * lanes))),
+        BS=_at_once(len(partial), columns * lanes),
     )
 
 
@@ -192,7 +193,8 @@ def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
         BT=rows,
         BD=width,
     )
-    project_reduce_kernel[(triton.cdiv(hidden, 32),)](
+    width = max(1, min(_power(hidden, 1) // _REDUCERS, 32))
+    project_reduce_kernel[(triton.cdiv(hidden, width),)](
         partial,
         weight,
         tensors.gain,
@@ -201,8 +203,9 @@ def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
         hidden,
         len(partial),
         R=rank,
-        BD=32,
-        BS=min(_power(len(partial), 1), 64),
+        RP=lanes,
+        BD=width,
+        BS=_at_once(len(partial), width * lanes),
     )
 
 
@@ -212,6 +215,11 @@ def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Te
     per_split = triton.cdiv(triton.cdiv(tokens, wanted), rows) * rows
     splits = triton.cdiv(tokens, per_split)
     return contract.empty(splits, *like.shape, like=like, dtype=torch.float32), per_split
+
+
+def _at_once(splits: int, numbers: int) -> int:
+    """Partial sums that a reducing program reads at a time; each more costs a trip to memory."""
+    return min(_power(splits, 1), max(1, 4096 // numbers))
 
 
 def _lanes(rank: int) -> int:

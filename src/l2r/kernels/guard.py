@@ -1,0 +1,176 @@
+"""A backend that is believed after a comparison with plain code, and replaced where it fails.
+
+A GPU's kernels are compiled on the machine that runs them. Before the first call of a kind (device,
+dtypes, sizes but the number of tokens: what kernels are compiled for) the same kernels run forward
+and backward on a few fixed tokens. Where they differ from plain code in float64 by more than
+sqrt(eps) of the dtype, far above rounding and far below a wrong result, where they do not compile
+or do not fit, torch code runs instead, after one warning a process.
+
+The comparison has a thread of its own, without autocast, modes, default device or compiler of the
+caller, and its own random numbers. Traced and fake calls never get here, captured ones are not
+compared. ``L2R_GUARD=off`` skips all of it.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from l2r.functional import routing_probs, select_experts
+from l2r.kernels import plain
+from l2r.kernels.contract import GIVEN, Backend, Options, Tensors, first_input, sizes_of
+
+_TOKENS = 17  # two blocks of the widest kernels, the second nearly empty
+_BY_TOKEN = {"x", "rho_hat", "query", "logits"}
+_LEAST = 0.1  # what cancels to less, of gradients near 1, is the rounding of these
+
+
+class Verdict(NamedTuple):
+    """reason: why kernels are not used, empty if they are. error: the largest, over its limit."""
+
+    reason: str = ""
+    error: float = 0.0
+    seconds: float = 0.0
+
+
+verdicts: dict[tuple[object, ...], Verdict] = {}  # of this process, by kind of call
+
+
+class Guarded:
+    """The backend that ``load`` imports, or ``instead`` where that fails; ``contract.Backend``."""
+
+    def __init__(self, load: Callable[[], Backend], instead: Backend) -> None:
+        self.load, self.instead = load, instead
+
+    def forward(self, given: Tensors, options: Options) -> Tensors:
+        kind = _kind(given, options)
+        if kind not in verdicts and not _capturing(first_input(given)):
+            first = not any(known.reason for known in verdicts.values())
+            verdicts[kind] = verdict = _judge(self.load, given, options)
+            if verdict.reason and first:
+                warnings.warn(_message(verdict.reason, given), RuntimeWarning, stacklevel=2)
+        return self._chosen(kind).forward(given, options)
+
+    def backward(self, tensors: Tensors, up: Tensors, options: Options) -> Tensors:
+        return self._chosen(_kind(tensors, options)).backward(tensors, up, options)
+
+    def _chosen(self, kind: tuple[object, ...]) -> Backend:
+        return self.instead if verdicts.get(kind, Verdict()).reason else self.load()
+
+
+def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
+    """The kernels beside plain code on fixed tokens of the sizes and dtypes of ``like``."""
+    start, draws = time.perf_counter(), torch.Generator().manual_seed(0)
+    device = first_input(like).device
+
+    def draw(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=draws, device="cpu").to(device, dtype)
+
+    given = {}
+    for name, tensor in zip(Tensors._fields[:GIVEN], like, strict=False):
+        if tensor is not None:
+            tokens = [_TOKENS] if name in _BY_TOKEN else []
+            given[name] = draw(torch.Size([*tokens, *tensor.shape[len(tokens) :]]), tensor.dtype)
+    if "weight" in given:
+        given["weight"] /= given["weight"].shape[1] ** 0.5  # queries near 1
+    exact = {name: tensor.double().cpu().requires_grad_() for name, tensor in given.items()}
+
+    done = kernels.forward(Tensors(**given), options._replace(save=True))
+    made = _plain(Tensors(**exact), options, done.indices)
+    best = made.pop("best", None)
+    up = {n: draw(value.shape, getattr(done, n).dtype) for n, value in made.items()}
+    grads = kernels.backward(done, Tensors(**up), options._replace(need_x=True))
+    slopes = [up[name].double().cpu() for name in made]
+    wanted = torch.autograd.grad(list(made.values()), list(exact.values()), slopes)
+
+    pairs = [(getattr(done, name), value) for name, value in made.items()]
+    pairs += [(getattr(grads, name), value) for name, value in zip(exact, wanted, strict=True)]
+    if best is not None:
+        pairs.append((done.weights, best))
+    computed = [tensor.dtype for name, tensor in given.items() if name != "x"]
+    error = max(_error(found, value, computed) for found, value in pairs)
+    reason = "" if error <= 1 else f"differs from plain code by {error:.1g} times the limit"
+    return Verdict(reason, error, time.perf_counter() - start)
+
+
+def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str, Tensor]:
+    """Results by name; weights of the ``chosen`` experts, since equal logits have two orders."""
+    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
+    made = {}
+    if x is not None and weight is not None:
+        query = plain.routing_query(x, weight, gain, options.score)
+        made = {"query": query}
+    if anchors is not None and query is not None:
+        logits = plain.anchor_logits(query, anchors, options.score, rho_hat)
+        made = {"logits": logits}
+    if chosen is not None and logits is not None:
+        probs, (top_k, normalize) = routing_probs(logits), options[1:3]
+        order = torch.arange(top_k, 0, -1, dtype=logits.dtype, device="cpu").expand(chosen.shape)
+        ranks = torch.zeros_like(logits).scatter(1, chosen.cpu(), order)
+        made["weights"], _ = select_experts(probs, top_k, normalize=normalize, ranking=ranks)
+        made["best"] = select_experts(probs.detach(), top_k, normalize=normalize)[0]
+    return made
+
+
+def _error(found: Tensor | None, wanted: Tensor, computed: list[torch.dtype]) -> float:
+    """Largest difference over the largest wanted entry, and over its limit; NaN counts as inf."""
+    if found is None or found.shape != wanted.shape:
+        return float("inf")
+    wanted = wanted.detach()
+    gap = (found.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp_min(_LEAST)
+    limit = max(torch.finfo(dtype).eps for dtype in (found.dtype, *computed)) ** 0.5
+    return float(torch.nan_to_num(gap, nan=float("inf"))) / limit
+
+
+def _judge(load: Callable[[], Backend], given: Tensors, options: Options) -> Verdict:
+    wanted = os.environ.get("L2R_GUARD", "on")
+    if wanted not in ("on", "off"):
+        raise ValueError(f"L2R_GUARD must be on or off; got {wanted!r}")
+    if wanted == "off":
+        return Verdict()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(compare, load(), given, options).result()
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernels
+    except Exception as problem:  # whatever a compiler or a driver raises
+        return Verdict(f"{type(problem).__name__}: {problem}".split("\n", 1)[0])
+
+
+def _message(reason: str, given: Tensors) -> str:
+    version = sys.modules["l2r"].__version__  # there already, and above the kernels
+    device, triton = first_input(given).device, "none"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        triton = metadata.version("triton")
+    card = str(device)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        card = f"{device}, {torch.cuda.get_device_name(device)}, capability {major}.{minor}"
+    return (
+        f"the router's Triton kernels are not used, torch code runs instead, slower: {reason} "
+        f"(l2r {version}, torch {torch.__version__}, triton {triton}, {card}, "
+        f"T D R N H {list(sizes_of(given))}). Please report this line with the output of "
+        f"l2r doctor --json. L2R_GUARD=off uses the kernels all the same"
+    )
+
+
+def _kind(tensors: Tensors, options: Options) -> tuple[object, ...]:
+    """What kernels are compiled for: the same for a forward and its backward."""
+    _, weight, gain, anchors, rho_hat, *_ = tensors
+    first, parts = first_input(tensors), (weight, gain, anchors, rho_hat)
+    dtypes = [None if part is None else part.dtype for part in parts]
+    _, *sizes = sizes_of(tensors)
+    rule = (options.score.scoring, options.top_k, options.normalize)
+    return (first.device, first.dtype, *dtypes, *sizes, *rule)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,153 @@
+"""One step of training: gradients of all micro-batches, clipped, and AdamW.
+
+Nothing in a step waits for the device unless its numbers are asked for. A gradient that is not
+finite sets a flag there, with which AdamW leaves weights and slots as they are from then on.
+``check`` reads it when numbers are read anyway, and takes that step again to say what went wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.recipes.load import AnyRecipe
+from l2r.routers import capture, constrain
+from l2r.training.average import WeightAverage
+from l2r.training.bias_balance import BiasBalance
+from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
+from l2r.training.monitor import MeanLoss
+from l2r.training.objective import (
+    Loads,
+    auxiliary_losses,
+    expert_loads,
+    layer_usage,
+    routing_summary,
+)
+from l2r.training.parallel import accumulate, precision, unchanged_buffers
+from l2r.training.ranks import Ranks
+from l2r.training.task import Batch, Task
+
+
+class TrainingStep:
+    """Steps of one run on one rank: L = L_task + lambda_bal L_bal + lambda_z L_z (Eq. 14)."""
+
+    def __init__(
+        self,
+        recipe: AnyRecipe,
+        task: Task,
+        model: nn.Module,
+        optimizer: torch.optim.AdamW,
+        ranks: Ranks,
+    ) -> None:
+        self.recipe, self.task, self.ranks = recipe, task, ranks
+        self.model, self.optimizer = model, optimizer
+        decay, speed = recipe.training.ema_decay, recipe.losses.bias_speed
+        self.bias_balance = BiasBalance(model, speed) if speed else None
+        self.average = WeightAverage(model, decay) if decay else None
+        self.mean_loss = MeanLoss(ranks)
+        self._first_bad = torch.full((), -1, device=ranks.device)  # number of a step
+
+    def take(self, step: int, rate: float, *, summarize: bool) -> dict[str, Any]:
+        """One optimizer step at a learning rate; its losses and routing numbers, if asked."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        totals, summary = self._gradients(step, summarize=summarize)
+        self.mean_loss.add(totals["ce"])
+        norm = self._clip()
+        bad = (self._first_bad < 0) & ~torch.isfinite(norm)
+        self._first_bad = torch.where(bad, step, self._first_bad)
+        self.optimizer.found_inf = (self._first_bad >= 0).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        constrain(self.model)
+        if self.bias_balance is not None:
+            self.bias_balance.step(self.ranks)
+        if self.average is not None:
+            self.average.update(self.model, step)
+        if not summarize:
+            return {}
+        means = {n: float(self.ranks.sum(v) / self.ranks.world) for n, v in totals.items()}
+        return {**means, "lr": rate, "grad_norm": float(norm), **summary}
+
+    def check(self) -> None:
+        """Raise NonFiniteError if some step had a loss or gradient that is not finite.
+
+        Its weights are still there: it is computed again and names the layer and the cause.
+        """
+        step = int(self._first_bad)
+        if step < 0:
+            return
+        self._gradients(step, explain=True)
+        raise NonFiniteError(explain_gradient(self.model, step, float(self._clip())))
+
+    def _gradients(
+        self, step: int, *, summarize: bool = False, explain: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Gradients of the step's global batch; mean losses, and routing numbers if asked."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        batches = self.task.micro_batches(step, self.ranks)
+        usage = self._usage_of_step(batches)
+        totals: dict[str, Tensor] = {}
+        summary: dict[str, Any] = {}
+        for number, batch in enumerate(batches):
+            last = number + 1 == len(batches)
+            with accumulate(self.model, last=last):
+                loss, losses, loads = self._loss(batch, usage)
+                if explain and not bool(torch.isfinite(loss)):
+                    raise NonFiniteError(self._explain_loss(step, batch, loss))
+                # A loss that is not finite must leave a gradient that no rank takes for one.
+                known = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
+                (loss / len(batches) * known).backward()  # type: ignore[no-untyped-call]
+            if last and summarize:
+                summary = routing_summary(loads)
+            for name, value in losses.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
+        return totals, summary
+
+    def _loss(
+        self, batch: Batch, usage: list[Tensor] | None
+    ) -> tuple[Tensor, dict[str, Tensor], Loads]:
+        """The objective of a micro-batch, its parts, and the loads of the experts."""
+        section = self.recipe.losses
+        with precision(self.recipe.training.precision, self.ranks.device):
+            with capture(self.model) as captured:
+                task_loss = self._task_loss(batch)
+            loads = expert_loads(captured)
+            if usage is None:
+                usage = layer_usage(captured, section, loads)
+                usage = self._over_ranks(usage) if section.balance_scope == "step" else usage
+            extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
+            loss = task_loss + extra
+            if self.bias_balance is not None:
+                self.bias_balance.add(loads)
+        return loss, {"ce": task_loss.detach(), **parts_of_extra}, loads
+
+    def _explain_loss(self, step: int, batch: Batch, loss: Tensor) -> str:
+        with precision(self.recipe.training.precision, self.ranks.device):
+            return explain_loss(self.model, lambda: self._task_loss(batch), step, loss)
+
+    def _task_loss(self, batch: Batch) -> Tensor:
+        return self.task.loss(self.model, batch, self.recipe.training.loss_chunk)
+
+    def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
+        """f_i over all micro-batches of the step, which only a forward before them can tell."""
+        if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
+            return None
+        sums: list[Tensor] = []
+        with torch.no_grad(), unchanged_buffers(self.model):
+            for batch in batches:
+                autocast = precision(self.recipe.training.precision, self.ranks.device)
+                with autocast, capture(self.model) as captured:
+                    self._task_loss(batch)
+                parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))
+                sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        return self._over_ranks([total / len(batches) for total in sums])
+
+    def _over_ranks(self, usage: list[Tensor]) -> list[Tensor]:
+        return [self.ranks.sum(part) / self.ranks.world for part in usage]
+
+    def _clip(self) -> Tensor:
+        """Clip the gradient; its norm over all ranks, before."""
+        limit = self.recipe.training.clip_norm
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

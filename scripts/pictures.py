@@ -78,7 +78,8 @@ def main() -> None:
         top(runs / "report.html", IMAGES / "demo-report.png", 1280, 1500)
         figure(pages / "index.html", IMAGES / "routing-plane.png", "Routing plane")
         figure(pages / "landscape.html", IMAGES / "landscape.png", "")
-    for name in ("text-view", "demo-report", "routing-plane", "landscape"):
+        top(pages / "landscape.html", IMAGES / "explorer.png", 1360, 1060)
+    for name in ("text-view", "demo-report", "routing-plane", "landscape", "explorer"):
         path = IMAGES / f"{name}.png"
         Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)
 

@@ -126,5 +126,28 @@ def test_landscape_writes_a_page(l2r, tmp_path):
     page = (tmp_path / "page.html").read_text()
     for words in ("Dot product", "Cosine", "SIPS, beta = 0.25", "k = [-2, 0]"):
         assert words in page
-    wrong = l2r("landscape", "--reach", "-1")
-    assert "reach must be > 0; got -1" in wrong.err
+    assert "Score explorer" in page
+
+
+def test_landscape_takes_the_anchors_of_a_layer(l2r, checkpoints, tmp_path):
+    out = tmp_path / "page.html"
+    code, _, err = l2r("landscape", checkpoints / "l2r_sips", "--layer", 1, "--out", out)
+    assert code == 0, err
+    page = out.read_text()
+    assert "layer 1: model.layers.1" in page and "layer 0" not in page
+    assert len(page) < 200_000  # no plotly
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reach", "-1"], "reach must be > 0; got -1"),
+        (["--seed", "-1"], "seed must be between 0 and 2^63 - 9; got -1"),
+        (["--layer", "1"], "layer is read only with a checkpoint; got layer=1"),
+        (["{stock}"], "routers with anchors of rank 2"),
+        (["nowhere"], "checkpoint must be a folder with config.json"),
+    ],
+)
+def test_landscape_refuses_in_one_line(l2r, checkpoints, tmp_path, arguments, message):
+    filled = [argument.format(stock=checkpoints / "stock") for argument in arguments]
+    assert message in l2r("landscape", *filled, "--out", tmp_path / "page.html").refusal()

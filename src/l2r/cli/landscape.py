@@ -1,33 +1,74 @@
-"""``l2r landscape``: score landscapes of the scoring rules as a page."""
+"""``l2r landscape``: the score explorer, and the paper's score landscapes below it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from l2r.report.page import Section
+
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
+_DRAWS = 8
 
 
 def landscape(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face or run folder whose anchors to take (rank 2)."),
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Of the checkpoint's routers, from 0 (default: all).")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help=f"Of drawn anchors; the page has the next {_DRAWS - 1} as well.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
 ) -> None:
-    """Draw the score of a fixed anchor over the routing plane: dot, cosine and SIPS.
+    """A page that scores the routing plane as its sliders say: dot, cosine and SIPS.
+
+    Landscape, decision regions and the first expert's probability along a circle, of drawn
+    anchors, with the paper's landscapes below, or of a checkpoint's.
 
     Example: l2r landscape --out landscape.html
     """
+    from l2r.diagnostics.landscape import anchors_of, drawn_anchors
+    from l2r.report.explorer import write_explorer
+
+    if not 0 < reach < float("inf"):
+        raise ValueError(f"reach must be > 0; got {reach}")
+    if not 0 <= seed < 2**63 - _DRAWS:
+        raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
+    if checkpoint is None:
+        if layer is not None:
+            raise ValueError(f"layer is read only with a checkpoint; got layer={layer}")
+        title, sets = "Score explorer", [drawn_anchors(seed + n) for n in range(_DRAWS)]
+        figures = _paper_figures(reach)
+    else:
+        from l2r.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
+
+        load = load_image_classifier if is_image_classifier(checkpoint) else load_pretrained
+        sets, figures = anchors_of(load(checkpoint), layer), []
+        title = f"Score explorer: {Path(checkpoint).resolve().name}"
+    path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
+    typer.echo(f"wrote {path}")
+
+
+def _paper_figures(reach: float) -> "list[Section]":
+    """Figures 3 and 8: the score of a fixed anchor over the plane."""
     from l2r.diagnostics.landscape import FLAT, SWEEP
     from l2r.diagnostics.landscape import landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d
-    from l2r.report.page import Section, write_page
+    from l2r.report.page import Section
 
-    if reach <= 0:
-        raise ValueError(f"reach must be > 0; got {reach}")
     axis, flat = compute(FLAT, _FLAT_ANCHOR, reach=reach, points=121)
     wide_axis, sweep = compute(SWEEP, _SWEEP_ANCHOR, reach=reach, points=61)
-    sections = [
+    return [
         Section(
             "Score over the plane, k = [2, 2]",
+            "The logit of one anchor as a function of the routing query q = (q1, q2); gamma = 1, "
+            "beta = 1 and p = 4 unless said otherwise. "
             "The dot product grows without bound along the anchor and its level lines are "
             "straight; SIPS saturates, and its level lines follow the direction.",
             [landscapes_2d(axis.numpy(), {n: v.numpy() for n, v in flat.items()}, _FLAT_ANCHOR)],
@@ -40,11 +81,3 @@ def landscape(
             [landscapes_3d(wide_axis.numpy(), {n: v.numpy() for n, v in sweep.items()})],
         ),
     ]
-    path = write_page(
-        out,
-        title="Score landscapes",
-        summary="Logit of one anchor as a function of the routing query q = (q1, q2); gamma = 1, "
-        "beta = 1 and p = 4 unless said otherwise.",
-        sections=sections,
-    )
-    typer.echo(f"wrote {path}")

@@ -14,21 +14,34 @@ def report(
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it anew as the run goes, until it is finished.")
+    ] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between looks at a watched run.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Write the report page of a run folder, or of all runs inside a folder.
 
-    Prints the comparison table as well.
+    Prints the comparison table as well. A page that is watched reloads itself in the browser.
 
     Example: l2r report runs/demo --out runs/demo/report.html
     """
     from l2r.cli.console import print_table
     from l2r.report.comparison import in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
-    from l2r.runs.folder import find_runs
+    from l2r.runs.folder import RunFolder, find_runs
+    from l2r.runs.watching import changes_of
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
-    runs = in_paper_order(find_runs(folder))
-    table, page = write_report(runs, out or folder / "report.html", more=speed)
+    runs, path = in_paper_order(find_runs(folder)), out or folder / "report.html"
+    if watch:
+        if not 1 <= interval < float("inf"):
+            raise ValueError(f"interval must be >= 1 second; got {interval:g}")
+        if not RunFolder(folder).is_run():
+            raise ValueError(f"--watch follows one run; got {folder}, which holds {len(runs)}")
+        typer.echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
+        for _ in changes_of(runs[0], interval):
+            write_report(runs, path, more=speed, reload=interval)
+    table, page = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)
     typer.echo(f"report: {page}", err=as_json)

@@ -68,8 +68,7 @@ def run_cells(
 
 def is_finished(run: RunFolder, recipe: AnyRecipe) -> bool:
     """Whether the folder holds the final weights of just this recipe."""
-    exports = [run.model, *([run.averaged_model] if recipe.training.ema_decay else [])]
-    return has_recipe(run, recipe) and all((f / "config.json").is_file() for f in exports)
+    return has_recipe(run, recipe) and run.is_finished()
 
 
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome:

@@ -125,7 +125,8 @@ class TrainingSection(Section):
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
     starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
     exported beside them. loss_chunk: tokens whose logits exist at a time, for language; null:
-    those of a whole micro-batch. compile: torch.compile of every block but its router.
+    those of a whole micro-batch. compile: torch.compile of every block but its router. logger is
+    told what metrics.jsonl gets; a run may resume with another.
     """
 
     steps: PositiveInt | None = None
@@ -142,6 +143,7 @@ class TrainingSection(Section):
     deterministic: bool = False
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     log_every: PositiveInt = 10
+    logger: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

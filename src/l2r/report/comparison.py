@@ -101,11 +101,16 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
 
 
 def write_report(
-    every: Sequence[RunFolder], path: Path, *, more: Sequence[Section] = ()
+    every: Sequence[RunFolder],
+    path: Path,
+    *,
+    more: Sequence[Section] = (),
+    reload: float | None = None,
 ) -> tuple[Table, Path]:
     """Write the page of one run or several; the first table of it, and the path.
 
-    Repeats with other seeds count in the accuracies alone; ``more`` goes before the facts.
+    Repeats with other seeds count in the accuracies alone; ``more`` goes before the facts. The
+    page of a run that goes on looks for a newer one every ``reload`` seconds.
     """
     runs = first_seeds(every)
     tables = [*accuracy_over_seeds(every), comparison_table(runs)]
@@ -145,7 +150,10 @@ def write_report(
         ]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
     summary = _summary(runs, facts, unit)
-    write_page(path, title="l2r: routers compared", summary=summary, sections=sections)
+    if reload is not None:
+        summary += f" Still training; this page reloads every {reload:g} s."
+    title = "l2r: routers compared"
+    write_page(path, title=title, summary=summary, sections=sections, reload=reload)
     return tables[0], path
 
 

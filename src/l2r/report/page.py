@@ -40,19 +40,39 @@ class Section:
     parts: Sequence[Any] = field(default_factory=tuple)
 
 
-def write_page(path: Path, *, title: str, summary: str, sections: Sequence[Section]) -> Path:
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    summary: str,
+    sections: Sequence[Section],
+    reload: float | None = None,
+) -> Path:
     """Write the page; plotly's script is inlined once, so the file opens without a network.
 
-    Written under a temporary name and renamed, so a reader never sees half a page.
+    Written under a temporary name and renamed, so a reader never sees half a page. ``reload``:
+    seconds after which a browser loads it again.
     """
-    anchors = [f"section-{number}" for number in range(len(sections))]
+    again = "" if reload is None else f"<meta http-equiv='refresh' content='{reload:g}'>"
     links = "".join(
-        f"<a href='#{anchor}'>{html.escape(section.title)}</a>"
-        for anchor, section in zip(anchors, sections, strict=True)
+        f"<a href='#section-{number}'>{html.escape(section.title)}</a>"
+        for number, section in enumerate(sections)
     )
+    text = (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{again}"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>"
+        f"{section_html(sections)}</body></html>"
+    )
+    write_text(path, text)
+    return path
+
+
+def section_html(sections: Sequence[Section]) -> str:
+    """The sections as they stand in a page; the first figure brings plotly's script."""
     body, script = "", True
-    for anchor, section in zip(anchors, sections, strict=True):
-        body += f"<h2 id='{anchor}'>{html.escape(section.title)}</h2>"
+    for number, section in enumerate(sections):
+        body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
         body += f"<p>{html.escape(section.text)}</p>" if section.text else ""
         for part in section.parts:
             if isinstance(part, Link):
@@ -64,11 +84,4 @@ def write_page(path: Path, *, title: str, summary: str, sections: Sequence[Secti
             else:
                 body += part.to_html(full_html=False, include_plotlyjs=script)
                 script = False
-    text = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>{body}"
-        "</body></html>"
-    )
-    write_text(path, text)
-    return path
+    return body

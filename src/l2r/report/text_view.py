@@ -6,18 +6,14 @@ numbers are kept as they are.
 """
 
 import base64
-import html
-import json
-import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from l2r.report.page import Link, Section
-from l2r.runs.atomic import write_text
+from l2r.report.script_page import write_script_page
 from l2r.runs.text_routing import TextRouting
 
 _MOST = 8  # checkpoints of one page
@@ -40,20 +36,8 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
 
 def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
     """The page of one checkpoint or several, side by side where they read the same tokens."""
-    parts = files("l2r.report")
-    page, style, script = (
-        (parts / f"text_view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
-    )
-    fill = {
-        "/*TITLE*/": html.escape(f"Text and experts: {', '.join(texts)}"),
-        "/*STYLE*/": style,
-        "/*DATA*/": _in_script(page_data(texts)),
-        "/*SCRIPT*/": script,
-    }
-    # In one pass: names and text may hold such a mark.
-    page = re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page)
-    write_text(path, page)
-    return path
+    title = f"Text and experts: {', '.join(texts)}"
+    return write_script_page(path, "text_view", title=title, data=page_data(texts))
 
 
 def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
@@ -122,8 +106,3 @@ def _checkpoint(routing: TextRouting) -> dict[str, Any]:
 
 def _base64(values: np.ndarray, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values).astype(kind).tobytes()).decode()
-
-
-def _in_script(value: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -13,7 +13,8 @@ text.npz             which tokens of held-out text go to which expert (language)
 patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results, or accuracy on images (eval)
 evaluation/          TASK.json, its result; TASK.documents.jsonl, every document's scores and hit
-tensorboard/         the same numbers as metrics.jsonl
+tensorboard/         the same numbers as metrics.jsonl; wandb/ where that is the logger
+loggers.json         logger -> what it calls this run, of wandb and trackio
 """
 
 import fcntl
@@ -43,6 +44,7 @@ class RunFolder:
         self.patches = self.path / "patches.npz"
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
+        self.loggers = self.path / "loggers.json"
         self._parsed: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
 
     @property
@@ -131,6 +133,13 @@ class RunFolder:
             return []
         found = [p for p in self.checkpoints.iterdir() if p.name.startswith("step-")]
         return sorted(p for p in found if (p / "state.json").is_file())
+
+    def is_finished(self) -> bool:
+        """Whether the final weights are there, and their average where the recipe keeps one."""
+        exports = [self.model]
+        if self.read_recipe()["training"].get("ema_decay"):
+            exports.append(self.averaged_model)
+        return all((folder / "config.json").is_file() for folder in exports)
 
     def is_run(self) -> bool:
         """Whether the folder looks like a run."""

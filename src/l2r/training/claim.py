@@ -28,5 +28,6 @@ def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
 
 
 def meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:
-    """All fields, with the router's own defaults."""
-    return recipe.model_dump(exclude={"router"}), recipe.router_config()
+    """All fields that training depends on, with the router's own defaults."""
+    fields = recipe.model_dump(exclude={"router": True, "training": {"logger"}})
+    return fields, recipe.router_config()

@@ -6,7 +6,7 @@ state and one integer.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim
 from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError
+from l2r.training.loggers import check_logger
 from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
@@ -62,9 +63,11 @@ def train(
     before the step is taken; what it raises ends the run.
 
     Raises ValueError when the folder holds a run of another recipe or is in use, NonFiniteError
-    (a ValueError) at a NaN or infinity, OSError when the folder cannot be written.
+    (a ValueError) at a NaN or infinity, OSError when the folder cannot be written,
+    ModuleNotFoundError when the recipe's logger is not installed.
     """
     run = RunFolder(folder)
+    check_logger(recipe.training.logger)
     with join_ranks() as ranks:
         if ranks.device.type == "cpu":
             keep_freed_memory()
@@ -77,7 +80,8 @@ def train(
             trainer = _Trainer(recipe, run, task, ranks, on_step)
             position = (task.unit, trainer.units_per_step)
             own = run if ranks.first else None
-            return trainer.fit(Monitor(own, progress, label, trainer.steps, position))
+            with closing(Monitor(own, progress, label, trainer.steps, position)) as monitor:
+                return trainer.fit(monitor)
 
 
 class _Trainer:
@@ -177,11 +181,7 @@ class _Trainer:
         if checkpoints:
             state = (self.model, self.optimizer, self.ranks)
             step = load_checkpoint(checkpoints[-1], *state, extra=self.extra)
-        if self.ranks.first:
-            self.run.cut_metrics(step)
-        if step:
-            monitor.say(f"resuming from step {step} of {self.steps}")
-            monitor.advance(step, "")
+        monitor.start(step, self.recipe.training.logger)
         return step
 
     def _export(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard and a progress bar."""
+"""Where a run's numbers go: metrics.jsonl, a logger and a progress bar."""
 
 import time
 from typing import Any
@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from l2r.runs.folder import RunFolder
+from l2r.training.loggers import Log
 from l2r.training.ranks import Ranks
 
 
@@ -29,23 +30,34 @@ class Monitor:
         self.run = run
         self.progress = progress
         self.position = position
-        self.writer = None if run is None else _tensorboard(run)
+        self.log: Log | None = None
+        self.steps = steps
         self.bar = progress.add_task(label, total=steps, numbers="")
 
+    def start(self, step: int, logger: str) -> None:
+        """Begin after ``step``; what is on record of later steps will come again."""
+        if self.run is not None:
+            known = {(record["kind"], record["step"]) for record in self.run.read_metrics()}
+            self.run.cut_metrics(step)
+            self.log = Log(logger, self.run, step, known, self.say)
+        if step:
+            self.say(f"resuming from step {step} of {self.steps}")
+            self.advance(step, "")
+
     def record(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
-        """Append to metrics.jsonl and TensorBoard, if any; lists become one curve per layer."""
+        """Append to metrics.jsonl, and tell the logger."""
         if self.run is None or not numbers:
             return
         unit, each = self.position
         numbers = {unit: step * each, **numbers}
         self.run.append_metrics({"kind": kind, "step": step, **numbers})
-        if self.writer is None:
-            return
-        for name, value in numbers.items():
-            values = value if isinstance(value, list) else [value]
-            for layer, number in enumerate(values):
-                tag = f"{kind}/{name}" + (f"/layer-{layer}" if len(values) > 1 else "")
-                self.writer.add_scalar(tag, float(number), step)
+        if self.log is not None:
+            self.log.record(kind, step, numbers)
+
+    def close(self) -> None:
+        """Let the logger finish."""
+        if self.log is not None:
+            self.log.close()
 
     def advance(self, step: int, numbers: str) -> None:
         """Move the progress bar."""
@@ -111,11 +123,3 @@ class MeanLoss:
         self._sum.zero_()
         self._steps = 0
         return {"ce": total / steps, "steps": steps}
-
-
-def _tensorboard(run: RunFolder) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # optional: metrics.jsonl holds the same numbers
-        return None
-    return SummaryWriter(str(run.tensorboard))

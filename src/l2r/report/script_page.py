@@ -1,0 +1,38 @@
+"""Pages that a script of ours draws: NAME.html filled with NAME.css, NAME.js and data."""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from l2r.runs.atomic import write_text
+
+
+def write_script_page(
+    path: Path,
+    name: str,
+    *,
+    title: str,
+    data: dict[str, Any],
+    libraries: Sequence[str] = (),
+    figures: str = "",
+) -> Path:
+    """Write the page; ``libraries`` are scripts before its own, ``figures`` HTML below it."""
+    parts = files("l2r.report")
+
+    def read(file: str) -> str:
+        return (parts / file).read_text(encoding="utf-8")
+
+    fill = {
+        "/*TITLE*/": html.escape(title),
+        "/*STYLE*/": read(f"{name}.css"),
+        "/*DATA*/": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "/*SCRIPT*/": "".join(read(f"{script}.js") for script in (*libraries, name)),
+        "/*FIGURES*/": figures,
+    }
+    # In one pass: names and text may hold such a mark.
+    write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], read(f"{name}.html")))
+    return path

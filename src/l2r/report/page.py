@@ -15,8 +15,8 @@ body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1180px;margin:2r
 padding:0 1rem}h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.4rem;
 border-bottom:1px solid #d5dbe1;padding-bottom:.2rem}p{max-width:75ch}
 table{border-collapse:collapse;margin:.8rem 0;font-size:14px;font-variant-numeric:tabular-nums}
-th,td{padding:.3rem .7rem;text-align:right;border-bottom:1px solid #e4e8ec}
-th:first-child,td:first-child{text-align:left;min-width:9em}td:first-child{max-width:20em}
+th,td{padding:.3rem .42rem;text-align:right;border-bottom:1px solid #e4e8ec}
+th:first-child,td:first-child{text-align:left;min-width:7em}td:first-child{max-width:20em}
 thead th{border-bottom:2px solid #52606d}
 a.page{display:inline-block;padding:.4rem .9rem;border:2px solid #1d5b9e;border-radius:6px}
 .caption{color:#52606d;font-size:13px}nav a{margin-right:1rem}.scroll{overflow-x:auto}

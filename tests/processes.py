@@ -6,6 +6,7 @@ cost. Signals, exit codes and ranks are those of any process; the tests that mus
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context, set_forkserver_preload
@@ -93,6 +94,7 @@ def _run(
     os.chdir(folder)
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
     torch.set_num_threads(1)
     run(*arguments)
 

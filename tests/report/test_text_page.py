@@ -168,7 +168,7 @@ def test_the_switch_shows_other_checkpoints_and_texts(page):
     playwright.expect(page.locator(".pane")).to_have_count(1)
     assert firsts(page) == first_of(TWO, 0)
     page.locator("#right").select_option(label="other")  # of another vocabulary
-    assert token(page, 0, pane=1).inner_text() == WORDS[::-1][OTHER.tokens[0, 0]]
+    assert token(page, 0, pane=1).text_content() == WORDS[::-1][OTHER.tokens[0, 0]]
     token(page, 4, pane=1).hover()
     playwright.expect(page.locator("#token table")).to_have_count(1)
     assert rows_of(page) == expected_rows(OTHER, 0, 4)

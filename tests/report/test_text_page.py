@@ -37,6 +37,7 @@ def page(browser, path):
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda message: errors.append(message.text))
     tab.goto(path.as_uri())
+    tab.locator(".t").first.wait_for()  # passages are laid out when they are near
     yield tab
     context.close()
     assert errors == []

@@ -1,4 +1,4 @@
-"""Pages that a script of ours draws: NAME.html filled with NAME.css, NAME.js and data."""
+"""Pages that a script of ours draws: script_page.html, then NAME.html with NAME.css and NAME.js."""
 
 import html
 import json
@@ -33,6 +33,7 @@ def write_script_page(
         "/*SCRIPT*/": "".join(read(f"{script}.js") for script in (*libraries, name)),
         "/*FIGURES*/": figures,
     }
+    page = read("script_page.html") + read(f"{name}.html")
     # In one pass: names and text may hold such a mark.
-    write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], read(f"{name}.html")))
+    write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page))
     return path

@@ -1,9 +1,9 @@
 """Device functions that the Triton kernels share: loads, transforms of query and anchors, products.
 
-Every function works on one block held in registers, in fp32. SCORING is a number of
-``contract.SCORINGS``: 0 dot, 1 cosine, 2 sips. A pointer that is None was not given. R is padded
-to RP lanes that hold zeros; products over R use the matrix units from RP = 16 on, which they
-need, and below a loop over the R columns, which is faster for the paper's rank 2.
+Every function works on one block held in registers, in fp32. ``given`` are the ``Tensors`` of the
+contract, None where they were not given, and ``call`` is ``launch.Call``. R is padded to RP lanes
+that hold zeros; products over R use the matrix units from RP = 16 on, which they need, and below a
+loop over the R columns, which is faster for the paper's rank 2.
 
 Rows of tokens are counted in 64 bits, since T times D may not fit into 32.
 
@@ -87,38 +87,51 @@ def store_block(ptr, values, rows, cols, height, width):
 
 @triton.jit
 @no_type_check
-def query_side(query, rho_ptr, rows, height, gamma, beta, eps, SCORING: tl.constexpr):
+def sum_block(ptr, rows, cols, height, width, splits, BS: tl.constexpr):
+    """``load_block`` of the sum of many matrices [splits, height, width], BS of them at a time."""
+    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    inside = (rows < height)[:, None] & (cols < width)[None, :]
+    total = tl.zeros(at.shape, tl.float32)
+    for s0 in range(0, splits, BS):
+        split = (s0 + tl.arange(0, BS)).to(tl.int64)[:, None, None]
+        there = split * height * width + at[None, :, :]
+        mask = (split < splits) & inside[None, :, :]
+        total += tl.sum(tl.load(ptr + there, mask=mask, other=0.0), 0)
+    return total
+
+
+@triton.jit
+@no_type_check
+def query_side(query, given, call, rows, height):
     """a [BT, RP]; 1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
     one = tl.full(rows.shape, 1.0, tl.float32)
     inverse = one
     factor = one
     slope = one * 0
-    if SCORING != 0:
+    if call.SCORING != 0:
         rho = tl.sqrt(tl.sum(query * query, 1))
-        inverse = 1 / tl.maximum(rho, eps)
-        if SCORING == 2:
+        inverse = 1 / tl.maximum(rho, call.eps)
+        if call.SCORING == 2:
             rho_hat = rho
-            if rho_ptr is not None:
-                rho_hat = tl.load(rho_ptr + rows, mask=rows < height, other=0.0).to(tl.float32)
-            t = tanh(rho_hat)
-            factor = gamma * (1 + beta * t)
-            slope = gamma * beta * (1 - t * t)
+            if given.rho_hat is not None:
+                rho_hat = tl.load(given.rho_hat + rows, mask=rows < height, other=0.0)
+            t = tanh(rho_hat.to(tl.float32))
+            factor = call.gamma * (1 + call.beta * t)
+            slope = call.gamma * call.beta * (1 - t * t)
     return query * (inverse * factor)[:, None], inverse, factor, slope
 
 
 @triton.jit
 @no_type_check
-def load_anchors(
-    ptr, rows, height, eps, p, SCORING: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
-):
+def load_anchors(given, call, rows):
     """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
-    anchors = load_block(ptr, rows, tl.arange(0, RP), height, R)
+    anchors = load_block(given.anchors, rows, tl.arange(0, call.RP), call.N * call.H, call.R)
     factor = tl.full(rows.shape, 1.0, tl.float32)
-    if SCORING != 0:
+    if call.SCORING != 0:
         kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
-        factor = 1 / tl.maximum(kappa, eps)
-        if SCORING == 2:
-            factor = factor * (1 + (kappa - 1) / p)
+        factor = 1 / tl.maximum(kappa, call.eps)
+        if call.SCORING == 2:
+            factor = factor * (1 + (kappa - 1) / call.p)
     return anchors, factor
 
 

@@ -6,16 +6,17 @@ Nothing here waits for the device.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from l2r.kernels import contract
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
-    Score,
     Tensors,
     backward_in_stages,
     empty_grads,
@@ -34,32 +35,52 @@ _REDUCERS = 64  # programs wanted for adding partial sums: one that adds many wa
 _PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hold
 
 
+class Call(NamedTuple):
+    """What a kernel is told beside its tensors and T; fields in capitals but D, N and K are known
+    when it is compiled.
+
+    D: hidden size. N: experts. H: anchors per expert. R: rank, in RP lanes. K: experts to select.
+    The rest as in ``Options`` and ``Score``, the scoring by its number in ``SCORINGS``.
+    """
+
+    D: int
+    N: int
+    K: int
+    gamma: float
+    beta: float
+    p: float
+    eps: float
+    scale: float
+    norm_eps: float
+    H: Any
+    R: Any
+    RP: Any
+    SCORING: Any
+    NORMALIZE: Any
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Options) -> "Call":
+        """What the kernels of a call are told."""
+        _, hidden, rank, experts, heads = sizes_of(tensors)
+        (scoring, *constants), normalize = options.score, options.normalize
+        fixed = max(1, heads), max(1, rank), _lanes(rank), SCORINGS[scoring], normalize
+        return cls(hidden, experts, options.top_k, *constants, *map(tl.constexpr, fixed))
+
+
 def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages, in one launch where they fit; see ``contract.Backend``."""
-    tokens, hidden, rank, experts, heads = sizes_of(given)
+    tokens, _, rank, experts, _ = sizes_of(given)
     if not in_one_stage(given, options) and not _one_launch(rank, experts):
         return forward_in_stages(forward, given, options)
     done = empty_results(given, options._replace(save=True))
     if tokens == 0:
         return done
-    score, blocks = options.score, _forward_blocks(given, options.top_k)
+    blocks = _forward_blocks(given, options.top_k)
     logits_alone = given.x is None and options.top_k == 0
     columns = triton.cdiv(experts, blocks["BN"]) if logits_alone else 1
     with _on_device(first_input(given)):
-        forward_kernel[(triton.cdiv(tokens, blocks["BT"]), columns)](
-            *done,
-            tokens,
-            hidden,
-            experts,
-            options.top_k,
-            *score[1:],
-            NORMALIZE=options.normalize,
-            SCORING=SCORINGS[score.scoring],
-            H=max(1, heads),
-            R=max(1, rank),
-            RP=_lanes(rank),
-            **blocks,
-        )
+        grid = (triton.cdiv(tokens, blocks["BT"]), columns)
+        forward_kernel[grid](done, Call.of(given, options), tokens, **blocks)
     return done
 
 
@@ -67,14 +88,14 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given, stage after stage; see ``contract.Backend``."""
     if not in_one_stage(tensors, options):
         return backward_in_stages(backward, tensors, up, options)
-    grads = empty_grads(tensors, options)
+    grads, call = empty_grads(tensors, options), Call.of(tensors, options)
     with _on_device(first_input(tensors)):
         if tensors.x is not None:
-            _project_backward(tensors, up, grads)
+            _project_backward(tensors, up, grads, call)
         elif tensors.anchors is not None:
-            _score_backward(tensors, up, grads, options.score)
+            _score_backward(tensors, up, grads, call)
         else:
-            _select_backward(tensors, up, grads, options)
+            _select_backward(tensors, up, grads, call)
     return grads
 
 
@@ -98,115 +119,49 @@ def _one_launch(rank: int, experts: int) -> bool:
     return experts <= 512 if _lanes(rank) < 16 else _power(experts, 16) * rank <= 8192
 
 
-def _select_backward(tensors: Tensors, up: Tensors, grads: Tensors, options: Options) -> None:
-    tokens, _, _, experts, _ = sizes_of(tensors)
-    columns = _power(experts, 16)
+def _select_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
+    tokens, columns = len(first_input(given)), _power(call.N, 16)
     rows = max(1, min(2048 // columns, 16))
-    kernels.select_backward_kernel[(triton.cdiv(tokens, rows),)](
-        tensors.logits,
-        tensors.weights,
-        tensors.indices,
-        tensors.lse,
-        up.logits,
-        up.weights,
-        grads.logits,
-        tokens,
-        experts,
-        options.top_k,
-        NORMALIZE=options.normalize,
-        BT=rows,
-        BN=columns,
-    )
+    grid = (triton.cdiv(tokens, rows),)
+    kernels.select_backward_kernel[grid](given, up, grads, call, tokens, BT=rows, BN=columns)
 
 
-def _score_backward(tensors: Tensors, up: Tensors, grads: Tensors, score: Score) -> None:
-    anchors = tensors.anchors
-    assert anchors is not None
-    tokens, _, rank, experts, heads = sizes_of(tensors)
+def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
+    assert given.anchors is not None
+    tokens, _, rank, experts, heads = sizes_of(given)
     lanes = _lanes(rank)
-    shared = {"SCORING": SCORINGS[score.scoring], "H": heads, "R": rank, "RP": lanes}
-    inputs = (tensors.query, tensors.rho_hat, anchors, tensors.logits, up.logits)
     rows, most = (16, 64) if lanes >= 16 else (8, 256)
     columns = min(_power(experts * heads, 16), most)
-    kernels.query_backward_kernel[(triton.cdiv(tokens, rows),)](
-        *inputs,
-        grads.query,
-        grads.rho_hat,
-        tokens,
-        experts,
-        *score[1:6],
-        **shared,
-        BT=rows,
-        BC=columns,
-    )
+    grid = (triton.cdiv(tokens, rows),)
+    kernels.query_backward_kernel[grid](given, up, grads, call, tokens, BT=rows, BC=columns)
     columns, rows = min(columns, 64), 32
     blocks = triton.cdiv(experts * heads, columns)
-    partial, per_split = _partial_sums(tokens, rows, blocks, anchors)
-    kernels.anchors_backward_kernel[(blocks, len(partial))](
-        *inputs,
-        partial,
-        tokens,
-        experts,
-        per_split,
-        *score[1:6],
-        **shared,
-        BT=rows,
-        BC=columns,
+    partial, per_split = _partial_sums(tokens, rows, blocks, given.anchors)
+    splits = len(partial)
+    kernels.anchors_backward_kernel[(blocks, splits)](
+        given, up, partial, call, tokens, per_split, BT=rows, BC=columns
     )
     columns = max(1, min(_power(experts * heads, 1) // _REDUCERS, 32))
-    kernels.anchors_reduce_kernel[(triton.cdiv(experts * heads, columns),)](
-        partial,
-        anchors,
-        grads.anchors,
-        experts,
-        len(partial),
-        score.p,
-        score.eps,
-        **shared,
-        BC=columns,
-        BS=_at_once(len(partial), columns * lanes),
+    grid, together = (triton.cdiv(experts * heads, columns),), _at_once(splits, columns * lanes)
+    kernels.anchors_reduce_kernel[grid](
+        given, grads, partial, call, splits, BC=columns, BS=together
     )
 
 
-def _project_backward(tensors: Tensors, up: Tensors, grads: Tensors) -> None:
-    weight = tensors.weight
-    assert weight is not None
-    tokens, hidden, rank, *_ = sizes_of(tensors)
+def _project_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
+    assert given.weight is not None
+    tokens, hidden, rank, *_ = sizes_of(given)
     lanes = _lanes(rank)
     width, rows = min(_power(hidden, 16), 64 if lanes >= 16 else 256), 16
     blocks = triton.cdiv(hidden, width)
-    partial, per_split = _partial_sums(tokens, rows, blocks, weight)
-    project_backward_kernel[(blocks, len(partial))](
-        tensors.x,
-        weight,
-        tensors.gain,
-        tensors.query,
-        tensors.rstd,
-        up.query,
-        grads.x,
-        partial,
-        tokens,
-        hidden,
-        per_split,
-        R=rank,
-        RP=lanes,
-        BT=rows,
-        BD=width,
+    partial, per_split = _partial_sums(tokens, rows, blocks, given.weight)
+    splits = len(partial)
+    project_backward_kernel[(blocks, splits)](
+        given, up, grads, partial, call, tokens, per_split, BT=rows, BD=width
     )
     width = max(1, min(_power(hidden, 1) // _REDUCERS, 32))
-    project_reduce_kernel[(triton.cdiv(hidden, width),)](
-        partial,
-        weight,
-        tensors.gain,
-        grads.weight,
-        grads.gain,
-        hidden,
-        len(partial),
-        R=rank,
-        RP=lanes,
-        BD=width,
-        BS=_at_once(len(partial), width * lanes),
-    )
+    grid, together = (triton.cdiv(hidden, width),), _at_once(splits, width * lanes)
+    project_reduce_kernel[grid](given, grads, partial, call, splits, BD=width, BS=together)
 
 
 def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Tensor, int]:

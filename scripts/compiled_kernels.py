@@ -70,8 +70,19 @@ class Launch(NamedTuple):
         return self.kernel.__name__.removesuffix("_kernel")
 
     def bytes(self) -> int:
-        """Of all tensors, each once."""
-        return sum(a.numel() * a.element_size() for a in self.args if isinstance(a, Tensor))
+        """Of all tensors that it was given, each once."""
+        given: Any = self.args[0]
+        if self.name.endswith("_reduce"):  # reads the parameters alone
+            given = (given.weight, given.gain, given.anchors)
+        parts = [p for a in (given, *self.args[1:]) for p in (a if isinstance(a, tuple) else [a])]
+        return sum(p.numel() * p.element_size() for p in parts if isinstance(p, Tensor))
+
+    @property
+    def call(self) -> Any:
+        """What it is told beside its tensors."""
+        from l2r.kernels.triton.launch import Call
+
+        return next(a for a in self.args if isinstance(a, Call))
 
 
 def launches(case: Case) -> list[Launch]:
@@ -171,11 +182,12 @@ def operations(case: Case, launch: Launch) -> tuple[float, float]:
     pooled = scores * _EXPONENTIAL if heads > 1 else 0
     match launch.name:
         case "forward":
-            if case.rank == 0 or launch.options["R"] == 1 != rank:
+            if case.rank == 0 or launch.call.R == 1 != rank:
                 return 0, tokens * experts * (_EXPONENTIAL + 2 * case.top_k)
-            selects = launch.args[8] is not None
+            given = launch.args[0]
+            selects = given.weights is not None
             chosen = tokens * experts * (_EXPONENTIAL + 2 * case.top_k) if selects else 0
-            projects, scored = launch.args[0] is not None, launch.args[3] is not None
+            projects, scored = given.x is not None, given.anchors is not None
             products = 2 * rank * (tokens * hidden * projects + scores * scored)
             return products, pooled * scored + chosen
         case "select_backward":

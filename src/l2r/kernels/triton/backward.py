@@ -74,7 +74,7 @@ def query_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BC: tl.co
     lane = tl.arange(0, call.RP)
     query = load_block(given.query, rows, lane, T, call.R)
     scaled, inverse, factor, slope = query_side(query, given, call, rows, T)
-    grad = tl.zeros([BT, RP], tl.float32)
+    grad = tl.zeros([BT, call.RP], tl.float32)
     for c0 in range(0, call.N * call.H, BC):
         cols = c0 + tl.arange(0, BC)
         keys, key_factor = load_anchors(given, call, cols)
@@ -104,7 +104,7 @@ def anchors_backward_kernel(
     lane = tl.arange(0, call.RP)
     keys, key_factor = load_anchors(given, call, cols)
     vectors = keys * key_factor[:, None]
-    grad = tl.zeros([BC, RP], tl.float32)
+    grad = tl.zeros([BC, call.RP], tl.float32)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):
         rows = (t0 + tl.arange(0, BT)).to(tl.int64)

@@ -22,7 +22,7 @@ def project_backward_kernel(
     w = load_block(given.weight, lane, d, call.R, call.D)
     if given.gain is not None:
         w = w * tl.load(given.gain + d, mask=d < call.D, other=0.0).to(tl.float32)[None, :]
-    grad_w = tl.zeros([BD, RP], tl.float32)
+    grad_w = tl.zeros([BD, call.RP], tl.float32)
     columns = tl.trans(w)
     end = tl.minimum(T, (split + 1) * tokens_per_split)
     for t0 in range(split * tokens_per_split, end, BT):

@@ -5,7 +5,6 @@ every process, a first call compiles and nothing more, and a CUDA graph can be c
 Nothing here waits for the device.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
     blocks = _forward_blocks(given, options.top_k)
     logits_alone = given.x is None and options.top_k == 0
     columns = triton.cdiv(experts, blocks["BN"]) if logits_alone else 1
-    with _on_device(first_input(given)):
+    with torch.cuda.device_of(first_input(given)):
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
         forward_kernel[grid](done, Call.of(given, options), tokens, **blocks)
     return done
@@ -89,7 +88,7 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     if not in_one_stage(tensors, options):
         return backward_in_stages(backward, tensors, up, options)
     grads, call = empty_grads(tensors, options), Call.of(tensors, options)
-    with _on_device(first_input(tensors)):
+    with torch.cuda.device_of(first_input(tensors)):
         if tensors.x is not None:
             _project_backward(tensors, up, grads, call)
         elif tensors.anchors is not None:
@@ -185,8 +184,3 @@ def _lanes(rank: int) -> int:
 
 def _power(size: int, smallest: int) -> int:
     return max(smallest, triton.next_power_of_2(max(1, size)))
-
-
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's device, also where another one is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -14,8 +14,9 @@ from packaging.utils import canonicalize_name
 
 from l2r.cli import doctor, extras
 from l2r.cli.app import missing_package
-from l2r.kernels import dispatch
+from l2r.kernels import cpu
 from l2r.kernels.guard import Verdict
+from l2r.kernels.operation import backend
 
 EXTRAS = importlib.metadata.metadata(extras.PACKAGE).get_all("Provides-Extra")
 
@@ -83,14 +84,14 @@ def test_no_extra_that_does_not_exist_is_recommended():
 
 
 def test_a_wrong_kernel_fails_the_doctor(l2r, monkeypatch):
-    right = dispatch.route
+    right = cpu.forward
 
-    def wrong(x, *given, **options):
-        """Off by a thousandth, except for the exact results that it is compared with."""
-        logits, weights, indices = right(x, *given, **options)
-        return logits * (1.001 if x.dtype == torch.float32 else 1), weights, indices
+    def wrong(given, options):
+        """Off by a thousandth."""
+        done = right(given, options)
+        return done if done.logits is None else done._replace(logits=done.logits * 1.001)
 
-    monkeypatch.setattr(dispatch, "route", wrong)
+    monkeypatch.setattr(cpu, "forward", wrong)
     code, out, _ = l2r("doctor", "--json")
     (row,) = (row for row in json.loads(out) if row["check"] == "CPU kernel")
     assert (
@@ -120,7 +121,7 @@ def test_without_a_compiler_the_doctor_names_what_runs_instead(tmp_path):
         (False, 0.0, doctor.FALLBACK, "plain torch code runs; pip install 'l2r-moe[gpu]'"),
         (True, 1e-6, doctor.OK, "2 x Card, 8 GiB; forward and backward within 1e-06"),
         (True, 0.1, doctor.FAILED, "differ from plain code by 1.0e-01"),
-        (True, float("nan"), doctor.FAILED, "differ from plain code by nan"),
+        (True, float("inf"), doctor.FAILED, "differ from plain code by inf"),
     ],
 )
 def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error, status, words):
@@ -134,10 +135,18 @@ def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error,
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr("l2r.kernels.dispatch.has_triton", lambda: triton)
     asked = []
-    monkeypatch.setattr(doctor, "kernel_error", lambda *given: asked.append(given) or error)
+    limit = torch.finfo(torch.float32).eps ** 0.5
+
+    def compared(kernels, like, options):
+        asked.append((kernels, like.anchors.shape[2]))
+        return Verdict("", error / limit)
+
+    monkeypatch.setattr("l2r.kernels.guard.compare", compared)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))  # there is no such card
     found, detail = doctor._gpu_kernel()
     assert found == status and words in detail, detail
-    assert asked == ([("cuda", "triton", 2), ("cuda", "triton", 16)] if triton else [])
+    assert asked == ([(backend("triton"), 2), (backend("triton"), 16)] if triton else [])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +163,9 @@ def test_the_guards_verdict_is_printed(monkeypatch, verdict, status, words):
     card = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
     monkeypatch.setattr("l2r.kernels.dispatch.has_triton", lambda: True)
-    monkeypatch.setattr(doctor, "kernel_error", lambda *_: 1e-6)
+    monkeypatch.setattr("l2r.kernels.guard.compare", lambda *_: Verdict("", 1e-3))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))  # there is no such card
     monkeypatch.setattr("l2r.kernels.guard.verdicts", {("kind",): verdict})
     found, detail = doctor._gpu_kernel()
     assert found == status and words in detail, detail

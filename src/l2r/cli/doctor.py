@@ -1,6 +1,5 @@
 """``l2r doctor``: what works on this machine, what runs instead of what does not."""
 
-import copy
 import os
 import shutil
 import subprocess
@@ -8,16 +7,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from l2r.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from l2r.routers import Router
 
 # OK; works in a slower or smaller form; optional and not there; broken, so exit code 1.
 OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
@@ -149,47 +142,25 @@ def _gpu_kernel() -> tuple[str, str]:
 
 
 def _agreement(device: str, kernel: str) -> tuple[str, str]:
-    """A router's results and gradients by a kernel, beside those of plain code in float64.
+    """A kernel's results and gradients, beside those of plain code in float64.
 
-    Rank 2 and rank 16 take different ways through the CPU backend. The limit is far above fp32
-    rounding, and far below a wrong result.
+    Rank 2 and rank 16 take different ways through the CPU backend.
     """
     import torch
 
-    errors = torch.tensor([kernel_error(device, kernel, rank) for rank in (2, 16)])
-    error = errors.max().item()  # NaN if one is
-    if not error <= torch.finfo(torch.float32).eps ** 0.5:
+    from l2r.kernels.contract import Options, Score, Tensors
+    from l2r.kernels.guard import compare
+    from l2r.kernels.operation import backend
+
+    found = []
+    for rank in (2, 16):
+        sizes = {"x": (1, 64), "weight": (rank, 64), "gain": (64,), "anchors": (16, 16, rank)}
+        like = Tensors(**{name: torch.empty(size, device=device) for name, size in sizes.items()})
+        found.append(compare(backend(kernel), like, Options(Score("sips"), top_k=4)).error)
+    error = max(found) * torch.finfo(torch.float32).eps ** 0.5  # of the largest exact number
+    if max(found) > 1:
         return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"
     return OK, f"forward and backward within {error:.0e} of plain code"
-
-
-def kernel_error(device: str, kernel: str, rank: int) -> float:
-    """Largest difference of an L2R router from plain code, over the largest exact number."""
-    import torch
-
-    from l2r.routers import build_router
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        router = build_router("l2r_sips", hidden_size=64, num_experts=16, top_k=4, rank=rank)
-        x = torch.randn(48, 64)
-    router, x = router.to(device), x.to(device)
-    exact = _results(copy.deepcopy(router).double(), x.double(), "plain")
-    pairs = zip(_results(router, x, kernel), exact, strict=True)
-    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
-
-
-def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]":
-    """Logits, weights and the gradients of x and all parameters."""
-    import torch
-
-    from l2r.kernels.dispatch import implementation
-
-    x = x.clone().requires_grad_()
-    with implementation(kernel):
-        logits, weights, _ = router(x)
-        loss = logits.sin().sum() + weights.square().sum()
-        return logits, weights, *torch.autograd.grad(loss, [x, *router.parameters()])
 
 
 def _cache_folder() -> tuple[str, str]:

@@ -77,7 +77,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
     blocks = _forward_blocks(given, options.top_k)
     logits_alone = given.x is None and options.top_k == 0
     columns = triton.cdiv(experts, blocks["BN"]) if logits_alone else 1
-    with torch.cuda.device_of(first_input(given)):
+    with torch.cuda.device_of(first_input(given)):  # type: ignore[no-untyped-call]
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
         forward_kernel[grid](done, Call.of(given, options), tokens, **blocks)
     return done
@@ -88,7 +88,7 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     if not in_one_stage(tensors, options):
         return backward_in_stages(backward, tensors, up, options)
     grads, call = empty_grads(tensors, options), Call.of(tensors, options)
-    with torch.cuda.device_of(first_input(tensors)):
+    with torch.cuda.device_of(first_input(tensors)):  # type: ignore[no-untyped-call]
         if tensors.x is not None:
             _project_backward(tensors, up, grads, call)
         elif tensors.anchors is not None:

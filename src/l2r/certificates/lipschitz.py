@@ -3,7 +3,7 @@ r"""Gradients and Lipschitz bounds of SIPS (paper, Appendix C), and sharper exac
 For a score z = phi(rho) psi(kappa) c with rho = |q|, kappa = |k| and c their cosine. The query
 norm enters phi as scale * rho + shift: 1 and 0 without BatchNorm of |q|.
 
-Shape letters: B any batch, R rank, T tokens, N experts, H anchors per expert.
+Shape letters: B any batch, R rank.
 """
 
 import dataclasses
@@ -70,33 +70,13 @@ def anchor_bound(
     return sips.value(rho) * (1 / sips.p + sips.psi(kappa).abs() / kappa)
 
 
-def query_slope(
-    rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], cosine: Float[Tensor, "*#B"], sips: Sips
-) -> Float[Tensor, "*#B"]:
-    """The gradient norm in q itself: psi sqrt((phi' c)^2 + (phi / rho)^2 (1 - c^2)).
-
-    The two parts of Eq. 19 are at right angles, which Eq. 21 does not use.
-    """
-    radial = (sips.slope(rho) * cosine).square()
-    angular = (sips.value(rho) / rho).square() * (1 - cosine.square()).clamp_min(0)
-    return sips.psi(kappa).abs() * (radial + angular).sqrt()
-
-
-def anchor_slope(
-    rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], cosine: Float[Tensor, "*#B"], sips: Sips
-) -> Float[Tensor, "*#B"]:
-    """The gradient norm in k itself: phi sqrt((c / p)^2 + (psi / kappa)^2 (1 - c^2))."""
-    radial = (cosine / sips.p).square()
-    angular = (sips.psi(kappa) / kappa).square() * (1 - cosine.square()).clamp_min(0)
-    return sips.value(rho) * (radial + angular).sqrt()
-
-
 def sharp_query_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
     """Largest gradient norm in q over all directions: psi max(|phi'|, phi / rho).
 
-    Reached at cosine 1 or 0; between 1 and 1/2 of Eq. 21.
+    The two parts of Eq. 19 are at right angles, which Eq. 21 does not use. Reached at cosine 1
+    or 0; between 1 and 1/2 of Eq. 21.
     """
     return sips.psi(kappa).abs() * torch.maximum(sips.slope(rho).abs(), sips.value(rho) / rho)
 
@@ -148,22 +128,6 @@ def domain_constants(domain: Domain, sips: Sips) -> dict[str, float]:
         "sharp_query": sharp,
         "sharp_anchor": phi_max * (1 / sips.p + (1 - 1 / sips.p) / least),
     }
-
-
-def pooled_query_gradient(
-    query: Float[Tensor, "T R"], anchors: Float[Tensor, "N H R"], sips: Sips
-) -> Float[Tensor, "T N R"]:
-    """Gradient in q of an expert's logit: the softmax mean of its anchors' gradients.
-
-    So no expert is steeper than its steepest anchor.
-    """
-    tokens, (experts, heads, rank) = len(query), anchors.shape
-    q = query[:, None, None].expand(tokens, experts, heads, rank)
-    k = anchors.expand(tokens, experts, heads, rank)
-    rho, kappa = _norm(q), _norm(k)
-    scores = sips.value(rho) * sips.psi(kappa) * _dot(unit(q), unit(k))
-    shares = torch.softmax(scores, dim=-1)
-    return (shares[..., None] * query_gradient(q, k, sips)).sum(dim=2)
 
 
 def _norm(vectors: Tensor) -> Tensor:

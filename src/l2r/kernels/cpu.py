@@ -3,20 +3,28 @@
 Shape letters: T tokens, R rank, N experts, H anchors.
 """
 
+from struct import Struct
+
 import torch
 
 from l2r.kernels import cpu_blocks as blocks
 from l2r.kernels.contract import (
+    SCORINGS,
     Options,
     Tensors,
     backward_in_stages,
+    empty_grads,
+    empty_results,
     forward_in_stages,
     in_one_stage,
     sizes_of,
 )
-from l2r.kernels.native import call as native
 from l2r.kernels.native.build import library
 
+# The structures of router.h in bytes, which ctypes passes as their address: half the time of
+# ctypes' own structures.
+_sizes, _score = Struct("6q").pack, Struct("i6f").pack
+_pointers = Struct(f"{len(Tensors._fields)}P").pack
 _MAX_RANK = 8  # above, the products of torch are faster
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
@@ -24,7 +32,9 @@ _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in 
 def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages; see ``contract.Backend``."""
     if _compiled(given):
-        return native.forward(given, options)
+        done = empty_results(given, options)
+        _run("l2r_forward", options, done)
+        return done
     if in_one_stage(given, options):
         return blocks.forward(given, options)
     return forward_in_stages(forward, given, options)
@@ -34,7 +44,9 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given; see ``contract.Backend``."""
     anchors = tensors.anchors
     if _compiled(tensors) and (anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS):
-        return native.backward(tensors, up, options)
+        grads = empty_grads(tensors, options)
+        _run("l2r_backward", options, tensors, up, grads)
+        return grads
     if in_one_stage(tensors, options):
         return blocks.backward(tensors, up, options)
     return backward_in_stages(backward, tensors, up, options)
@@ -50,3 +62,25 @@ def _compiled(tensors: Tensors) -> bool:
     if rho_hat is not None or tokens == 0 or (rank > _MAX_RANK and tokens > blocks.FEW_TOKENS):
         return False
     return library() is not None
+
+
+def _run(name: str, options: Options, *tensors: Tensors) -> None:
+    """Call the compiled code: one pass over the tokens."""
+    kernels = library()
+    assert kernels is not None  # see _compiled
+    sizes = (*sizes_of(tensors[0]), options.top_k)
+    scoring, *constants = options.score
+    getattr(kernels, name)(
+        _sizes(*sizes),
+        _score(SCORINGS[scoring], *constants),
+        _threads(sizes),
+        options.normalize,
+        *[_pointers(*[0 if t is None else t.data_ptr() for t in each]) for each in tensors],
+    )
+
+
+def _threads(sizes: tuple[int, ...]) -> int:
+    """Threads worth starting: one for every 2**15 numbers."""
+    tokens, hidden, _, experts, heads, _ = sizes
+    work = tokens * (hidden + experts * max(1, heads))
+    return 1 if work < 2**16 else min(torch.get_num_threads(), tokens, work // 2**15)

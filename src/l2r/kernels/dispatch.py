@@ -2,7 +2,7 @@
 
 All implementations have the signatures and results of ``l2r.kernels.plain``: Triton kernels on a
 GPU, C++ or blocked code on a CPU, and plain code where neither applies (float64, functorch
-transforms, forward-mode derivatives, export, other devices, sizes beyond the kernels).
+transforms, forward-mode derivatives, export, other devices, sizes beyond the GPU's kernels).
 """
 
 import importlib.util

@@ -113,9 +113,8 @@ def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str,
         made = {"logits": logits}
     if chosen is not None and logits is not None:
         probs, (top_k, normalize) = routing_probs(logits), options[1:3]
-        order = torch.arange(top_k, 0, -1, dtype=logits.dtype, device="cpu").expand(chosen.shape)
-        ranks = torch.zeros_like(logits).scatter(1, chosen.cpu(), order)
-        made["weights"], _ = select_experts(probs, top_k, normalize=normalize, ranking=ranks)
+        weights = probs.gather(1, chosen.cpu())
+        made["weights"] = weights / weights.sum(1, keepdim=True) if normalize else weights
         made["best"] = select_experts(probs.detach(), top_k, normalize=normalize)[0]
     return made
 

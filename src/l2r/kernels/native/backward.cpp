@@ -1,5 +1,5 @@
 // The router's backward on a CPU in one parallel region, token after token: scores are computed
-// again, x is read once, only sums over tokens outlive a token. Called by call.py.
+// again, x is read once, only sums over tokens outlive a token. Called by cpu.py.
 
 #include "router.h"
 

@@ -1,5 +1,5 @@
 // The router's forward on a CPU in one parallel region, token after token: x is read once, the
-// scores of a token live in the first-level cache. Called by call.py.
+// scores of a token live in the first-level cache. Called by cpu.py.
 
 #include "router.h"
 

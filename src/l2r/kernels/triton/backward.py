@@ -1,10 +1,8 @@
-"""Triton backward of selection and scores: every tile of scores is computed again, none is stored.
+"""Triton backward, stage by stage: every tile of scores is computed again, none is stored.
 
 Sums over tokens are taken in two stages, partial sums per program and one reducing launch, so
 that results do not depend on the order in which programs finish. Derivation: README.md.
 """
-
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
 
 from typing import no_type_check
 
@@ -59,9 +57,9 @@ def select_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BN: tl.c
 @no_type_check
 def score_grads(scaled, vectors, given, up, call, rows, cols, T):
     """Gradient S [BT, BC] of the scores of a block, computed again from the logits."""
-    grad = call.scale * load_block(up.logits, rows, cols // call.H, T, call.N)
+    grad = call.score.scale * load_block(up.logits, rows, cols // call.H, T, call.N)
     if call.H > 1:
-        logits = load_block(given.logits, rows, cols // call.H, T, call.N) / call.scale
+        logits = load_block(given.logits, rows, cols // call.H, T, call.N) / call.score.scale
         grad = grad * tl.exp(product(scaled, vectors, call.R, call.RP) - logits)
     return grad
 
@@ -81,7 +79,7 @@ def query_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BC: tl.co
         vectors = keys * key_factor[:, None]
         weight = score_grads(scaled, vectors, given, up, call, rows, cols, T)
         grad += weighted_sum(weight, vectors, call.R, call.RP)
-    if call.SCORING != 0:
+    if call.score.scoring != 0:
         grad_phi = tl.sum(grad * query, 1) * inverse
         grad_rho = grad_phi * slope
         if given.rho_hat is not None:
@@ -89,7 +87,7 @@ def query_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BC: tl.co
             tl.store(grads.rho_hat + rows, values, mask=rows < T)
             grad_rho = grad_rho * 0
         norm = tl.sqrt(tl.sum(query * query, 1))
-        grad = unit_backward(grad * factor[:, None], query, norm, inverse, grad_rho, call.eps)
+        grad = unit_backward(grad * factor[:, None], query, norm, inverse, grad_rho, call.score.eps)
     store_block(grads.query, grad, rows, lane, T, call.R)
 
 
@@ -131,13 +129,65 @@ def anchors_reduce_kernel(
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     lane = tl.arange(0, call.RP)
     grad = sum_block(partial_ptr, cols, lane, call.N * call.H, call.R, splits, BS)
-    if call.SCORING != 0:
+    if call.score.scoring != 0:
         keys = load_block(given.anchors, cols, lane, call.N * call.H, call.R)
         norm = tl.sqrt(tl.sum(keys * keys, 1))
-        inverse = 1 / tl.maximum(norm, call.eps)
+        inverse = 1 / tl.maximum(norm, call.score.eps)
         grad_norm = tl.zeros([BC], tl.float32)
-        if call.SCORING == 2:
-            grad_norm = tl.sum(grad * keys, 1) * inverse / call.p
-            grad = grad * (1 + (norm - 1) / call.p)[:, None]
-        grad = unit_backward(grad, keys, norm, inverse, grad_norm, call.eps)
+        if call.score.scoring == 2:
+            grad_norm = tl.sum(grad * keys, 1) * inverse / call.score.p
+            grad = grad * (1 + (norm - 1) / call.score.p)[:, None]
+        grad = unit_backward(grad, keys, norm, inverse, grad_norm, call.score.eps)
     store_block(grads.anchors, grad, cols, lane, call.N * call.H, call.R)
+
+
+@triton.jit(do_not_specialize=["T", "tokens_per_split"])
+@no_type_check
+def project_backward_kernel(
+    given, up, grads, partial_ptr, call, T, tokens_per_split, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Gradient of x and partial sums [split, R, D] of that of W_q gain, in one read of x."""
+    split = tl.program_id(1)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    lane = tl.arange(0, call.RP)
+    w = load_block(given.weight, lane, d, call.R, call.D)
+    if given.gain is not None:
+        w = w * tl.load(given.gain + d, mask=d < call.D, other=0.0).to(tl.float32)[None, :]
+    grad_w = tl.zeros([BD, call.RP], tl.float32)
+    columns = tl.trans(w)
+    end = tl.minimum(T, (split + 1) * tokens_per_split)
+    for t0 in range(split * tokens_per_split, end, BT):
+        rows = (t0 + tl.arange(0, BT)).to(tl.int64)
+        grad = load_block(up.query, rows, lane, end, call.R)
+        x = load_block(given.x, rows, d, end, call.D)
+        if given.gain is not None:
+            rstd = tl.load(given.rstd + rows, mask=rows < end, other=0.0)
+            query = load_block(given.query, rows, lane, end, call.R)
+            pull = tl.sum(grad * query, 1) * rstd * rstd / call.D
+            grad = grad * rstd[:, None]
+        if grads.x is not None:
+            grad_x = product(grad, columns, call.R, call.RP)
+            if given.gain is not None:
+                grad_x -= x * pull[:, None]
+            store_block(grads.x, grad_x, rows, d, end, call.D)
+        grad_w += weighted_sum(tl.trans(x), grad, call.R, call.RP)
+    store_block(
+        partial_ptr, tl.trans(grad_w), split * call.R + lane, d, (split + 1) * call.R, call.D
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+@no_type_check
+def project_reduce_kernel(
+    given, grads, partial_ptr, call, splits, BD: tl.constexpr, BS: tl.constexpr
+):
+    """Add the partial sums; share them between W_q and the gain."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    lane = tl.arange(0, call.RP)
+    grad = sum_block(partial_ptr, lane, d, call.R, call.D, splits, BS)
+    if given.gain is not None:
+        gain = tl.load(given.gain + d, mask=d < call.D, other=0.0).to(tl.float32)
+        grad_gain = tl.sum(grad * load_block(given.weight, lane, d, call.R, call.D), 0)
+        tl.store(grads.gain + d, grad_gain.to(grads.gain.dtype.element_ty), mask=d < call.D)
+        grad = grad * gain[None, :]
+    store_block(grads.weight, grad, lane, d, call.R, call.D)

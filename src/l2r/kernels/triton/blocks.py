@@ -10,8 +10,6 @@ Rows of tokens are counted in 64 bits, since T times D may not fit into 32.
 Shape letters: BT tokens, BC columns (a column is one anchor of one expert), RP padded rank.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
-
 from typing import no_type_check
 
 import torch
@@ -58,10 +56,8 @@ def weighted_sum(weights, vectors, R: tl.constexpr, RP: tl.constexpr):
         out = tl.dot(weights, vectors, input_precision=PRECISION)
     else:
         lane = tl.arange(0, RP)[None, :]
-        out = tl.where(
-            lane == 0, tl.sum(weights * column(vectors, 0, RP)[None, :], 1)[:, None], 0.0
-        )
-        for r in tl.static_range(1, R):
+        out = tl.zeros([weights.shape[0], RP], tl.float32)
+        for r in tl.static_range(R):
             part = tl.sum(weights * column(vectors, r, RP)[None, :], 1)
             out += tl.where(lane == r, part[:, None], 0.0)
     return out
@@ -108,16 +104,16 @@ def query_side(query, given, call, rows, height):
     inverse = one
     factor = one
     slope = one * 0
-    if call.SCORING != 0:
+    if call.score.scoring != 0:
         rho = tl.sqrt(tl.sum(query * query, 1))
-        inverse = 1 / tl.maximum(rho, call.eps)
-        if call.SCORING == 2:
+        inverse = 1 / tl.maximum(rho, call.score.eps)
+        if call.score.scoring == 2:
             rho_hat = rho
             if given.rho_hat is not None:
                 rho_hat = tl.load(given.rho_hat + rows, mask=rows < height, other=0.0)
             t = tanh(rho_hat.to(tl.float32))
-            factor = call.gamma * (1 + call.beta * t)
-            slope = call.gamma * call.beta * (1 - t * t)
+            factor = call.score.gamma * (1 + call.score.beta * t)
+            slope = call.score.gamma * call.score.beta * (1 - t * t)
     return query * (inverse * factor)[:, None], inverse, factor, slope
 
 
@@ -127,11 +123,11 @@ def load_anchors(given, call, rows):
     """Anchors [BC, RP] and the factor [BC] that turns them into b: psi / max(|k|, eps)."""
     anchors = load_block(given.anchors, rows, tl.arange(0, call.RP), call.N * call.H, call.R)
     factor = tl.full(rows.shape, 1.0, tl.float32)
-    if call.SCORING != 0:
+    if call.score.scoring != 0:
         kappa = tl.sqrt(tl.sum(anchors * anchors, 1))
-        factor = 1 / tl.maximum(kappa, call.eps)
-        if call.SCORING == 2:
-            factor = factor * (1 + (kappa - 1) / call.p)
+        factor = 1 / tl.maximum(kappa, call.score.eps)
+        if call.score.scoring == 2:
+            factor = factor * (1 + (kappa - 1) / call.score.p)
     return anchors, factor
 
 

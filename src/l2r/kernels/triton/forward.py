@@ -6,8 +6,6 @@ top-k, weights. A launch that holds all three reads x and the parameters and wri
 nothing of size T x N x H exists.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
-
 from typing import no_type_check
 
 import triton
@@ -45,7 +43,7 @@ def project_block(given, call, rows, T, BT: tl.constexpr, BD: tl.constexpr):
                 query += tl.where(lane[None, :] == r, part[:, None], 0.0)
     rstd = tl.full([BT], 1.0, tl.float32)
     if given.gain is not None:
-        rstd = tl.rsqrt(square / call.D + call.norm_eps)
+        rstd = tl.rsqrt(square / call.D + call.score.norm_eps)
         query = query * rstd[:, None]
     return query, rstd
 
@@ -124,7 +122,7 @@ def forward_kernel(given, call, T, BT: tl.constexpr, BD: tl.constexpr, BN: tl.co
         query = load_block(given.query, rows, lane, T, call.R)
     if given.anchors is not None:
         scaled, _, _, _ = query_side(query, given, call, rows, T)
-        logits = score_block(scaled, given, call, experts) * call.scale
+        logits = score_block(scaled, given, call, experts) * call.score.scale
         logits = logits.to(given.logits.dtype.element_ty)
         store_block(given.logits, logits, rows, experts, T, call.N)
         logits = logits.to(tl.float32)

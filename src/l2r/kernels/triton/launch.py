@@ -16,6 +16,7 @@ from l2r.kernels import contract
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
+    Score,
     Tensors,
     backward_in_stages,
     empty_grads,
@@ -26,7 +27,6 @@ from l2r.kernels.contract import (
     sizes_of,
 )
 from l2r.kernels.triton import backward as kernels
-from l2r.kernels.triton.backward_project import project_backward_kernel, project_reduce_kernel
 from l2r.kernels.triton.forward import forward_kernel
 
 _PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multiprocessor
@@ -35,35 +35,30 @@ _PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hol
 
 
 class Call(NamedTuple):
-    """What a kernel is told beside its tensors and T; fields in capitals but D, N and K are known
-    when it is compiled.
+    """What a kernel is told beside its tensors and T.
 
-    D: hidden size. N: experts. H: anchors per expert. R: rank, in RP lanes. K: experts to select.
-    The rest as in ``Options`` and ``Score``, the scoring by its number in ``SCORINGS``.
+    D: hidden size. N: experts. K: experts to select. score: with the scoring by its number in
+    ``SCORINGS``. That, and H anchors per expert, a rank of R in RP lanes and whether to normalize,
+    is known when a kernel is compiled.
     """
 
     D: int
     N: int
     K: int
-    gamma: float
-    beta: float
-    p: float
-    eps: float
-    scale: float
-    norm_eps: float
+    score: Score
     H: Any
     R: Any
     RP: Any
-    SCORING: Any
     NORMALIZE: Any
 
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> "Call":
         """What the kernels of a call are told."""
         _, hidden, rank, experts, heads = sizes_of(tensors)
-        (scoring, *constants), normalize = options.score, options.normalize
-        fixed = max(1, heads), max(1, rank), _lanes(rank), SCORINGS[scoring], normalize
-        return cls(hidden, experts, options.top_k, *constants, *map(tl.constexpr, fixed))
+        scoring: Any = tl.constexpr(SCORINGS[options.score.scoring])
+        fixed = max(1, heads), max(1, rank), _lanes(rank), options.normalize
+        score = options.score._replace(scoring=scoring)
+        return cls(hidden, experts, options.top_k, score, *map(tl.constexpr, fixed))
 
 
 def forward(given: Tensors, options: Options) -> Tensors:
@@ -155,12 +150,12 @@ def _project_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -
     blocks = triton.cdiv(hidden, width)
     partial, per_split = _partial_sums(tokens, rows, blocks, given.weight)
     splits = len(partial)
-    project_backward_kernel[(blocks, splits)](
+    kernels.project_backward_kernel[(blocks, splits)](
         given, up, grads, partial, call, tokens, per_split, BT=rows, BD=width
     )
     width = max(1, min(_power(hidden, 1) // _REDUCERS, 32))
     grid, together = (triton.cdiv(hidden, width),), _at_once(splits, width * lanes)
-    project_reduce_kernel[grid](given, grads, partial, call, splits, BD=width, BS=together)
+    kernels.project_reduce_kernel[grid](given, grads, partial, call, splits, BD=width, BS=together)
 
 
 def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Tensor, int]:

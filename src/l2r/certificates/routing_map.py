@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from l2r.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.functional import psi, unit
 from l2r.kernels.contract import Scoring
-from l2r.routers import LinearRouter, LinearSipsRouter, XMoERouter
+from l2r.routers import LinearSipsRouter, XMoERouter
 from l2r.routers.anchor_router import AnchorRouter
 from l2r.routers.l2r import L2RRouter
 
@@ -90,7 +90,7 @@ RoutingMap = LinearMap | AnchorMap
 def routing_map(router: nn.Module) -> RoutingMap:
     """Float64 form of a router; other classes join with ``@routing_map.register``.
 
-    Hugging Face routers are taken as linear in their ``weight`` [N, D]; ``certify`` compares
+    Others, Hugging Face's too, are taken as linear in their ``weight`` [N, D]; ``certify`` compares
     the decisions of the form with those of the router before it uses it.
     Raises ValueError for a module without such a weight.
     """
@@ -99,11 +99,6 @@ def routing_map(router: nn.Module) -> RoutingMap:
         raise ValueError(f"no routing map is known for {type(router).__name__}")
     bias = getattr(router, "bias", None)
     return _linear(_wide(weight), None if bias is None else _wide(bias))
-
-
-@routing_map.register
-def _(router: LinearRouter) -> RoutingMap:
-    return _linear(_wide(router.weight))
 
 
 @routing_map.register

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.diagnostics.streaming_sums import Sums, cosine_sums, margin_sums
+from l2r.runs.agreement import entropy, information
 
 PERMUTATIONS = 200
 
@@ -87,7 +88,7 @@ def normalized_entropy(counts: Float[Tensor, " N"]) -> float:
     total = counts.sum().item()
     if len(counts) < 2 or total <= 0:
         return 1.0
-    return _entropy(counts / total) / math.log(len(counts))
+    return entropy(counts.cpu().numpy()) / math.log2(len(counts))
 
 
 def pairwise_cosine_variance(vectors: Float[Tensor, "T R"]) -> float:
@@ -125,16 +126,16 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
     of a row and the k choices of a token depend on each other, so chance is far above what
     independent choices would show.
     """
-    joint = sums["joint"]
+    joint = sums["joint"].cpu()
     if joint.sum().item() <= 0:
         raise ValueError("expert-domain information needs at least 1 token; got 0")
-    bits, share = _mutual_information(joint), _largest_share(joint)
-    known = _entropy(joint.sum(dim=1) / joint.sum()) / math.log(2)
+    bits, share = _bits(joint), _largest_share(joint)
+    known = entropy(joint.sum(dim=1).numpy())
     dealt = _domains_dealt_anew(sums["blocks"].cpu())
     return {
         "mutual_information": bits,
         "normalized": bits / known if known > 0 else 0.0,
-        **_chance("by_chance", [_mutual_information(table) for table in dealt]),
+        **_chance("by_chance", [_bits(table) for table in dealt]),
         "specialization": share,
         **_chance("specialization_by_chance", [_largest_share(table) for table in dealt]),
     }
@@ -165,11 +166,8 @@ def _largest_share(joint: Float[Tensor, "G N"]) -> float:
     return (seen.amax(dim=1) / seen.sum(dim=1)).mean().item()
 
 
-def _mutual_information(joint: Float[Tensor, "G N"]) -> float:
-    """Bits that rows of a table of counts tell about its columns."""
-    share = joint / joint.sum()
-    nats = _entropy(share.sum(dim=1)) + _entropy(share.sum(dim=0)) - _entropy(share.flatten())
-    return max(0.0, nats) / math.log(2)
+def _bits(joint: Float[Tensor, "G N"]) -> float:
+    return max(0.0, information(joint.numpy()))
 
 
 def anchor_metrics(wins: Float[Tensor, "N H"], anchors: Float[Tensor, "N H R"]) -> dict[str, float]:
@@ -181,22 +179,17 @@ def anchor_metrics(wins: Float[Tensor, "N H"], anchors: Float[Tensor, "N H R"]) 
     (1: copies). With one head: 1, 1, unused as counted, 0.
     """
     experts, heads = wins.shape
-    used = [row / row.sum() for row in wins if row.sum() > 0]
-    entropies = [_entropy(row) for row in used]
+    entropies = [entropy(row.numpy()) for row in wins.cpu() if row.sum() > 0]
     count = max(1, len(entropies))
     units = torch.nn.functional.normalize(anchors.double(), dim=-1)
     cosines = units @ units.transpose(1, 2)
     cosines.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
     return {
-        "head_entropy": sum(entropies) / count / math.log(heads) if heads > 1 else 1.0,
-        "effective_heads": sum(math.exp(value) for value in entropies) / count,
+        "head_entropy": sum(entropies) / count / math.log2(heads) if heads > 1 else 1.0,
+        "effective_heads": sum(2**value for value in entropies) / count,
         "unused_anchors": (wins == 0).sum().item() / (experts * heads),
         "redundancy": cosines.amax(dim=-1).mean().item() if heads > 1 else 0.0,
     }
-
-
-def _entropy(shares: Tensor) -> float:
-    return -torch.special.xlogy(shares, shares).sum().item()
 
 
 def _cv(load: Tensor) -> float:

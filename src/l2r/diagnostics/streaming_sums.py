@@ -16,7 +16,7 @@ Sums = dict[str, Tensor]
 
 
 def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
-    """Gap between the two largest logits, raw and divided by the token's logit spread; the spread."""
+    """Spread of the logits, and the gap between the two largest, raw and divided by it."""
     margin, scale_free = margins(logits)
     return {
         "tokens": margin.new_tensor(len(margin)),

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, line_style
+from l2r.report.style import layout, line_style, panel_figure, router_color
 from l2r.runs.contrasts import Judged, estimate
 from l2r.runs.effects import Effect
 from l2r.runs.study import Study
 
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
+_SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 8  # curves; more cannot be told apart
 
 
@@ -111,6 +113,29 @@ def effect_plot(
             figure.update_yaxes(autorange="reversed", row=row, col=column)
     most = max(len(effects[metrics[0]]) for effects in screens.values())
     figure.update_layout(**layout(height=len(screens) * (120 + 26 * most), margin={"l": 240}))
+    return figure
+
+
+def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
+    """Loss of every arm of the screens against what routers differ in besides their geometry."""
+    figure, places = panel_figure([names[m] for m in _SCALES], 3, shared_yaxes=True)
+    for position, (name, screen) in enumerate(study.screens.items()):
+        for metric, place in zip(_SCALES, places, strict=True):
+            arms = [arm for arm in screen.arms if study.values(arm, metric)]
+            figure.add_scatter(
+                x=[fmean(study.values(arm, metric)) for arm in arms],
+                y=[fmean(study.values(arm, "validation_ce")) for arm in arms],
+                text=arms,
+                mode="markers",
+                marker={"color": router_color(name, position), "size": 8},
+                name=name,
+                legendgroup=name,
+                showlegend=metric == _SCALES[0],
+                **place,
+            )
+    figure.update_xaxes(type="log", row=1, col=1)
+    figure.update_yaxes(title_text=names["validation_ce"], row=1, col=1)
+    figure.update_layout(**layout(legend={"orientation": "h", "y": 1.25, "x": 0}))
     return figure
 
 

@@ -164,6 +164,11 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
     assert steps == list(range(8))  # each once
     (result,) = results_of(plan, cells, places)
     assert result.facts["seconds"] is None  # the time of a part tells nothing of a whole cell
+    whole = Places(tmp_path / "whole", tmp_path / "whole-runs")
+    assert run_share(plan, cells, whole) == (0, None)
+    (other,) = results_of(plan, cells, whole)
+    assert [s for s, _ in result.curve] == [s for s, _ in other.curve]
+    assert [ce for _, ce in result.curve] == pytest.approx([ce for _, ce in other.curve], rel=1e-6)
 
 
 @pytest.fixture

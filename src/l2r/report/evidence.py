@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest, scale_plot
@@ -84,7 +84,7 @@ def arm_table(study: Study) -> Table:
                 _mean(study.values(arm, metric, "untrained"))
                 for metric in ("validation_ce", "routing_gain", "load_entropy")
             ]
-            rows.append((arm, seeds, *cells, ce.half if seeds > 1 else None, *before))
+            rows.append((_words(arm), seeds, *cells, ce.half if seeds > 1 else None, *before))
     columns = (
         "arm", "seeds", *(METRICS[m] for m in measured), "validation CE ±",
         "validation CE, step 0", "routing gain, step 0", "load entropy, step 0",
@@ -92,16 +92,21 @@ def arm_table(study: Study) -> Table:
     return Table("Arms, means over seeds", columns, tuple(rows))
 
 
-def best_table(study: Study, effects: Mapping[str, Mapping[str, Sequence[Effect]]]) -> Table:
-    """What a screen proposes for each family, by the fit and by what was run."""
+def main_table(study: Study) -> Table:
+    """The contrasts, or of a study that has none, what its screens propose."""
+    return contrast_table(study) if study.judged or not study.screens else _proposals(study)
+
+
+def _proposals(study: Study) -> Table:
+    """What each screen proposes, by its fit and by what was run."""
     rows = []
-    for name, found in effects.items():
+    for name, found in _effects(study).items():
         screen = study.screens[name]
         cell, change = best_by_fit(screen.levels, screen.interactions, found["validation_ce"])
         ran = {arm: study.values(arm, "validation_ce") for arm in screen.arms}
         best = min((arm for arm in ran if ran[arm]), key=lambda arm: statistics.fmean(ran[arm]))
         words = ", ".join(f"{f} {v}" for f, v in zip(screen.levels, cell, strict=True))
-        rows.append((name, words, change, best, statistics.fmean(ran[best])))
+        rows.append((name, words, change, _words(best), statistics.fmean(ran[best])))
     columns = ("screen", "best by the fit", "change from all first levels", "best that was run")
     return Table("Proposed: least validation CE", (*columns, "its validation CE"), tuple(rows))
 
@@ -110,11 +115,10 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     """Write ``report.html`` and ``report.md``."""
     tables = [contrast_table(study, primary=True), contrast_table(study, primary=False)]
     tables = [table for table in tables if table.rows]
-    effects = {name: _effects(study, screen) for name, screen in study.screens.items()}
-    effects = {name: found for name, found in effects.items() if found}
+    effects = _effects(study)
     effect_tables = [_effect_table(name, found) for name, found in effects.items()]
     if effects:
-        effect_tables.insert(0, best_table(study, effects))
+        effect_tables.insert(0, _proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
         text = f"{_chance(study)} {_FOREST}"
@@ -206,8 +210,13 @@ def show_interval(value: Interval) -> str:
     return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
 
 
-def _effects(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
-    """Effects by metric; nothing where the runs so far cannot tell them apart."""
+def _effects(study: Study) -> dict[str, dict[str, list[Effect]]]:
+    """Effects by screen and metric, of the screens whose runs so far tell them apart."""
+    found = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
+    return {name: effects for name, effects in found.items() if effects}
+
+
+def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
     own = [result for result in study.results if result.arm in screen.arms]
     cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
     found = {}
@@ -228,6 +237,11 @@ def _effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:
     ]
     columns = ("factor", "level", *(METRICS[metric] for metric in effects))
     return Table(f"Main effects: {name}", columns, tuple(rows))
+
+
+def _words(arm: str) -> str:
+    """The name of an arm with places where a column can break it."""
+    return arm.replace(",", ", ")
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -79,8 +79,8 @@ def curves_with_bands(study: Study) -> go.Figure:
             _band(figure, arm, list(lines.values()), line_style(arm, position), column)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="nats")
-    legend = {"orientation": "h", "y": 1.3, "x": 0}
-    figure.update_layout(**layout(height=460, legend=legend, margin={"t": 130}))
+    legend = {"x": 0, "y": -0.2, "yanchor": "top"}
+    figure.update_layout(**layout(height=440 + 20 * len(curves), legend=legend))
     return figure
 
 
@@ -94,7 +94,7 @@ def effect_plot(
         cols=len(metrics),
         shared_yaxes=True,
         subplot_titles=[f"{screen}: {names[m]}" for screen in screens for m in metrics],
-        vertical_spacing=0.12 / len(screens),
+        vertical_spacing=0.24 / len(screens),
     )
     for row, effects in enumerate(screens.values(), start=1):
         for column, metric in enumerate(metrics, start=1):
@@ -112,7 +112,7 @@ def effect_plot(
             figure.add_vline(x=0, line_color="#52606d", row=row, col=column)
             figure.update_yaxes(autorange="reversed", row=row, col=column)
     most = max(len(effects[metrics[0]]) for effects in screens.values())
-    figure.update_layout(**layout(height=len(screens) * (120 + 26 * most), margin={"l": 240}))
+    figure.update_layout(**layout(height=len(screens) * (150 + 26 * most), margin={"l": 240}))
     return figure
 
 
@@ -135,7 +135,7 @@ def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
             )
     figure.update_xaxes(type="log", row=1, col=1)
     figure.update_yaxes(title_text=names["validation_ce"], row=1, col=1)
-    figure.update_layout(**layout(legend={"orientation": "h", "y": 1.25, "x": 0}))
+    figure.update_layout(**layout(legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 
 

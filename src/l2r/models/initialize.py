@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from l2r.routers import Router, RouterConfig, build_router
 
@@ -38,11 +37,6 @@ def reset_missing(router: Router) -> None:
         router.reset_parameters()
     for name, value in loaded.items():
         state[name].copy_(value)
-
-
-def truncated_normal(weight: Tensor, std: float) -> None:
-    """OLMoE's initial weights: normal, cut at three standard deviations."""
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
 
 @contextmanager

@@ -31,8 +31,9 @@ from transformers.models.olmoe.modeling_olmoe import (
 from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
-from l2r.models.initialize import attach_router, reset_missing, truncated_normal
+from l2r.models.initialize import attach_router, reset_missing
 from l2r.routers import Router, RouterConfig
+from l2r.routers.base import truncated_normal
 
 DEFAULT_ROUTER = "linear"  # an exported file has its own: it holds that one router alone
 

@@ -22,9 +22,10 @@ from transformers.models.vit.modeling_vit import ViTAttention, ViTLayer, ViTPreT
 from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
-from l2r.models.initialize import attach_router, reset_missing, truncated_normal
+from l2r.models.initialize import attach_router, reset_missing
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
+from l2r.routers.base import truncated_normal
 from l2r.routers.vision import vision_router
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.moe.dispatch import assign
+from l2r.routers.base import truncated_normal
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -55,8 +56,7 @@ class Experts(nn.Module):
         """Truncated normal weights, zero biases."""
         for parameter in self.parameters():
             if parameter.dim() == 3:
-                std = self.init_std
-                nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
+                truncated_normal(parameter, self.init_std)
             else:
                 parameter.zero_()
 

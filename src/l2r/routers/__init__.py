@@ -1,9 +1,8 @@
 """Routers: parameters plus a call into l2r.kernels.dispatch, a file per router."""
 
-from l2r.routers.base import Router, RouterOutput
+from l2r.routers.base import Router, RouterOutput, constrain
 from l2r.routers.capture import Captured, capture
 from l2r.routers.config import RouterConfig, make_config, router_names
-from l2r.routers.constrain import constrain
 from l2r.routers.l2r import L2RConfig, L2RRouter
 from l2r.routers.linear import LinearConfig, LinearRouter
 from l2r.routers.linear_sips import LinearSipsConfig, LinearSipsRouter

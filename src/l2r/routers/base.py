@@ -163,3 +163,19 @@ class Router(nn.Module):
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def truncated_normal(weight: Tensor, std: float) -> None:
+    """OLMoE's initial weights: normal, cut at three standard deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def constrain(model: nn.Module) -> None:
+    """Let every Router inside ``model`` restore its constraint; call it after each optimizer step.
+
+    Our training loop, ``add_router_losses`` and joint training of an upcycled model do. It works
+    on whole parameters and on those that FSDP2 has sharded, which a forward must not write to.
+    """
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.constrain()

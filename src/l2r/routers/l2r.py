@@ -10,7 +10,7 @@ from l2r.kernels import dispatch
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import as_dtype
+from l2r.routers.base import as_dtype, truncated_normal
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
@@ -58,7 +58,7 @@ class L2RRouter(AnchorRouter):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         std = self.config.init_std or self.hidden_size**-0.5
-        nn.init.trunc_normal_(self.projection.weight, std=std, a=-3 * std, b=3 * std)
+        truncated_normal(self.projection.weight, std)
 
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)

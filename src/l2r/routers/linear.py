@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
-from l2r.routers.base import Router
+from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 
@@ -40,9 +40,7 @@ class LinearRouter(Router):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        given = self.config.init_std
-        std = self.hidden_size**-0.5 if given is None else given
-        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        truncated_normal(self.weight, self.config.init_std or self.hidden_size**-0.5)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         return dispatch.linear_logits(x, self.weight.to(self.compute_dtype(x)))

@@ -16,7 +16,7 @@ from l2r.kernels import dispatch
 from l2r.kernels.contract import Score
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import Router
+from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection import Selection
@@ -114,9 +114,8 @@ class XMoERouter(Router):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.projection.reset_parameters()
-        std = self.config.init_std
-        if std is not None:
-            nn.init.trunc_normal_(self.projection.weight, std=std, a=-3 * std, b=3 * std)
+        if self.config.init_std is not None:
+            truncated_normal(self.projection.weight, self.config.init_std)
         anchors, scale = self.anchors[:, 0], self.config.anchor_scale
         if self.config.anchor_init == "normal":
             nn.init.normal_(anchors, std=scale)

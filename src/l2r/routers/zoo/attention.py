@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import Router
+from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 
@@ -43,8 +43,7 @@ class AttentionRouter(Router):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        std = self.config.init_std
-        nn.init.trunc_normal_(self.query_key_value.weight, std=std, a=-3 * std, b=3 * std)
+        truncated_normal(self.query_key_value.weight, self.config.init_std)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         x = x.to(self.compute_dtype(x))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
-from l2r.routers.base import Router
+from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection import Selection
@@ -49,8 +49,7 @@ class SigmoidRouter(Router):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        std = self.config.init_std
-        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        truncated_normal(self.weight, self.config.init_std)
         self.e_score_correction_bias.zero_()
 
     def raw_logits(self, x: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ class Launch(NamedTuple):
 
     def bytes(self) -> int:
         """Of all tensors that it was given, each once."""
-        given: Any = self.args[0]
-        if self.name.endswith("_reduce"):  # reads the parameters alone
-            given = (given.weight, given.gain, given.anchors)
-        parts = [p for a in (given, *self.args[1:]) for p in (a if isinstance(a, tuple) else [a])]
+        given: list[Any] = list(self.args)
+        if self.name.endswith("_reduce"):  # of the parameters and their gradients alone
+            given[:2] = [(a.weight, a.gain, a.anchors) for a in given[:2]]
+        parts = [p for a in given for p in (a if isinstance(a, tuple) else [a])]
         return sum(p.numel() * p.element_size() for p in parts if isinstance(p, Tensor))
 
     @property

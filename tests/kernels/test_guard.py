@@ -105,7 +105,9 @@ BROKEN = [
         marks=pytest.mark.skipif(DEVICE != "cpu", reason="compiled kernels keep their functions"),
     ),
     (
-        lambda m: m.setattr(launch, "project_backward_kernel", failing(RuntimeError("ptxas died"))),
+        lambda m: m.setattr(
+            launch.kernels, "project_backward_kernel", failing(RuntimeError("ptxas died"))
+        ),
         "RuntimeError: ptxas died",
     ),
     (

@@ -132,7 +132,7 @@ def name_shards(
         if len(names) != domain.total_shards:
             raise ValueError(
                 f"the listing must have {domain.total_shards} shards of {domain.name}; "
-                f"got {len(names)}"
+                f"got {len(names)}; a part of them serves a plan that names files (--listing)"
             )
         shards = tuple(PlannedShard(s.index, names[s.index]) for s in domain.shards)
         domains.append(dataclasses.replace(domain, shards=shards))

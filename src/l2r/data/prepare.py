@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, write_manifest
-from l2r.data.mixture import PlannedShard, ShardPlan
+from l2r.data.mixture import ShardPlan, name_shards
 from l2r.data.shards import BadShardError, shard_bytes
 from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
@@ -55,15 +55,16 @@ def shard_tasks(
             for index, file in enumerate(files)
         ]
     else:
-        chosen = [
-            (
-                domain.name,
-                shard.index,
-                _planned_file(listing, domain.name, domain.total_shards, shard),
-            )
-            for domain in plan.domains
-            for shard in domain.shards
-        ]
+        if any(shard.file is None for domain in plan.domains for shard in domain.shards):
+            plan = name_shards(plan, listing)
+        # A local copy may leave the leading data/ out.
+        there = {path.removeprefix("data/"): path for paths in listing.values() for path in paths}
+        chosen = []
+        for domain, shard in ((d.name, s) for d in plan.domains for s in d.shards):
+            file = there.get(str(shard.file).removeprefix("data/"))
+            if file is None:
+                raise ValueError(f"the source lacks {shard.file}, which the plan names")
+            chosen.append((domain, shard.index, file))
     return [
         ShardTask(f"{domain}-{index:05d}", domain, file, prefix + file)
         for domain, index, file in chosen
@@ -120,10 +121,11 @@ def prepare(
                 if on_bad_shard == "refuse":
                     raise result
                 skipped[task.file] = str(result)
+                counter.finished(task.name, 0)
             else:
                 receipts.write(task, result)
                 done[task.name] = result
-            counter.finished(task, result)
+                counter.finished(task.name, _tokens(result))
     if not done:
         raise ValueError("no shard could be read; every one of them was skipped")
     ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
@@ -174,11 +176,9 @@ class _Counter:
         self._seen[name] = (min(bytes_read, self._sizes[name]), tokens)
         self._publish()
 
-    def finished(self, task: ShardTask, result: Parts | BadShardError) -> None:
-        tokens = 0 if isinstance(result, BadShardError) else _tokens(result)
-        self._seen[task.name] = (self._sizes[task.name], tokens)
+    def finished(self, name: str, tokens: int) -> None:
         self._closed += 1
-        self._publish()
+        self.running(name, self._sizes[name], tokens)
 
     def _publish(self) -> None:
         self._report(
@@ -190,24 +190,6 @@ class _Counter:
                 shards_total=len(self._sizes),
             )
         )
-
-
-def _planned_file(
-    listing: Mapping[str, Sequence[str]], domain: str, total: int, shard: PlannedShard
-) -> str:
-    files = list(listing.get(domain, ()))
-    if shard.file is None:
-        if len(files) != total:
-            raise ValueError(
-                f"the plan counts shards of {domain} in a listing of {total}; the source has "
-                f"{len(files)}; make the plan with --listing, so that it names files"
-            )
-        return files[shard.index]
-    # A local copy may leave the leading data/ out.
-    for file in files:
-        if file.removeprefix("data/") == shard.file.removeprefix("data/"):
-            return file
-    raise ValueError(f"the source lacks {shard.file}, which the plan names")
 
 
 def _tokens(parts: Parts) -> int:

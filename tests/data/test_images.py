@@ -2,14 +2,14 @@
 
 import gzip
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from l2r.data.image_loader import ImageLoader
 from l2r.data.image_sources import ImageSource, folder_images, hold_out, open_images, read_idx
-from l2r.data.images import CenterCrop, ImageDataset, RandomCrop
+from l2r.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
 
 
 def write_idx(path, array):
@@ -131,7 +131,7 @@ def test_wrong_sources_are_refused_in_one_line(tmp_path, name, words):
 
 
 def test_missing_fashion_mnist_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("l2r.data.image_sources.FASHION_MNIST_FOLDERS", ("/nowhere",))
+    monkeypatch.setattr("l2r.data.image_sources.FASHION_MNIST_FOLDER", Path("/nowhere"))
     with pytest.raises(ValueError, match="install Debian's dataset-fashion-mnist"):
         open_images("fashion-mnist")
 

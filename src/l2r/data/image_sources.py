@@ -16,7 +16,7 @@ from PIL import Image
 from l2r.data.shuffling import epoch_order
 
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
-FASHION_MNIST_FOLDERS = ("/usr/share/datasets/fashion-mnist",)
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 _HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
 _IDX_BYTE = 0x08
@@ -65,7 +65,12 @@ def open_images(source: str) -> tuple[ImageSource, ImageSource]:
     if source == "digits":
         return hold_out(_digits())
     if source == "fashion-mnist":
-        return _idx_pair(_fashion_mnist_folder())
+        if not FASHION_MNIST_FOLDER.is_dir():
+            raise ValueError(
+                f"Fashion-MNIST is not in {FASHION_MNIST_FOLDER}; give the folder of its idx files "
+                "instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
+            )
+        return _idx_pair(FASHION_MNIST_FOLDER)
     root = Path(source).expanduser()
     if not root.is_dir():
         raise ValueError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
@@ -140,16 +145,6 @@ def _digits() -> ImageSource:
     data = load_digits()
     pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
     return ImageSource(pixels, data.target, tuple(str(name) for name in data.target_names))
-
-
-def _fashion_mnist_folder() -> Path:
-    for folder in map(Path, FASHION_MNIST_FOLDERS):
-        if folder.is_dir():
-            return folder
-    raise ValueError(
-        f"Fashion-MNIST is not in {', '.join(FASHION_MNIST_FOLDERS)}; give the folder of its idx "
-        "files instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
-    )
 
 
 def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:

@@ -141,8 +141,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     An optimizer without slots gets them, by a step that changes nothing.
     """
     values, optimized = get_state_dict(model, optimizer)
-    slots: dict[str, Any] = optimized["state"]
-    state = {f"model.{name}": value for name, value in values.items()}
+    slots: Any = optimized["state"]
+    state: dict[str, Any] = {f"model.{name}": value for name, value in values.items()}
     for name, own in slots.items():
         state |= {f"optimizer.{name}.{slot}": value for slot, value in own.items()}
     return state

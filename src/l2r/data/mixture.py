@@ -6,12 +6,10 @@ so that the tokens of every domain keep their share of the whole mixture. The ru
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from l2r.data.shuffling import epoch_order
 from l2r.runs.atomic import write_json
@@ -146,20 +144,15 @@ def write_plan(path: Path, plan: ShardPlan) -> None:
 
 def read_plan(path: Path) -> ShardPlan:
     """Read what ``write_plan`` wrote. Raises ValueError for anything else."""
+    from pydantic import TypeAdapter
+
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        values.pop("tokens")
-        domains = tuple(_domain_from(entry) for entry in values.pop("domains"))
-        return ShardPlan(domains=domains, **values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(ShardPlan).validate_json(path.read_bytes())
+    except ValueError as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{path} is not a shard plan: {error}; make one with l2r data plan"
+            f"{path} is not a shard plan: {reason}; make one with l2r data plan"
         ) from error
-
-
-def _domain_from(entry: dict[str, Any]) -> PlannedDomain:
-    shards = tuple(PlannedShard(**shard) for shard in entry.pop("shards"))
-    return PlannedDomain(shards=shards, **entry)
 
 
 def parse_tokens(text: str) -> int:

@@ -78,7 +78,7 @@ def open_subject(
     )
 
     def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        for part, of in zip(rows.split(size), domain.split(size), strict=True):
+        for part, of in zip(torch.split(rows, size), torch.split(domain, size), strict=True):
             yield {"input_ids": part.to(device), "domain": of.to(device)}
 
     options = {"use_cache": False}

@@ -196,19 +196,19 @@ def _tokens(parts: Parts) -> int:
     return sum(file.tokens for file in parts.values())
 
 
+@dataclass(frozen=True)
 class _Receipts:
     """What earlier runs finished: a small file per shard and part, beside the tokens."""
 
-    def __init__(
-        self, folders: Mapping[str, Path], identity: TokenizerIdentity, split: Split
-    ) -> None:
-        self._folders, self._identity, self._split = folders, identity, split
+    folders: Mapping[str, Path]
+    identity: TokenizerIdentity
+    split: Split
 
     def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
         """Shards of which every part is there. Raises ValueError when one does not fit this run."""
         done = {}
         for task in tasks:
-            parts = {part: self._read(folder, task) for part, folder in self._folders.items()}
+            parts = {part: self._read(folder, task) for part, folder in self.folders.items()}
             whole = {part: file for part, file in parts.items() if file is not None}
             if len(whole) == len(parts):
                 done[task.name] = whole
@@ -217,10 +217,10 @@ class _Receipts:
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""
         for part, entry in parts.items():
-            values = {"shard": task.file, "tokenizer": asdict(self._identity)}
-            if self._split != EVERYTHING:
-                values["split"] = asdict(self._split)
-            path = _receipt(self._folders[part], task)
+            values = {"shard": task.file, "tokenizer": asdict(self.identity)}
+            if self.split != EVERYTHING:
+                values["split"] = asdict(self.split)
+            path = _receipt(self.folders[part], task)
             write_json(path, {**values, "entry": asdict(entry)})
 
     def _read(self, folder: Path, task: ShardTask) -> TokenFile | None:
@@ -229,16 +229,16 @@ class _Receipts:
             return None
         values = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = TokenizerIdentity(**values["tokenizer"])
-        if tokenizer != self._identity or values["shard"] != task.file:
+        if tokenizer != self.identity or values["shard"] != task.file:
             raise ValueError(
                 f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
-                f"write {task.file} by {self._identity.name!r} to another folder"
+                f"write {task.file} by {self.identity.name!r} to another folder"
             )
         split = Split(**values.get("split", {}))
-        if split != self._split:
+        if split != self.split:
             raise ValueError(
                 f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
-                f"hold_out={self._split.hold_out}, share={self._split.share}; give the same or "
+                f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
                 f"write to another folder"
             )
         entry = TokenFile(**values["entry"])

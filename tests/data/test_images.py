@@ -154,7 +154,7 @@ def test_batches_do_not_depend_on_workers_or_on_the_steps_before(folder, workers
     train, _ = open_images(str(folder))
     dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=1)
     expected = [dataset[dataset.places(step, 4)] for step in range(4)]
-    loader = ImageLoader(dataset, 4, workers=workers)
+    loader = ImageLoader(dataset, batch_size=4, workers=workers)
     for step in (0, 1, 2, 3, 1, 2):  # a resumed run asks for an earlier step
         got = loader.batch(step)
         assert np.array_equal(got.pixels.numpy(), expected[step].pixels.numpy())

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -180,25 +179,15 @@ class ImageDataset(Dataset[ImageBatch]):
 
 
 class ImageLoader:
-    """Training batches by step, for one rank.
+    """Training batches by step: those of ``ImageDataset.places(step, **cut)``.
 
     ``workers`` processes read ahead as long as the steps asked for follow one another; any
     other step starts them anew. The batch of a step is the same for every number of workers.
     """
 
-    def __init__(
-        self,
-        dataset: ImageDataset,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        workers: int = 0,
-    ) -> None:
+    def __init__(self, dataset: ImageDataset, *, workers: int = 0, **cut: int) -> None:
         self._dataset, self._workers = dataset, workers
-        self._places = partial(
-            dataset.places, batch_size=batch_size, rank=rank, world_size=world_size
-        )
+        self._places = lambda step: dataset.places(step, **cut)
         self._ahead: Iterator[ImageBatch] | None = None
         self._next = -1
 

@@ -69,7 +69,7 @@ class VisionTask:
         if self._loader is None:
             self._loader = ImageLoader(
                 self.train,
-                training.global_batch,
+                batch_size=training.global_batch,
                 rank=ranks.rank,
                 world_size=ranks.world,
                 workers=data.workers,

@@ -133,7 +133,9 @@ def coactivation_heatmaps(
             figure.update_yaxes(title_text="expert i", **place)
     figure.update_annotations(font_size=12)
     colors = {"colorscale": "Reds", "cmin": 0, "cmax": 1, "colorbar": {"title": "P(j | i)"}}
-    text = f"Co-activation P(E_j | E_i) of the {most} experts with the strongest pairs"
+    all_shown = all(len(view.array(layer, "coactivation")) <= most for _, view, layer in panels)
+    which = "all experts" if all_shown else f"the {most} experts with the strongest pairs"
+    text = f"Co-activation P(E_j | E_i) of {which}"
     figure.update_layout(
         **layout(height=area + 190, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
     )

@@ -187,16 +187,16 @@ class ImageLoader:
 
     def __init__(self, dataset: ImageDataset, *, workers: int = 0, **cut: int) -> None:
         self._dataset, self._workers = dataset, workers
-        self._places = lambda step: dataset.places(step, **cut)
+        self._cut = cut
         self._ahead: Iterator[ImageBatch] | None = None
         self._next = -1
 
     def batch(self, step: int) -> ImageBatch:
         """This rank's slice of the global batch at ``step``."""
         if self._workers == 0:
-            return self._dataset[self._places(step)]
+            return self._dataset[self._dataset.places(step, **self._cut)]
         if self._ahead is None or step != self._next:
-            places = map(self._places, itertools.count(step))
+            places = (self._dataset.places(n, **self._cut) for n in itertools.count(step))
             self._ahead = read_ahead(self._dataset, places, self._workers)
         self._next = step + 1
         return next(self._ahead)

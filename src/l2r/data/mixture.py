@@ -144,14 +144,15 @@ def write_plan(path: Path, plan: ShardPlan) -> None:
 
 def read_plan(path: Path) -> ShardPlan:
     """Read what ``write_plan`` wrote. Raises ValueError for anything else."""
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(ShardPlan).validate_json(path.read_bytes())
-    except ValueError as error:
-        reason = " ".join(str(error).split())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "file"
         raise ValueError(
-            f"{path} is not a shard plan: {reason}; make one with l2r data plan"
+            f"{path} is not a shard plan: {field}: {first['msg']}; make one with l2r data plan"
         ) from error
 
 

@@ -5,11 +5,17 @@ from typing import Any
 
 from l2r.report.agreement import agreement_heatmaps, saturation_curves
 from l2r.report.page import Section
+from l2r.report.routing import (
+    USAGE_TITLES,
+    gain_bars,
+    robustness_bars,
+    usage_by_domain,
+    usage_by_layer,
+)
 from l2r.report.specialization import (
     coactivation_heatmaps,
     domain_shares,
     frequency_lines,
-    gain_bars,
     specialization_by_layer,
 )
 from l2r.report.tables import Table
@@ -27,8 +33,21 @@ _AGREEMENT = (
 )
 
 
+def routing_sections(views: Mapping[str, Diagnosis]) -> list[Section]:
+    """For every page: what every diagnosis has."""
+    usage = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
+    sections = [
+        Section("Margins and robustness", parts=[robustness_bars(views)]),
+        Section("Expert usage by layer", _USAGE, usage),
+    ]
+    told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
+    if told:
+        sections.append(Section("Expert usage by domain", _BY_DOMAIN, [usage_by_domain(told)]))
+    return sections
+
+
 def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[Section]:
-    """For every page; ``details`` adds what is one figure per checkpoint."""
+    """For every page too; ``details`` adds what is one figure per checkpoint."""
     sections = []
     gained = {name: view for name, view in views.items() if "routing_gain" in view.numbers()}
     if gained:
@@ -56,6 +75,13 @@ def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[
 _SATURATION = (
     "Share of the experts that a checkpoint chooses for a token which the last checkpoint "
     "chooses too (OLMoE's router saturation)."
+)
+
+
+_USAGE = "Rows are layers, columns experts. 1 (white) is an even share."
+_BY_DOMAIN = (
+    "The same layer's experts under text of different domains or images of different classes; an "
+    "expert that is red in one row and blue in the others has specialized."
 )
 
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.report.analyses import analysis_sections
+from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.paper_tables import accuracy_table
 from l2r.report.patches import patch_sections
-from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
 from l2r.report.text_view import text_sections
@@ -132,22 +131,7 @@ def write_report(
         ),
     ]
     if views:
-        sections += [
-            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)]),
-            Section(
-                "Expert usage by layer",
-                "Rows are layers, columns experts. 1 (white) is an even share.",
-                [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-            ),
-            Section(
-                "Expert usage by domain",
-                "The same layer's experts under text of different domains or images of "
-                "different classes; an expert that is red in one row and blue in the others has "
-                "specialized.",
-                [usage_by_domain(views)],
-            ),
-            *analysis_sections(views, details=False),
-        ]
+        sections += [*routing_sections(views), *analysis_sections(views, details=False)]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
     summary = _summary(runs, facts, unit)
     if reload is not None:

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.report.analyses import analysis_sections
+from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
-from l2r.report.robustness import certified_curves, stability_bars
-from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
+from l2r.report.robustness import certified_curves
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis
 
@@ -132,7 +131,7 @@ def write_diagnosis(
     sections = [
         *opening,
         Section("Summary", parts=checkpoint_tables(views)),
-        Section("Robustness", parts=_robustness(views)),
+        *_certified(views),
         Section(
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
@@ -140,17 +139,9 @@ def write_diagnosis(
             [cosine_variance_bars(views)],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
-        Section(
-            "Expert usage",
-            "Rows are layers, columns experts. 1 (white) is an even share.",
-            [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-        ),
+        *routing_sections(views),
+        *analysis_sections(views, details=True),
     ]
-    told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
-    if told:
-        parts = [usage_by_domain(told)]
-        sections.append(Section("Expert usage by domain", parts=parts))
-    sections += analysis_sections(views, details=True)
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
@@ -194,9 +185,9 @@ def _table(
     )
 
 
-def _robustness(views: Mapping[str, Diagnosis]) -> list[Any]:
-    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
-    return [stability_bars(views), *([certified_curves(certified)] if certified else [])]
+def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
+    known = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
+    return [Section("Certified routing", parts=[certified_curves(known)])] if known else []
 
 
 def _geometry(view: Diagnosis) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Figures of robustness: stability under noise and certified radii."""
+"""Certified radii beside the smallest changes that were found."""
 
 from collections.abc import Mapping
 
@@ -8,31 +8,6 @@ from jaxtyping import Float
 
 from l2r.report.style import layout, panel_figure, router_color
 from l2r.runs.diagnosis import Diagnosis
-
-
-def stability_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Stability and Top-k Overlap of every checkpoint, with their intervals."""
-    titles = {"stability": "Stability", "topk_overlap": "Top-k overlap"}
-    figure, places = panel_figure(list(titles.values()), len(titles))
-    for place, field in zip(places, titles, strict=True):
-        rows = [_interval(view, field) for view in views.values()]
-        figure.add_bar(
-            x=list(views),
-            y=[mean for mean, _, _ in rows],
-            error_y={
-                "array": [high - mean for mean, _, high in rows],
-                "arrayminus": [mean - low for mean, low, _ in rows],
-            },
-            text=[f"{mean:.4f}" for mean, _, _ in rows],
-            textposition="inside",
-            insidetextanchor="start",
-            marker_color=[router_color(name, i) for i, name in enumerate(views)],
-            showlegend=False,
-            **place,
-        )
-        figure.update_yaxes(title_text="share", range=[0, 1.05], **place)
-    figure.update_layout(**layout(height=360))
-    return figure
 
 
 def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
@@ -78,13 +53,6 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     legend = {"orientation": "h", "y": -0.25, "x": 0}
     figure.update_layout(**layout(height=430, legend=legend))
     return figure
-
-
-def _interval(view: Diagnosis, field: str) -> tuple[float, float, float]:
-    """Mean over layers, with the mean of the ends of the layers' intervals."""
-    ends = [layer[f"{field}_interval"] for layer in view.layers]
-    low, high = (float(np.mean([end[side] for end in ends])) for side in (0, 1))
-    return view.mean()[field], low, high
 
 
 def _all_layers(view: Diagnosis, name: str) -> Float[np.ndarray, " S"]:

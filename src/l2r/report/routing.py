@@ -44,25 +44,46 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
 
 
 def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run."""
+    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run, with intervals."""
     fields = {
         "mean_margin": "Mean margin (logits)",
         "low_margin_rate": "Low-margin rate",
         "stability": "Stability",
         "topk_overlap": "Top-k overlap",
     }
+    return _bars(views, fields, "Margins and robustness, means over layers")
+
+
+def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Routing gain: how much cross-entropy rises with other experts."""
+    fields = {
+        "routing_gain": "k experts drawn at random (nats)",
+        "shuffled_gain": "experts of another token (nats)",
+    }
+    text = "Routing gain: rise of the cross-entropy with other experts at the same weights"
+    return _bars(views, fields, text)
+
+
+def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str) -> go.Figure:
+    """A panel per number, a bar per run; intervals are means over layers of theirs."""
     figure, places = panel_figure(list(fields.values()), len(fields))
     for place, field in zip(places, fields, strict=True):
-        values = [view.mean()[field] for view in views.values()]
+        values = [view.numbers().get(field) for view in views.values()]
+        ends = [[row.get(f"{field}_interval") for row in view.layers] for view in views.values()]
+        error = None
+        if all(None not in layers for layers in ends):
+            low, high = np.mean(ends, axis=1).T
+            error = {"symmetric": False, "array": high - values, "arrayminus": values - low}
         figure.add_bar(
             x=list(views),
             y=values,
-            text=[f"{value:.3f}" for value in values],
+            error_y=error,
+            text=["" if value is None else f"{value:.4f}" for value in values],
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             **place,
         )
-    figure.update_layout(**layout(height=380, margin={"t": 60, "b": 90}))
+    figure.update_layout(**layout(height=380, title=title, margin={"t": 90, "b": 90}))
     return figure
 
 

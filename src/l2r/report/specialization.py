@@ -163,28 +163,5 @@ def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
     return figure
 
 
-def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Routing gain: how much cross-entropy rises with other experts."""
-    titles = {
-        "routing_gain": "k experts drawn at random",
-        "shuffled_gain": "experts of another token",
-    }
-    figure, places = panel_figure(list(titles.values()), 2)
-    for place, field in zip(places, titles, strict=True):
-        values = [view.numbers().get(field) for view in views.values()]
-        figure.add_bar(
-            x=list(views),
-            y=values,
-            text=["" if value is None else f"{value:.4f}" for value in values],
-            marker_color=[router_color(name, i) for i, name in enumerate(views)],
-            showlegend=False,
-            **place,
-        )
-        figure.update_yaxes(title_text="nats", **place)
-    text = "Routing gain: rise of the cross-entropy with other experts at the same weights"
-    figure.update_layout(**layout(height=380, title=text, margin={"t": 90, "b": 90}))
-    return figure
-
-
 def _step(views: Mapping[str, Diagnosis]) -> int:
     return max(1, max(len(view.layers) for view in views.values()) // 8)

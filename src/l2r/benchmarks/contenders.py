@@ -4,7 +4,7 @@ Every contender is checked against float64 plain code first; a wrong one gets no
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -119,9 +119,8 @@ def errors(contender: Contender, x: Tensor) -> list[float]:
     ]
 
 
-def forward_step(entry: Contender, inputs: list[Tensor]) -> Step:
+def forward_step(call: Callable[[Tensor], Any], inputs: list[Tensor]) -> Step:
     """Forward without gradients, rotating the inputs."""
-    call = entry.call
 
     def step(number: int) -> object:
         with torch.no_grad():
@@ -130,16 +129,22 @@ def forward_step(entry: Contender, inputs: list[Tensor]) -> Step:
     return step
 
 
-def training_step(entry: Contender, inputs: list[Tensor]) -> Step:
-    """Forward and backward to x and all parameters, with fixed upstream gradients."""
+def training_step(
+    call: Callable[[Tensor], tuple[Tensor, ...]],
+    parameters: Iterable[Tensor],
+    inputs: list[Tensor],
+) -> Step:
+    """Forward and backward to x and the parameters, with fixed upstream gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    call, parameters = entry.call, list(entry.router.parameters())
-    logits, weights, _ = call(leaves[0])
-    upstream = [torch.randn_like(logits) / logits.numel(), torch.randn_like(weights)]
+    to = list(parameters)
+
+    def results(x: Tensor) -> list[Tensor]:
+        return [result for result in call(x) if result.requires_grad]  # all but indices
+
+    upstream = [torch.randn_like(result) / result.numel() for result in results(leaves[0])]
 
     def step(number: int) -> object:
         leaf = leaves[number % len(leaves)]
-        logits, weights, _ = call(leaf)
-        return torch.autograd.grad([logits, weights], [leaf, *parameters], upstream)
+        return torch.autograd.grad(results(leaf), [leaf, *to], upstream, allow_unused=True)
 
     return step

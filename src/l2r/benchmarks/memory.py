@@ -19,7 +19,7 @@ def run(settings: Settings) -> Bench:
     top_k = 4 if settings.quick else 8
     for entry in contenders(settings, hidden=hidden, experts=experts, top_k=top_k):
         if is_correct(entry, x):
-            step = training_step(entry, [x])
+            step = training_step(entry.call, entry.router.parameters(), [x])
             peaks[entry.name] = peak_bytes(lambda step=step: step(0), settings.device)  # type: ignore[misc]
     base = fastest({name: float(peak) for name, peak in peaks.items()}, "linear")
     for name, peak in peaks.items():

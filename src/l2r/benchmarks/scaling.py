@@ -39,8 +39,10 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         entry for entry in entries if entry.name != "l2r_sips, plain" and is_correct(entry, x)
     ]
     phases = {
-        "forward": {e.name: forward_step(e, [x]) for e in entries},
-        "forward+backward": {e.name: training_step(e, [x]) for e in entries},
+        "forward": {e.name: forward_step(e.call, [x]) for e in entries},
+        "forward+backward": {
+            e.name: training_step(e.call, e.router.parameters(), [x]) for e in entries
+        },
     }
     for phase, steps in phases.items():
         times = bench.measure(steps, share=0.25, rounds=5)

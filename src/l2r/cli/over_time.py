@@ -57,8 +57,5 @@ def of_list(views: "Mapping[str, Diagnosis]") -> dict[str, Any]:
     other = [name for name, view in views.items() if not same_tokens(view, last)]
     if other:
         raise ValueError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
-    experts = {
-        name: [view.array(layer, "experts") for layer in range(len(view.layers))]
-        for name, view in views.items()
-    }
-    return saturation(experts, experts[list(views)[-1]])
+    experts = {name: view.by_layer("experts") for name, view in views.items()}
+    return saturation(experts, last.by_layer("experts"))

@@ -95,9 +95,8 @@ def _gain_text(views: Mapping[str, Diagnosis]) -> str:
 
 def _details(name: str, view: Diagnosis) -> Section:
     """Domains, pairs and paths of one checkpoint."""
-    depth = len(view.layers)
-    layers = sorted({0, depth // 2, depth - 1})
-    parts: list[Any] = [coactivation_heatmaps({name: view}, layers)]
+    layers = view.few_layers()
+    parts: list[Any] = [coactivation_heatmaps(view, layers, name)]
     if len(view.info["domains"]) > 1:
         parts.insert(0, domain_shares(view, layers, name))
     tokens = view.arrays["0.experts"][..., 0] >= 0

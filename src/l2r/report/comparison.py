@@ -16,7 +16,7 @@ from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.statistics import mean_interval
-from l2r.runs.text_routing import read_text_routing
+from l2r.runs.text_routing import TextRouting
 
 # column -> number of the diagnosis, and which direction is better
 _ROUTING = (
@@ -117,7 +117,7 @@ def write_report(
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
-    texts = {run.name: read_text_routing(run.text) for run in runs if run.text.is_file()}
+    texts = {run.name: TextRouting.read(run.text) for run in runs if run.text.is_file()}
     sections = [
         *text_sections(texts, path),
         Section("Result", parts=tables),

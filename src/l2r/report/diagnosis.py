@@ -192,8 +192,7 @@ def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
 
 def _geometry(view: Diagnosis) -> list[Any]:
     """Of the first, the middle and the last layer."""
-    depth = len(view.layers)
-    chosen = sorted({0, depth // 2, depth - 1})
+    chosen = view.few_layers()
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
     return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
 

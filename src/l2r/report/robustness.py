@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import plotly.graph_objects as go
-from jaxtyping import Float
 
 from l2r.report.style import layout, panel_figure, router_color
 from l2r.runs.diagnosis import Diagnosis
@@ -18,7 +17,7 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     """
     decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
     figure, places = panel_figure(list(decisions.values()), len(decisions))
-    found = [_all_layers(view, f"found_{d}") for d in decisions for view in views.values()]
+    found = [np.concatenate(v.by_layer(f"found_{d}")) for d in decisions for v in views.values()]
     finite = [radii[np.isfinite(radii)] for radii in found]
     far = max((float(np.quantile(one, 0.98)) for one in finite if one.size), default=1.0)
     noises = sorted({_noise(view) for view in views.values()})
@@ -26,10 +25,10 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     for place, decision in zip(places, decisions, strict=True):
         for number, (name, view) in enumerate(views.items()):
             for kind, dash in (("certified", "solid"), ("found", "dot")):
-                values = _all_layers(view, f"{kind}_{decision}")
+                values = np.concatenate(view.by_layer(f"{kind}_{decision}"))
                 figure.add_scatter(
                     x=np.round(grid, 4),
-                    y=np.round(_share_above(values, grid), 4),
+                    y=np.round([np.mean(values >= point) for point in grid], 4),
                     mode="lines",
                     line={"dash": dash, "color": router_color(name, number)},
                     name=f"{name}, {kind}",
@@ -55,15 +54,7 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     return figure
 
 
-def _all_layers(view: Diagnosis, name: str) -> Float[np.ndarray, " S"]:
-    return np.concatenate([view.array(layer, name) for layer in range(len(view.layers))])
-
-
 def _noise(view: Diagnosis) -> float:
     """The usual norm of the stability test's noise, sigma * sqrt(d)."""
     hidden = view.array(0, "sample_x").shape[1]
     return round(float(view.info["settings"]["sigma"] * hidden**0.5), 6)
-
-
-def _share_above(values: Float[np.ndarray, " S"], grid: Float[np.ndarray, " G"]) -> list[float]:
-    return [float(np.mean(values >= point)) for point in grid]

@@ -26,7 +26,7 @@ USAGE_TITLES = {
 
 def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     """Layer x expert heatmap per run; 1 is the layer's mean over experts."""
-    grids = {name: _relative(view.usage(kind)) for name, view in views.items()}
+    grids = {name: _relative(view.by_layer(kind)) for name, view in views.items()}
     labels = {name: [str(i) for i in range(len(grid))] for name, grid in grids.items()}
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
 
@@ -35,11 +35,11 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Domain x expert heatmaps of the first, middle and last layer, a panel per run."""
     grids, labels = {}, {}
     for name, view in views.items():
-        by_domain, depth = view.usage_by_domain(), len(view.layers)
-        layers = sorted({0, depth // 2, depth - 1})
-        rows = [(domain, layer) for layer in layers for domain in by_domain]
-        grids[name] = _relative([by_domain[domain][layer] for domain, layer in rows])
-        labels[name] = [f"{layer} · {domain}" for domain, layer in rows]
+        layers, domains = view.few_layers(), view.info["domains"]
+        grids[name] = _relative(
+            [row for layer in layers for row in view.array(layer, "usage_by_domain")]
+        )
+        labels[name] = [f"{layer} · {domain}" for layer in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 
 
@@ -69,10 +69,11 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
     figure, places = panel_figure(list(fields.values()), len(fields))
     for place, field in zip(places, fields, strict=True):
         values = [view.numbers().get(field) for view in views.values()]
-        ends = [[row.get(f"{field}_interval") for row in view.layers] for view in views.values()]
+        known = all(f"{field}_interval" in row for view in views.values() for row in view.layers)
         error = None
-        if all(None not in layers for layers in ends):
-            low, high = np.mean(ends, axis=1).T
+        if known:
+            ends = [[row[f"{field}_interval"] for row in view.layers] for view in views.values()]
+            low, high = np.array([np.mean(layers, axis=0) for layers in ends]).T
             error = {"symmetric": False, "array": high - values, "arrayminus": values - low}
         figure.add_bar(
             x=list(views),

@@ -100,21 +100,16 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
 
 
 def coactivation_heatmaps(
-    views: Mapping[str, Diagnosis], layers: Sequence[int], most: int = 16
+    view: Diagnosis, layers: Sequence[int], name: str, most: int = 16
 ) -> go.Figure:
-    """P(E_j | E_i) of the experts with the strongest pairs, a panel per checkpoint and layer."""
-    panels = [(name, view, layer) for name, view in views.items() for layer in layers]
+    """P(E_j | E_i) of the experts with the strongest pairs, a panel per layer."""
     titles = []
-    for name, view, layer in panels:
+    for layer in layers:
         chance = view.layers[layer].get("coactivation_by_chance")
         known = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
         titles.append(f"{name}, layer {layer}{known}")
-    gap = 150
-    rows = -(-len(panels) // min(3, len(panels)))
-    area = rows * 290 + (rows - 1) * gap
-    apart = gap / area if rows > 1 else 0
-    figure, places = panel_figure(titles, 3, horizontal_spacing=0.09, vertical_spacing=apart)
-    for place, (name, view, layer) in zip(places, panels, strict=True):
+    figure, places = panel_figure(titles, len(titles), horizontal_spacing=0.09)
+    for place, layer in zip(places, layers, strict=True):
         together = view.array(layer, "coactivation")
         shown = np.sort(np.maximum(together.max(0), together.max(1)).argsort()[::-1][:most])
         labels = [str(expert) for expert in shown]
@@ -135,7 +130,7 @@ def coactivation_heatmaps(
     colors = {"colorscale": "Reds", "cmin": 0, "cmax": 1, "colorbar": {"title": "P(j | i)"}}
     text = f"Co-activation P(E_j | E_i) of the {most} experts with the strongest pairs"
     figure.update_layout(
-        **layout(height=area + 190, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
+        **layout(height=480, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
     )
     return figure
 
@@ -146,7 +141,7 @@ def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
     figure, places = panel_figure(list(titles), 2)
     for column, (place, axis) in enumerate(zip(places, titles.values(), strict=True), start=2):
         for number, (name, view) in enumerate(views.items()):
-            bins = np.mean([view.array(i, "frequency") for i in range(len(view.layers))], axis=0)
+            bins = np.mean(view.by_layer("frequency"), axis=0)
             figure.add_scatter(
                 x=bins[:, 1],
                 y=bins[:, column],

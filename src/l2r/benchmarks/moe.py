@@ -75,16 +75,9 @@ def _shape(bench: Bench, shape: Shape) -> None:
         steps = {
             name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
         }
-        times = bench.measure(steps, rounds=7)
-        base = times["transformers grouped_mm"].median
-        for name, time in times.items():
-            bench.add(
-                shape=shape.name,
-                phase=phase,
-                contender=name,
-                **time.columns("ms"),
-                ratio=time.median / base,
-            )
+        found = bench.compare(steps, "transformers grouped_mm", "ms", rounds=7)
+        for name, times in found.items():
+            bench.add(shape=shape.name, phase=phase, contender=name, **times)
 
 
 def _step(

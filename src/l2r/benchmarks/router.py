@@ -11,7 +11,7 @@ from l2r.benchmarks.contenders import (
     is_correct,
     training_step,
 )
-from l2r.benchmarks.results import Bench, Settings, fastest
+from l2r.benchmarks.results import Bench, Settings
 from l2r.benchmarks.timing import graphed
 
 
@@ -68,18 +68,16 @@ def _group(
     }
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
-    times = bench.measure(steps)
-    base = fastest({name: time.median for name, time in times.items()}, "linear")
-    for name, time in times.items():
+    found = bench.compare(steps, "linear", "us")
+    for name, times in found.items():
         bench.add(
             phase=phase,
             mode=mode,
             tokens=inputs[0].shape[0],
             contender=name,
             correct=True,
-            **time.columns("us"),
-            ratio=time.median / base,
-            over_stock=time.median / times[STOCK].median if STOCK in times else None,
+            **times,
+            over_stock=times["median_us"] / found[STOCK]["median_us"] if STOCK in found else None,
         )
 
 

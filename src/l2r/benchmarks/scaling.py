@@ -4,7 +4,7 @@ import torch
 
 from l2r.benchmarks.contenders import contenders, forward_step, is_correct, training_step
 from l2r.benchmarks.memory import peak_bytes
-from l2r.benchmarks.results import Bench, Settings, fastest
+from l2r.benchmarks.results import Bench, Settings
 
 _START = {"tokens": 2048, "experts": 64, "heads": 4, "rank": 2, "hidden": 1024}
 _SWEEPS = {
@@ -45,15 +45,12 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         },
     }
     for phase, steps in phases.items():
-        times = bench.measure(steps, share=0.25, rounds=5)
-        base = fastest({name: time.median for name, time in times.items()}, "linear")
-        for name, time in times.items():
+        for name, times in bench.compare(steps, "linear", "us", share=0.25, rounds=5).items():
             bench.add(
                 axis=axis,
                 value=sizes[axis],
                 phase=phase,
                 contender=name,
-                **time.columns("us"),
-                ratio=time.median / base,
+                **times,
                 peak_mib=peak_bytes(lambda step=steps[name]: step(0), settings.device) / 2**20,  # type: ignore[misc]
             )

@@ -159,8 +159,6 @@ def _show(views: Any, as_json: bool) -> None:
 def names(checkpoints: list[str]) -> dict[str, str]:
     """A name for every checkpoint: its last folder, or more of the path where that repeats."""
     paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
-    if len(set(paths)) != len(paths):
-        raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]
         if len(set(short)) == len(short):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, positive_numbers
+from l2r.cli.options import AsJson
 
 
 def params(
@@ -48,8 +48,7 @@ def params(
         print_table(size_table(rows), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
-    rank_list = positive_numbers("ranks", ranks)
-    head_list = positive_numbers("heads", heads)
+    rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
     count, table = (router_cost, cost_table) if cost else (router_parameters, parameter_table)
     linear = layers * count("linear", **sizes)
     cells = {
@@ -58,3 +57,10 @@ def params(
         for head in head_list
     }
     print_table(table(cells, linear), as_json=as_json)
+
+
+def _positive(name: str, text: str) -> list[int]:
+    values = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
+    return values

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2r.report import geometry, landscape, robustness, routing
+from l2r.report import geometry, landscape, routing
 from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
     radii |= {f"0.found_{d}": found for d in ("top1", "topk")}
     arrays = {**radii, "0.sample_x": np.zeros((1, 9))}
     view = Diagnosis({"settings": {"sigma": 0.1}}, [{}], arrays)
-    figure = robustness.certified_curves({"a": view})
+    figure = routing.certified_curves({"a": view})
     proven, searched = figure.data[0], figure.data[1]
     assert proven.y[0] == 1
     assert (np.diff(proven.y) <= 0).all()

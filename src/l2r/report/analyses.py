@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.report.agreement import agreement_heatmaps, saturation_curves
 from l2r.report.page import Section
 from l2r.report.routing import (
     USAGE_TITLES,
@@ -13,9 +12,11 @@ from l2r.report.routing import (
     usage_by_layer,
 )
 from l2r.report.specialization import (
+    agreement_heatmaps,
     coactivation_heatmaps,
     domain_shares,
     frequency_lines,
+    saturation_curves,
     specialization_by_layer,
 )
 from l2r.report.tables import Table

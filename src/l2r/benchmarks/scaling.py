@@ -52,5 +52,5 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
                 phase=phase,
                 contender=name,
                 **times,
-                peak_mib=peak_bytes(lambda step=steps[name]: step(0), settings.device) / 2**20,  # type: ignore[misc]
+                peak_mib=peak_bytes(steps[name], settings.device) / 2**20,
             )

@@ -21,7 +21,9 @@ def run(settings: Settings) -> Bench:
         note="ratio: tokens/s over the stock model in a plain loop. Trainer: "
         "training_step, clipping and optimizer of transformers' Trainer.",
     )
-    batch, length = _batch(settings)
+    batch, length = (8, 1024) if settings.device == "cuda" else (4, 256)
+    if settings.quick:
+        batch, length = 2, 32
     generator = torch.Generator().manual_seed(0)
     shape = (batch, length)
     batches = [
@@ -53,12 +55,6 @@ def run(settings: Settings) -> Bench:
             ratio=base / time.median,
         )
     return bench
-
-
-def _batch(settings: Settings) -> tuple[int, int]:
-    if settings.quick:
-        return 2, 32
-    return (8, 1024) if settings.device == "cuda" else (4, 256)
 
 
 def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, BatchSize, Device
 
 if TYPE_CHECKING:
@@ -81,13 +82,7 @@ def diagnose(
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
-        subject = open_subject(
-            checkpoint,
-            data,
-            instances=instances,
-            length=length,
-            report=lambda line: typer.echo(line, err=True),
-        )
+        subject = open_subject(checkpoint, data, instances=instances, length=length, report=say)
         model = subject.model.to(torch.device(device))
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
         traced = text != 0 and subject.images is None

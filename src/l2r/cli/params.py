@@ -33,7 +33,7 @@ def params(
     """
     from l2r.cli.console import print_table
     from l2r.planning.recipe_model import recipe_sizes
-    from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
+    from l2r.report.paper_tables import parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 
     if cost and (vit or recipes is not None):
@@ -49,14 +49,14 @@ def params(
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
-    count, table = (router_cost, cost_table) if cost else (router_parameters, parameter_table)
+    count = router_cost if cost else router_parameters
     linear = layers * count("linear", **sizes)
     cells = {
         (rank, head): layers * count("l2r_sips", **sizes, rank=rank, heads=head)
         for rank in rank_list
         for head in head_list
     }
-    print_table(table(cells, linear), as_json=as_json)
+    print_table(parameter_table(cells, linear, cost=cost), as_json=as_json)
 
 
 def _positive(name: str, text: str) -> list[int]:

@@ -133,7 +133,9 @@ def write_report(
     if views:
         sections += [*routing_sections(views), *analysis_sections(views, details=False)]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
-    summary = _summary(runs, facts, unit)
+    seen = max((run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs)
+    parameters = facts[runs[0].name].get("parameters", 0)
+    summary = f"{len(runs)} run(s) of a model with {parameters:,} parameters, {seen:,} {unit} each."
     if reload is not None:
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
@@ -145,14 +147,6 @@ def unit_of(runs: Sequence[RunFolder]) -> str:
     """What the runs count their progress in: tokens or images."""
     record = (runs[0].read_metrics("train") or [{}])[0]
     return "images" if "images" in record else "tokens"
-
-
-def _summary(runs: Sequence[RunFolder], facts: dict[str, dict[str, Any]], unit: str) -> str:
-    seen = [(run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs]
-    parameters = next(iter(facts.values())).get("parameters", 0)
-    return (
-        f"{len(runs)} run(s) of a model with {parameters:,} parameters, {max(seen):,} {unit} each."
-    )
 
 
 def facts_table(facts: dict[str, dict[str, Any]]) -> Table:

@@ -140,7 +140,8 @@ def write_diagnosis(
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
-        sections.append(Section(f"Layers of {name}", _remarks(view), tables))
+        why = {row["certificate"] for row in view.layers if "certificate" in row}  # there is none
+        sections.append(Section(f"Layers of {name}", "; ".join(sorted(why)), tables))
     first = next(iter(views.values()))
     summary = (
         f"{len(views)} checkpoint(s), {first.info['tokens']:,} tokens each; robustness on a "
@@ -190,11 +191,3 @@ def _geometry(view: Diagnosis) -> list[Any]:
     chosen = view.few_layers()
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
     return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
-
-
-def _remarks(view: Diagnosis) -> str:
-    """Why a layer has no certificate, where it has none."""
-    remarks: Sequence[str] = sorted(
-        {row["certificate"] for row in view.layers if "certificate" in row}
-    )
-    return "; ".join(remarks)

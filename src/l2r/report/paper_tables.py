@@ -14,22 +14,15 @@ Row = Mapping[str, float | None]
 Difference = tuple[float, float, float]
 
 
-def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
-    """Ranks down, heads across; parameters and their share of the linear router's."""
-    caption = f"All layers; in parentheses the share of the linear router's {linear:,}."
-    return _grid("Router parameters", cells, linear, caption)
-
-
-def cost_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
-    """The same grid with the multiply-adds of one token."""
-    caption = (
-        "Multiply-adds of matrix products for one token, all layers; in parentheses the share "
-        f"of the linear router's {linear:,}. Norms, tanh and pooling come on top."
-    )
-    return _grid("Router cost", cells, linear, caption)
-
-
-def _grid(title: str, cells: Mapping[tuple[int, int], int], linear: int, caption: str) -> Table:
+def parameter_table(
+    cells: Mapping[tuple[int, int], int], linear: int, *, cost: bool = False
+) -> Table:
+    """Ranks down, heads across; parameters, or multiply-adds, and their share of the linear's."""
+    title, caption = "Router parameters", "All layers"
+    if cost:
+        title, caption = "Router cost", "Multiply-adds of matrix products for one token, all layers"
+    caption += f"; in parentheses the share of the linear router's {linear:,}."
+    caption += " Norms, tanh and pooling come on top." if cost else ""
     ranks = sorted({rank for rank, _ in cells})
     heads = sorted({head for _, head in cells})
     rows = tuple(

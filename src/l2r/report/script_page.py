@@ -33,7 +33,7 @@ def write_script_page(
         "/*SCRIPT*/": "".join(read(f"{file}.js") for file in ("script_page", *libraries, name)),
         "/*FIGURES*/": figures,
     }
-    page = read("script_page.html") + read(f"{name}.html")
+    page = read("script_page.html").replace("/*BODY*/", read(f"{name}.html"))
     # In one pass: names and text may hold such a mark.
     write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page))
     return path

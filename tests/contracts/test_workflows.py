@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import l2r
 from l2r.cli.extras import FOR_DEVELOPMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,11 @@ def test_hooks_run_the_programs_of_make_lint():
     programs = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}
     lint = re.search(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.M).group(1)
     assert programs - {"make"} == set(re.findall(r"\$\(BIN\)/(\S+)", lint))
+
+
+def test_the_wheel_that_the_readme_installs_is_the_one_that_make_dist_builds():
+    (wheel,) = re.findall(r"\S*l2r_moe-\S+?\.whl", (ROOT / "README.md").read_text())
+    assert wheel == f"'dist/l2r_moe-{l2r.__version__}-py3-none-any.whl"
 
 
 def test_the_readme_lists_every_extra_that_is_not_for_development():

@@ -164,6 +164,11 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
     assert steps == list(range(8))  # each once
     (result,) = results_of(plan, cells, places)
     assert result.facts["seconds"] is None  # the time of a part tells nothing of a whole cell
+    whole = Places(tmp_path / "whole", tmp_path / "whole-runs")
+    assert run_share(plan, cells, whole) == (0, None)
+    (other,) = results_of(plan, cells, whole)
+    assert [s for s, _ in result.curve] == [s for s, _ in other.curve]
+    assert [ce for _, ce in result.curve] == pytest.approx([ce for _, ce in other.curve], rel=1e-6)
 
 
 @pytest.fixture
@@ -315,6 +320,21 @@ def test_the_page_of_a_study_without_results_says_so(tmp_path):
     assert "Fewer than registered" in text.read_text()
 
 
+def test_results_that_lack_a_measure_do_not_count_for_it():
+    """Those of a version before it, and images' top-1 in a study of language."""
+    contrasts = [
+        {"text": "a", "metric": m, "first": "l2r", "second": "linear", "better": "larger"}
+        for m in ("logit_spread", "top1")
+    ]
+    plan = registered(contrasts=contrasts)
+    older, *others = made_up(plan, 3, values())
+    trained = {m: v for m, v in older.trained.items() if m != "logit_spread"}
+    results = [dataclasses.replace(older, trained=trained), *others]
+    judged = judge_plan(plan.plan, results)
+    assert [j.seeds for j in judged] == [2, 0]
+    assert [j.verdict for j in judged][1] == "undecided"
+
+
 def test_images_are_measured_by_the_same_names(tmp_path):
     changes = ["training.epochs=null", "training.steps=2", "training.global_batch=16"]
     changes += ["training.micro_batch=16", "data.workers=0", "evaluation.max_batches=1"]
@@ -323,5 +343,5 @@ def test_images_are_measured_by_the_same_names(tmp_path):
     places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[1:]
     assert run_share(plan, cells, places) == (0, None)
     (result,) = results_of(plan, cells, places)
-    assert set(result.trained) == set(result.untrained) == set(MEASURES)
-    assert result.facts["units"] == 32 and result.trained["validation_ce"] > 0
+    assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
+    assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1

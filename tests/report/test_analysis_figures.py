@@ -55,7 +55,10 @@ def test_heatmaps_show_the_strongest_pairs_and_chance():
     view = _view()
     together = view.arrays["1.coactivation"] = np.zeros((EXPERTS, EXPERTS))
     together[3, 17] = together[17, 3] = 1
+    every = specialization.coactivation_heatmaps(view, [1], "a", most=EXPERTS)
+    assert every.layout.title.text.endswith("of all experts")
     figure = specialization.coactivation_heatmaps(view, [1], "a", most=2)
+    assert "the 2 experts with the strongest pairs" in figure.layout.title.text
     assert list(figure.data[0].x) == ["3", "17"] and figure.data[0].z[0][1] == 1
     assert "by chance: 0.30" in figure.layout.annotations[0].text
 

@@ -17,7 +17,7 @@ from l2r.runs.contrasts import (
     judge,
     seeds_needed,
 )
-from l2r.runs.effects import effects_of
+from l2r.runs.effects import best_by_fit, effects_of
 
 SD, MARGIN, ALPHA = 0.018, 0.02, 0.05
 TRIALS = 250
@@ -227,6 +227,10 @@ def test_planted_effects_come_back_exactly_where_there_is_no_noise():
     assert [(e.factor, e.level) for e in found[:-1]] == list(planted)
     changes = [e.change.mean for e in found]
     assert changes == pytest.approx([*planted.values(), 0.07])
+    best, change = best_by_fit(LEVELS, [("gamma", "z")], found)
+    first = value(("1", "paper"), 0)
+    every = {cell: value(cell, 0) - first for cell in itertools.product(*LEVELS.values())}
+    assert best == min(every, key=every.get) and change == pytest.approx(every[best])
 
 
 def test_the_effect_of_two_cells_is_their_paired_difference():

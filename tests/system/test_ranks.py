@@ -60,7 +60,11 @@ def test_the_same_ranks_train_twice(tiny_changes, tmp_path):
 
 
 def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):
-    """Three ways to the same weights: unbroken, and DDP for 2 steps then FSDP2."""
+    """Three ways to the same weights: unbroken, and DDP for 2 steps then FSDP2.
+
+    With a learned temperature, one number a layer, which FSDP2 can only hold as a vector.
+    """
+    tiny_changes = [*tiny_changes, "router.learn_temperature=true"]
     one = launch(1, tmp_path / "one", tiny_changes)
     broken = launch(2, tmp_path / "two", tiny_changes)
     for checkpoint in broken.complete_checkpoints()[1:]:

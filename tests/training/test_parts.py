@@ -8,8 +8,11 @@ import torch
 from l2r import build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.recipes.schema import LossSection, OptimizerSection
+from l2r.runs.folder import RunFolder
+from l2r.training.checkpoint import load_weights, save_checkpoint
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
+from l2r.training.ranks import Ranks
 
 
 class Layers(torch.nn.Module):
@@ -64,6 +67,21 @@ def test_a_learned_temperature_never_decays():
     optimizer = build_optimizer(router, OptimizerSection(decay_norms=True))
     (kept,) = [g["params"] for g in optimizer.param_groups if not g["weight_decay"]]
     assert [id(p) for p in kept] == [id(router.log_temperature)]
+
+
+@pytest.mark.parametrize("lifted", [True, False])
+def test_a_learned_temperature_loads_whether_fsdp2_saved_it_or_not(lifted, tmp_path):
+    """FSDP2 holds it as a vector of one; diagnose reads its checkpoints in a plain process."""
+    make = {"hidden_size": 8, "num_experts": 4, "top_k": 2, "learn_temperature": True}
+    saved, loaded = (build_router("linear", **make) for _ in range(2))
+    (saved if lifted else loaded).lift_scalars()
+    with torch.no_grad():
+        saved.log_temperature.fill_(0.25)
+    optimizer, ranks = build_optimizer(saved, OptimizerSection()), Ranks(0, 1, torch.device("cpu"))
+    folder = save_checkpoint(RunFolder(tmp_path), 3, saved, optimizer, ranks, keep=1)
+    assert load_weights(folder, loaded) == 3
+    assert loaded.log_temperature.item() == 0.25
+    torch.testing.assert_close(loaded.weight, saved.weight, rtol=0, atol=0)
 
 
 def test_auxiliary_losses_are_the_weighted_means_over_layers():

@@ -54,7 +54,7 @@ def evidence(
     from l2r.experiments.judging import Places, results_of, study_of
     from l2r.experiments.study import run_share
     from l2r.experiments.study_plan import read_plan
-    from l2r.report.evidence import contrast_table, write_study
+    from l2r.report.evidence import main_table, write_study
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this command starts processes of its own; run it without torchrun")
@@ -70,7 +70,7 @@ def evidence(
     if not judge_only:
         found = _run(registered, plan, most, hours, processes, places, (results, out))
     study = study_of(registered, found)
-    print_table(contrast_table(study), as_json=as_json)
+    print_table(main_table(study), as_json=as_json)
     page, text = write_study(study, out / registered.name, results / registered.name)
     say(f"{registered.state}\nwritten: {page}, {text}")
 

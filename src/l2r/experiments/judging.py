@@ -44,13 +44,14 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
 
 
 def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
-    """Verdicts over the seeds that both arms of a contrast have."""
+    """Verdicts over the seeds for which both arms of a contrast have its metric."""
     by_cell = {(result.arm, result.seed): result for result in results}
     pairs = []
     for contrast in plan.contrasts:
+        measured = {c for c, r in by_cell.items() if contrast.metric in r.trained}
         seeds = sorted(
-            {seed for arm, seed in by_cell if arm == contrast.first}
-            & {seed for arm, seed in by_cell if arm == contrast.second}
+            {seed for arm, seed in measured if arm == contrast.first}
+            & {seed for arm, seed in measured if arm == contrast.second}
         )
         sides = [
             [getattr(by_cell[arm, seed], when)[contrast.metric] for seed in seeds]

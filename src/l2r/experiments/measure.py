@@ -42,6 +42,7 @@ _OF_DIAGNOSIS = {
     },
     "stability": "stability",
     "topk_overlap": "topk_overlap",
+    **{name: name for name in ("logit_spread", "weight_sum", "first_experts")},
 }
 Measures = dict[str, float]
 Batches = tuple[Callable[[], Iterator[Batch]], Sequence[str]]  # and the names of their domains
@@ -86,13 +87,11 @@ def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, M
     device = torch.device(pick_device("auto"))
     torch.manual_seed(recipe.seed)  # as training did before it built the model
     model = task.build_model().to(device)
-    losses = {
-        "validation_ce": _ce(task.validate(model, device)),
-        **_first_step(model, task, recipe),
-    }
+    losses = {**_validated(task.validate(model, device)), **_first_step(model, task, recipe)}
     untrained = {**losses, **_routing(model, task, recipe, sample)}
+    losses = {**final_losses(run), **_validated(run.read_metrics("validation")[-1])}
     model = _LOAD[type(recipe)](run.path)[0].to(device)
-    return {**final_losses(run), **_routing(model, task, recipe, sample)}, untrained
+    return {**losses, **_routing(model, task, recipe, sample)}, untrained
 
 
 def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Measures:
@@ -134,8 +133,10 @@ def _first_step(model: nn.Module, task: Any, recipe: AnyRecipe) -> Measures:
     return {"train_ce": loss, "balance": float(balance)}
 
 
-def _ce(numbers: dict[str, float]) -> float:
-    return numbers.get("ce/mean", numbers.get("ce", float("nan")))
+def _validated(numbers: dict[str, float]) -> Measures:
+    """Cross-entropy, the mean over domains for language, and top-1 of images."""
+    ce = numbers["ce/mean"] if "ce/mean" in numbers else numbers["ce"]
+    return {"validation_ce": ce, **{n: v for n, v in numbers.items() if n == "top1"}}
 
 
 def _device(model: nn.Module) -> torch.device:

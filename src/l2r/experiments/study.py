@@ -64,7 +64,7 @@ def run_share(
             environment = run.read_json(run.environment)
             facts = {"seconds": seconds, **describe_machine(), **_counts(run, environment)}
             recipe = cell.recipe.model_dump(mode="json")
-            curve = [(r["step"], r["ce"]) for r in run.read_metrics("train_mean")]
+            curve = _curve(run, cell.recipe.training.log_every)
             CellResult(
                 cell.arm, cell.recipe.seed, trained, untrained, curve, recipe, plan.mark(), facts
             ).save(path)
@@ -110,6 +110,19 @@ def own_processes() -> tuple[int, int]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (1, cores or 1) if torch.cuda.is_available() else (cores or 1, 1)
+
+
+def _curve(run: RunFolder, every: int) -> list[tuple[int, float]]:
+    """Mean training loss of every so many steps; a run that was stopped logged some in parts."""
+    curve, part = [], list[dict[str, Any]]()
+    records = run.read_metrics("train_mean")
+    for record in records:
+        part.append(record)
+        if record["step"] % every == 0 or record is records[-1]:
+            total = sum(r["ce"] * r["steps"] for r in part)
+            curve.append((record["step"], total / sum(r["steps"] for r in part)))
+            part = []
+    return curve
 
 
 def _counts(run: RunFolder, environment: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from l2r.routers.config import nearest
 from l2r.runs.contrasts import Contrast
 from l2r.runs.effects import design
 from l2r.runs.folder import SEED_MARK
-from l2r.runs.study import MEASURES
+from l2r.runs.study import MEASURES, OF_IMAGES
 
 _FOLDER = Path(__file__).parent / "plans"
 # All held-out tokens, once, at the end; every step is in some point of the curve.
@@ -134,11 +134,11 @@ class Plan(Section):
             for arm in (contrast.first, contrast.second):
                 if arm not in arms:
                     raise ValueError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
-            if contrast.metric not in MEASURES:
-                hint = nearest(contrast.metric, MEASURES)
+            if contrast.metric not in (measures := (*MEASURES, *OF_IMAGES)):
+                hint = nearest(contrast.metric, measures)
                 raise ValueError(
                     f"contrasts: unknown metric {contrast.metric!r}{hint}; measured are "
-                    f"{', '.join(MEASURES)}"
+                    f"{', '.join(measures)}"
                 )
             if contrast.primary and contrast.metric not in self.margins:
                 raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")

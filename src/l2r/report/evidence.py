@@ -5,17 +5,18 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest
+from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest, scale_plot
 from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
 from l2r.runs.contrasts import Judged, detectable, estimate
-from l2r.runs.effects import Effect, effects_of
+from l2r.runs.effects import Effect, best_by_fit, effects_of
 from l2r.runs.statistics import Interval
 from l2r.runs.study import ScreenDesign, Study
 
 # metric -> its name on the page
 METRICS = {
+    "top1": "top-1",
     "validation_ce": "validation CE",
     "train_ce": "training CE",
     "routing_gain": "routing gain",
@@ -25,6 +26,9 @@ METRICS = {
     "scale_free_margin": "margin / spread",
     "stability": "stability, noise 0.02",
     "relative_stability": "stability, noise 0.1 rms",
+    "logit_spread": "logit spread",
+    "weight_sum": "sum of the k weights",
+    "first_experts": "experts ever first",
 }
 _SCREENED = ("validation_ce", "routing_gain", "load_entropy")
 _COLUMNS = (
@@ -70,29 +74,51 @@ def precision_table(study: Study) -> Table:
 def arm_table(study: Study) -> Table:
     """Means over the seeds of every arm, with step 0 of the losses and the gain."""
     rows = []
+    measured = [m for m in METRICS if any(m in result.trained for result in study.results)]
     for arm in study.arms:
         seeds = len(study.values(arm, "validation_ce"))
         if seeds:
             ce = estimate(study.values(arm, "validation_ce")).interval(study.alpha)
-            cells = [_mean(study.values(arm, metric)) for metric in METRICS]
+            cells = [_mean(study.values(arm, metric)) for metric in measured]
             before = [
                 _mean(study.values(arm, metric, "untrained"))
                 for metric in ("validation_ce", "routing_gain", "load_entropy")
             ]
-            rows.append((arm, seeds, *cells, ce.half if seeds > 1 else None, *before))
+            rows.append((_words(arm), seeds, *cells, ce.half if seeds > 1 else None, *before))
     columns = (
-        "arm", "seeds", *METRICS.values(), "validation CE ±",
+        "arm", "seeds", *(METRICS[m] for m in measured), "validation CE ±",
         "validation CE, step 0", "routing gain, step 0", "load entropy, step 0",
     )  # fmt: skip
     return Table("Arms, means over seeds", columns, tuple(rows))
+
+
+def main_table(study: Study) -> Table:
+    """The contrasts, or of a study that has none, what its screens propose."""
+    return contrast_table(study) if study.judged or not study.screens else _proposals(study)
+
+
+def _proposals(study: Study) -> Table:
+    """What each screen proposes, by its fit and by what was run."""
+    rows = []
+    for name, found in _effects(study).items():
+        screen = study.screens[name]
+        cell, change = best_by_fit(screen.levels, screen.interactions, found["validation_ce"])
+        ran = {arm: study.values(arm, "validation_ce") for arm in screen.arms}
+        best = min((arm for arm in ran if ran[arm]), key=lambda arm: statistics.fmean(ran[arm]))
+        words = ", ".join(f"{f} {v}" for f, v in zip(screen.levels, cell, strict=True))
+        rows.append((name, words, change, _words(best), statistics.fmean(ran[best])))
+    columns = ("screen", "best by the fit", "change from all first levels", "best that was run")
+    return Table("Proposed: least validation CE", (*columns, "its validation CE"), tuple(rows))
 
 
 def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     """Write ``report.html`` and ``report.md``."""
     tables = [contrast_table(study, primary=True), contrast_table(study, primary=False)]
     tables = [table for table in tables if table.rows]
-    effects = {name: _effects(study, screen) for name, screen in study.screens.items()}
-    effect_tables = [_effect_table(name, found) for name, found in effects.items() if found]
+    effects = _effects(study)
+    effect_tables = [_effect_table(name, found) for name, found in effects.items()]
+    if effects:
+        effect_tables.insert(0, _proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
         text = f"{_chance(study)} {_FOREST}"
@@ -103,8 +129,8 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
             "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
             "to test, it tests nothing."
         )
-        figure = effect_plot({n: found for n, found in effects.items() if found}, METRICS)
-        sections.append(Section("Main effects", text, [figure, *effect_tables]))
+        figures = [effect_plot(effects, METRICS), scale_plot(study, METRICS)]
+        sections.append(Section("Main effects", text, [*figures, *effect_tables]))
     arms = arm_table(study)
     sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
     sections.append(Section("Arms", parts=[arms]))
@@ -184,8 +210,13 @@ def show_interval(value: Interval) -> str:
     return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
 
 
-def _effects(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
-    """Effects by metric; nothing where the runs so far cannot tell them apart."""
+def _effects(study: Study) -> dict[str, dict[str, list[Effect]]]:
+    """Effects by screen and metric, of the screens whose runs so far tell them apart."""
+    found = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
+    return {name: effects for name, effects in found.items() if effects}
+
+
+def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
     own = [result for result in study.results if result.arm in screen.arms]
     cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
     found = {}
@@ -206,6 +237,11 @@ def _effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:
     ]
     columns = ("factor", "level", *(METRICS[metric] for metric in effects))
     return Table(f"Main effects: {name}", columns, tuple(rows))
+
+
+def _words(arm: str) -> str:
+    """The name of an arm with places where a column can break it."""
+    return arm.replace(",", ", ")
 
 
 def _mean(values: Sequence[float]) -> float | None:

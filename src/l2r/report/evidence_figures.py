@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, line_style
+from l2r.report.style import layout, line_style, panel_figure, router_color
 from l2r.runs.contrasts import Judged, estimate
 from l2r.runs.effects import Effect
 from l2r.runs.study import Study
 
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
+_SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 8  # curves; more cannot be told apart
 
 
@@ -77,8 +79,8 @@ def curves_with_bands(study: Study) -> go.Figure:
             _band(figure, arm, list(lines.values()), line_style(arm, position), column)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="nats")
-    legend = {"orientation": "h", "y": 1.3, "x": 0}
-    figure.update_layout(**layout(height=460, legend=legend, margin={"t": 130}))
+    legend = {"x": 0, "y": -0.2, "yanchor": "top"}
+    figure.update_layout(**layout(height=440 + 20 * len(curves), legend=legend))
     return figure
 
 
@@ -92,7 +94,7 @@ def effect_plot(
         cols=len(metrics),
         shared_yaxes=True,
         subplot_titles=[f"{screen}: {names[m]}" for screen in screens for m in metrics],
-        vertical_spacing=0.12 / len(screens),
+        vertical_spacing=0.24 / len(screens),
     )
     for row, effects in enumerate(screens.values(), start=1):
         for column, metric in enumerate(metrics, start=1):
@@ -110,7 +112,30 @@ def effect_plot(
             figure.add_vline(x=0, line_color="#52606d", row=row, col=column)
             figure.update_yaxes(autorange="reversed", row=row, col=column)
     most = max(len(effects[metrics[0]]) for effects in screens.values())
-    figure.update_layout(**layout(height=len(screens) * (120 + 26 * most), margin={"l": 240}))
+    figure.update_layout(**layout(height=len(screens) * (150 + 26 * most), margin={"l": 240}))
+    return figure
+
+
+def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
+    """Loss of every arm of the screens against what routers differ in besides their geometry."""
+    figure, places = panel_figure([names[m] for m in _SCALES], 3, shared_yaxes=True)
+    for position, (name, screen) in enumerate(study.screens.items()):
+        for metric, place in zip(_SCALES, places, strict=True):
+            arms = [arm for arm in screen.arms if study.values(arm, metric)]
+            figure.add_scatter(
+                x=[fmean(study.values(arm, metric)) for arm in arms],
+                y=[fmean(study.values(arm, "validation_ce")) for arm in arms],
+                text=arms,
+                mode="markers",
+                marker={"color": router_color(name, position), "size": 8},
+                name=name,
+                legendgroup=name,
+                showlegend=metric == _SCALES[0],
+                **place,
+            )
+    figure.update_xaxes(type="log", row=1, col=1)
+    figure.update_yaxes(title_text=names["validation_ce"], row=1, col=1)
+    figure.update_layout(**layout(legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 
 

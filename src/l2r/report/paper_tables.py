@@ -80,10 +80,11 @@ def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
 
 def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Table:
     """``results`` maps a router to its top-1 and top-5 in per cent and the number of seeds."""
-    rows = [
-        (PAPER_ROUTERS.get(router, router), top1.mean, top1.half, top5.mean, top5.half, seeds)
-        for router, (top1, top5, seeds) in results.items()
-    ]
+    rows = []
+    for router, (top1, top5, count) in results.items():
+        halves = (top1.half, top5.half) if count > 1 else (None, None)
+        name = PAPER_ROUTERS.get(router, router)
+        rows.append((name, top1.mean, halves[0], top5.mean, halves[1], count))
     seeds = sorted({row[-1] for row in rows})
     return Table(
         "Top-1 and top-5 accuracy",

@@ -131,7 +131,9 @@ def coactivation_heatmaps(
             figure.update_yaxes(title_text="expert i", **place)
     figure.update_annotations(font_size=12)
     colors = {"colorscale": "Reds", "cmin": 0, "cmax": 1, "colorbar": {"title": "P(j | i)"}}
-    text = f"Co-activation P(E_j | E_i) of the {most} experts with the strongest pairs"
+    all_shown = all(len(together) <= most for together in view.by_layer("coactivation"))
+    which = "all experts" if all_shown else f"the {most} experts with the strongest pairs"
+    text = f"Co-activation P(E_j | E_i) of {which}"
     figure.update_layout(
         **layout(height=480, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from jaxtyping import Float
@@ -54,6 +55,18 @@ def effects_of(
         Effect(factor, level, Interval(float(m), float(m - h), float(m + h)))
         for (factor, level), m, h in zip(names, found, wide, strict=False)  # seeds come last
     ]
+
+
+def best_by_fit(
+    levels: Levels, interactions: Sequence[tuple[str, str]], effects: Sequence[Effect]
+) -> tuple[tuple[str, ...], float]:
+    """The cell, run or not, for which the effects predict the least, and its change from that of
+    all first levels."""
+    cells = list(product(*levels.values()))
+    _, columns = design(levels, interactions, cells)
+    predicted = columns @ np.array([effect.change.mean for effect in effects])
+    least = int(predicted.argmin())
+    return cells[least], float(predicted[least] - predicted[0])
 
 
 def design(

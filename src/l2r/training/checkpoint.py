@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from l2r.runs.atomic import publish, write_json
 from l2r.runs.folder import RunFolder
@@ -131,9 +132,23 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             reader = HuggingFaceStorageReader(path=str(folder))
-            load(state, storage_reader=reader, no_dist=ranks.world == 1)
+            saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+            numbers = {
+                name: torch.empty(saved[name].size, dtype=value.dtype, device=value.device)
+                for name, value in state.items()
+                if _is_other(value, saved.get(name))
+            }
+            load({**state, **numbers}, storage_reader=reader, no_dist=ranks.world == 1)
+        for name, number in numbers.items():
+            mine = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
+            mine.view(-1).copy_(number.view(-1)[: mine.numel()])
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
+
+
+def _is_other(value: Tensor, saved: Any) -> bool:
+    """Whether a single number was saved in another shape, as under FSDP2, which splits vectors."""
+    return saved is not None and value.numel() == 1 and value.shape != saved.size
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -36,9 +36,8 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
     grids, labels = {}, {}
     for name, view in views.items():
         layers, domains = view.few_layers(), view.info["domains"]
-        grids[name] = _relative(
-            [row for layer in layers for row in view.array(layer, "usage_by_domain")]
-        )
+        counts = [view.array(layer, "usage_by_domain")[: len(domains)] for layer in layers]
+        grids[name] = _relative(np.concatenate(counts))
         labels[name] = [f"{layer} · {domain}" for layer in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 
@@ -133,7 +132,7 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     return figure
 
 
-def _relative(grid: Sequence[Array]) -> list[list[float]]:
+def _relative(grid: Sequence[Array] | Array) -> list[list[float]]:
     """Each row divided by its mean; a row of zeros stays."""
     return [(row / (np.mean(row) or 1)).tolist() for row in grid]
 

@@ -177,7 +177,7 @@ def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
     titles = [
         "Adjusted mutual information<br>(0: chance, 1: the same up to names)",
         "Same first expert<br>under the best matching",
-        "The latter by chance<br>(documents dealt anew)",
+        "The latter by chance<br>(documents or images dealt anew)",
     ]
     figure, places = panel_figure(titles, 3, horizontal_spacing=0.12, shared_yaxes=True)
     for place, grid in zip(places, grids, strict=True):

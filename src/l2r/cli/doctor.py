@@ -1,6 +1,5 @@
 """``l2r doctor``: what works on this machine, what runs instead of what does not."""
 
-import copy
 import os
 import shutil
 import subprocess
@@ -8,16 +7,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from l2r.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from l2r.routers import Router
+from l2r.report.tables import Table
 
 # OK; works in a slower or smaller form; optional and not there; broken, so exit code 1.
 OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
@@ -42,7 +36,6 @@ def doctor(
     Example: l2r doctor --json
     """
     from l2r.cli.console import print_table
-    from l2r.report.tables import Table
 
     checks = run_checks()
     rows = tuple((c.name, c.status, c.detail) for c in checks)
@@ -156,8 +149,7 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
     """
     import torch
 
-    errors = torch.tensor([kernel_error(device, kernel, rank) for rank in (2, 16)])
-    error = errors.max().item()  # NaN if one is
+    error = torch.tensor([kernel_error(device, kernel, rank) for rank in (2, 16)]).max().item()
     if not error <= torch.finfo(torch.float32).eps ** 0.5:
         return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"
     return OK, f"forward and backward within {error:.0e} of plain code"
@@ -167,29 +159,17 @@ def kernel_error(device: str, kernel: str, rank: int) -> float:
     """Largest difference of an L2R router from plain code, over the largest exact number."""
     import torch
 
+    from l2r.benchmarks.contenders import Contender, errors
+    from l2r.kernels.dispatch import implementation
     from l2r.routers import build_router
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         router = build_router("l2r_sips", hidden_size=64, num_experts=16, top_k=4, rank=rank)
         x = torch.randn(48, 64)
-    router, x = router.to(device), x.to(device)
-    exact = _results(copy.deepcopy(router).double(), x.double(), "plain")
-    pairs = zip(_results(router, x, kernel), exact, strict=True)
-    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
-
-
-def _results(router: "Router", x: "Tensor", kernel: str) -> "tuple[Tensor, ...]":
-    """Logits, weights and the gradients of x and all parameters."""
-    import torch
-
-    from l2r.kernels.dispatch import implementation
-
-    x = x.clone().requires_grad_()
     with implementation(kernel):
-        logits, weights, _ = router(x)
-        loss = logits.sin().sum() + weights.square().sum()
-        return logits, weights, *torch.autograd.grad(loss, [x, *router.parameters()])
+        found = errors(Contender("", router.to(device), "fused"), x.to(device))
+    return torch.tensor(found).max().item()  # NaN if one is
 
 
 def _cache_folder() -> tuple[str, str]:

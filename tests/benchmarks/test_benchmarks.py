@@ -74,17 +74,13 @@ def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> N
     for group in groups(again):
         bars = bars_figure(again, group).data[0]
         assert len(set(bars.y)) == len(bars.x) >= 3
-    with pytest.raises(ValueError, match="group must be one of"):
-        bars_figure(again, "sideways")
 
 
 def test_scaling_has_every_axis_and_draws_it() -> None:
     found = run_bench("scaling", QUICK).as_dict()
     for axis in ("tokens", "experts", "heads", "rank", "hidden"):
-        for column in ("median_us", "peak_mib", "ratio"):
+        for column in ("median_us", "peak_mib"):
             assert len(scaling_figure(found, axis, column=column).data) == 4
-    with pytest.raises(ValueError, match="no records for axis"):
-        scaling_figure(found, "depth")
 
 
 def test_settings_name_the_wrong_field() -> None:

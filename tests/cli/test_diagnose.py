@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from l2r.cli.diagnose import names
 from l2r.data.manifest import TokenizerIdentity
 from l2r.data.tokens import write_token_files
-from l2r.runs.text_routing import read_text_routing
+from l2r.runs.text_routing import TextRouting
 from tests.diagnostics.models import ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--sample", "64", "--certify", "3"]
@@ -65,7 +65,7 @@ def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(l2r, checkpo
         assert words in page
     assert page.count("Routing plane, layer") == 2  # two layers, of the rank-2 router alone
     assert "index-text.html" in page and (tmp_path / "index-text.html").is_file()
-    text = read_text_routing(tmp_path / "stock" / "text.npz")
+    text = TextRouting.read(tmp_path / "stock" / "text.npz")
     # Of 1,024 tokens all 128 are shown, by number: the checkpoint has no tokenizer.
     assert text.experts.shape == (2, 8, 16, 2) and text.pieces[0].strip().isdigit()
     assert (text.radius > 0).all()

@@ -151,10 +151,10 @@ def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(l2r, checkpoint, text_fo
     narrow = tmp_path / "bf16"
     shutil.copytree(checkpoint, narrow)
     load_pretrained(checkpoint).bfloat16().save_pretrained(narrow)
-    code, _, err = l2r("swap", narrow, "--rank", 2, "--heads", 4, "--out", tmp_path / "one")
+    code, _, err = l2r("swap", narrow, "rank=2", "heads=4", "--out", tmp_path / "one")
     assert code == 0, err
-    code, text, err = l2r("upcycle", narrow, "--rank", 2, "--heads", 4, "--text", text_folder,
-        "--tokens", 600, "--held-out", 300, "--sequence-length", 32, "--train-steps", 1,
+    code, text, err = l2r("upcycle", narrow, "rank=2", "heads=4", "--data", text_folder,
+        "--tokens", 600, "--held-out", 300, "--length", 32, "--train-steps", 1,
         "--out", tmp_path / "two", "--json",
     )  # fmt: skip
     assert code == 0, err

@@ -11,7 +11,6 @@ import pytest
 from l2r.cli import main
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
-from l2r.runs.watching import changes_of
 from l2r.training import loop
 from tests.processes import Running
 
@@ -75,8 +74,8 @@ def test_a_page_is_written_once_for_every_change(going, monkeypatch):
             run.model.mkdir()
             (run.model / "config.json").write_text("{}")
 
-    monkeypatch.setattr("l2r.runs.watching.time.sleep", nap)
-    assert [len(naps) for _ in changes_of(run, 7)] == [0, 3]
+    monkeypatch.setattr("l2r.runs.folder.time.sleep", nap)
+    assert [len(naps) for _ in run.changes(7)] == [0, 3]
     assert naps == [7] * 5
 
 

@@ -2,14 +2,14 @@
 
 import gzip
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from l2r.data.image_loader import ImageLoader
-from l2r.data.image_sources import ArrayImages, FolderImages, hold_out, open_images, read_idx
-from l2r.data.images import CenterCrop, ImageDataset, RandomCrop
+from l2r.data.image_sources import ImageSource, folder_images, hold_out, open_images, read_idx
+from l2r.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
 
 
 def write_idx(path, array):
@@ -41,7 +41,7 @@ def folder(tmp_path):
 def numbered():
     """40 gray images whose every pixel is the image's own number."""
     pixels = np.repeat(np.arange(40, dtype=np.uint8), 36).reshape(40, 6, 6)
-    return ArrayImages(pixels, np.arange(40) % 4, "abcd")
+    return ImageSource(pixels, np.arange(40) % 4, tuple("abcd"))
 
 
 def test_folder_layout_gives_classes_labels_and_files(folder):
@@ -72,16 +72,17 @@ def test_plain_folder_holds_out_a_fifth_of_each_class(folder):
 
 
 def test_digits_split_is_fixed_stratified_and_disjoint():
-    train, validation = open_images("digits")
-    assert len(train.labels) + len(validation.labels) == 1797
-    assert set(train.indices).isdisjoint(validation.indices)
-    assert np.all(np.abs(np.bincount(validation.labels) / np.bincount(train.labels) - 0.25) < 0.01)
-    again = hold_out(train.source)[1]
-    assert np.array_equal(again.indices, validation.indices)
     from sklearn.datasets import load_digits
 
-    index = int(validation.indices[3])
-    expected = load_digits().images[index] * 255 / 16
+    train, validation = open_images("digits")
+    assert len(train.labels) + len(validation.labels) == 1797
+    digits = load_digits()
+    numbers = [str(number) for number in range(1797)]  # the split alone
+    kept, held = hold_out(ImageSource(numbers, digits.target, train.classes))
+    assert set(kept.items).isdisjoint(held.items)
+    assert np.array_equal(held.labels, validation.labels)
+    assert np.all(np.abs(np.bincount(validation.labels) / np.bincount(train.labels) - 0.25) < 0.01)
+    expected = digits.images[int(held.items[3])] * 255 / 16
     assert np.abs(np.asarray(validation.open(3)) - expected).max() <= 0.5
 
 
@@ -130,7 +131,7 @@ def test_wrong_sources_are_refused_in_one_line(tmp_path, name, words):
 
 
 def test_missing_fashion_mnist_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("l2r.data.image_sources.FASHION_MNIST_FOLDERS", ("/nowhere",))
+    monkeypatch.setattr("l2r.data.image_sources.FASHION_MNIST_FOLDER", Path("/nowhere"))
     with pytest.raises(ValueError, match="install Debian's dataset-fashion-mnist"):
         open_images("fashion-mnist")
 
@@ -153,7 +154,7 @@ def test_batches_do_not_depend_on_workers_or_on_the_steps_before(folder, workers
     train, _ = open_images(str(folder))
     dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=1)
     expected = [dataset[dataset.places(step, 4)] for step in range(4)]
-    loader = ImageLoader(dataset, 4, workers=workers)
+    loader = ImageLoader(dataset, batch_size=4, workers=workers)
     for step in (0, 1, 2, 3, 1, 2):  # a resumed run asks for an earlier step
         got = loader.batch(step)
         assert np.array_equal(got.pixels.numpy(), expected[step].pixels.numpy())
@@ -204,7 +205,7 @@ def test_fast_jpeg_decoding_stays_close_to_full_decoding(tmp_path):
     (tmp_path / "a").mkdir()
     photo(3, size=(512, 384)).save(tmp_path / "a" / "x.jpg", quality=95)
     photo(3, size=(512, 384)).save(tmp_path / "a" / "y.png")
-    source = FolderImages(tmp_path)
+    source = folder_images(tmp_path)
     batch = ImageDataset(source, size=32, crop=CenterCrop()).rows(np.array([0, 1]))
     with source.open(0) as image:
         image.draft("RGB", (96, 72))
@@ -250,7 +251,7 @@ def test_gray_and_transparent_images_become_the_wanted_mode(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGBA", (20, 20), (255, 0, 0, 0)).save(tmp_path / "a" / "0.png")
     Image.new("L", (20, 20), 7).save(tmp_path / "a" / "1.png")
-    source = FolderImages(tmp_path)
+    source = folder_images(tmp_path)
     color = ImageDataset(source, size=8, crop=CenterCrop()).rows(np.arange(2)).pixels
     assert color.shape == (2, 3, 8, 8)
     assert color[1].unique().tolist() == [7]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from l2r.data.listing import by_domain, folder_listing, hub_listing
+from l2r.data.listing import by_domain, folder_listing, shard_source
+from l2r.data.mixture import ShardPlan
 
 
 def test_shards_are_grouped_by_folder_and_sorted():
@@ -39,7 +40,7 @@ def test_folder_without_shards_is_refused(tmp_path):
 def test_unreachable_hub_is_one_clear_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="cannot list allenai/x on the Hugging Face hub") as caught:
-        hub_listing("allenai/x")
+        shard_source("hub", ShardPlan("allenai/x", 1, 0, ()))
     assert "name a local folder" in str(caught.value)
 
 
@@ -56,4 +57,7 @@ def test_hub_listing_is_grouped_and_pinned_to_its_commit(monkeypatch):
         )
 
     monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
-    assert hub_listing("a/b", revision="main") == ({"wiki": ["data/wiki/w.json.gz"]}, "c0ffee")
+    source = shard_source("hub", ShardPlan("a/b", 1, 0, (), revision="main"))
+    assert source.files == {"wiki": ["data/wiki/w.json.gz"]}
+    assert source.prefix == "hf://datasets/a/b@c0ffee/"
+    assert source.origin == {"shards": "a/b", "revision": "c0ffee"}

@@ -10,7 +10,7 @@ from l2r import capture
 from l2r.diagnostics.patches import patch_routing
 from l2r.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.report.patches import compare_patches, patch_figure
-from l2r.runs.patches import read_patches
+from l2r.runs.patches import PatchRouting
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
     pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     routing = route(model, pixels / 255, (4, 4), pixels)
     routing.save(tmp_path / "p.npz")
-    saved = read_patches(tmp_path / "p.npz")
+    saved = PatchRouting.read(tmp_path / "p.npz")
     for field in dataclasses.fields(routing):
         assert np.array_equal(getattr(saved, field.name), getattr(routing, field.name))
     figure = patch_figure(saved, images=2)
@@ -92,7 +92,7 @@ def test_the_figure_paints_every_patch_with_its_expert(model, tmp_path):
 
 def test_a_wrong_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot read patch routing from"):
-        read_patches(tmp_path / "none.npz")
+        PatchRouting.read(tmp_path / "none.npz")
     np.savez(tmp_path / "other.npz", images=np.zeros(3))
     with pytest.raises(ValueError, match="holds no patch routing: class_token, classes, experts"):
-        read_patches(tmp_path / "other.npz")
+        PatchRouting.read(tmp_path / "other.npz")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from l2r.data.image_sources import ArrayImages
+from l2r.data.image_sources import ImageSource
 from l2r.data.images import CenterCrop, ImageDataset, sample_indices
 from l2r.evaluation.accuracy import evaluate_accuracy
 
@@ -23,16 +23,16 @@ class Table(torch.nn.Module):
         return SimpleNamespace(logits=self.logits[(x[:, 0, 0, 0] * 255).round().long()])
 
 
-class Broken(ArrayImages):
+class Broken(ImageSource):
     def open(self, index):
         if index in (3, 4):
             raise OSError("truncated")
         return super().open(index)
 
 
-def dataset(labels, kind=ArrayImages):
+def dataset(labels, kind=ImageSource):
     pixels = np.repeat(np.arange(len(labels), dtype=np.uint8), 16).reshape(-1, 4, 4)
-    source = kind(pixels, np.asarray(labels), [f"c{i}" for i in range(max(labels) + 1)])
+    source = kind(pixels, np.asarray(labels), tuple(f"c{i}" for i in range(max(labels) + 1)))
     return ImageDataset(source, size=4, channels=1, crop=CenterCrop(share=1.0))
 
 
@@ -97,7 +97,7 @@ def test_too_few_classes_and_nothing_readable_are_clear():
     with pytest.raises(ValueError, match=r"the model has 2 classes; got an image of class 'c2'"):
         evaluate(Table(torch.randn(3, 2)), dataset([0, 1, 2]))
 
-    class Unreadable(ArrayImages):
+    class Unreadable(ImageSource):
         def open(self, index):
             raise OSError
 

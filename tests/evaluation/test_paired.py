@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from l2r.evaluation.paired import paired_difference, paired_row
+from l2r.evaluation.paired import paired_row
 from l2r.evaluation.scoring import ScoredDocument, TaskResult
 from l2r.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
 
@@ -15,25 +15,29 @@ def result(hits, task="piqa"):
     return TaskResult(task, sum(hits) / len(hits), 0.0, 0.0, len(hits), 0, scored)
 
 
+def difference(first, second):
+    return paired_row({"piqa": first}, {"piqa": second})["PIQA"]
+
+
 def test_difference_and_interval_by_hand():
     # 10 documents: the second alone is right on 3, the first alone on 1.
     first, second = result([1, 1, 1, 1, 0, 0, 0, 0, 0, 0]), result([1, 1, 1, 0, 1, 1, 1, 0, 0, 0])
-    found = paired_difference(first, second)
+    found = difference(first, second)
     assert found.difference == pytest.approx(second.accuracy - first.accuracy) == 0.2
     # Half a document more in each outcome: 3.5 against 1.5 of 12.
     center, error = 2 / 12, (5 - 2**2 / 12) ** 0.5 / 12
     assert found.low == pytest.approx(center - 1.959964 * error, abs=1e-6)
     assert found.high == pytest.approx(center + 1.959964 * error, abs=1e-6)
-    turned = paired_difference(second, first)
+    turned = difference(second, first)
     assert turned == pytest.approx((-found.difference, -found.high, -found.low))
 
 
 def test_equal_models_differ_by_nothing_but_not_for_certain():
     few, many = ([0, 1] * n for n in (5, 500))
     for hits in (few, many):
-        found = paired_difference(result(hits), result(hits))
+        found = difference(result(hits), result(hits))
         assert found.difference == 0 and found.low == -found.high < 0
-    assert found.high < paired_difference(result(few), result(few)).high / 10
+    assert found.high < difference(result(few), result(few)).high / 10
 
 
 def test_pairs_see_what_two_independent_errors_hide():
@@ -43,7 +47,7 @@ def test_pairs_see_what_two_independent_errors_hide():
     second = first.copy()
     second[np.flatnonzero(~first)[:18]] = True
     second[np.flatnonzero(first)[:2]] = False
-    found = paired_difference(result(first.tolist()), result(second.tolist()))
+    found = difference(result(first.tolist()), result(second.tolist()))
     unpaired = 1.96 * sum(a.mean() * (1 - a.mean()) / 1000 for a in (first, second)) ** 0.5
     assert found.difference == pytest.approx(0.016) and found.low > 0
     assert found.difference - unpaired < 0
@@ -54,7 +58,7 @@ def test_interval_covers_as_often_as_it_says():
     for _ in range(rounds):
         draw = rng.random(60)
         first, second = draw < 0.54, (draw < 0.50) | (draw >= 0.92)
-        found = paired_difference(result(first.tolist()), result(second.tolist()))
+        found = difference(result(first.tolist()), result(second.tolist()))
         covered += found.low <= truth <= found.high
     # 95% less three standard errors of a share of 400 rounds.
     assert covered / rounds > 0.95 - 3 * (0.95 * 0.05 / rounds) ** 0.5
@@ -82,4 +86,4 @@ def test_other_documents_are_refused():
     whole = result([1, 0, 1])
     for other in (result([1, 0]), dataclasses.replace(whole, scored=())):
         with pytest.raises(ValueError, match=r"piqa must be of the same documents; got 3 and"):
-            paired_difference(whole, other)
+            difference(whole, other)

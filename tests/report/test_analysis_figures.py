@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2r.report import agreement, specialization
+from l2r.report import specialization
 from l2r.report.analyses import analysis_sections
 from l2r.runs.diagnosis import Diagnosis
 
@@ -55,9 +55,9 @@ def test_heatmaps_show_the_strongest_pairs_and_chance():
     view = _view()
     together = view.arrays["1.coactivation"] = np.zeros((EXPERTS, EXPERTS))
     together[3, 17] = together[17, 3] = 1
-    every = specialization.coactivation_heatmaps({"a": view}, [1], most=EXPERTS)
+    every = specialization.coactivation_heatmaps(view, [1], "a", most=EXPERTS)
     assert every.layout.title.text.endswith("of all experts")
-    figure = specialization.coactivation_heatmaps({"a": view}, [1], most=2)
+    figure = specialization.coactivation_heatmaps(view, [1], "a", most=2)
     assert "the 2 experts with the strongest pairs" in figure.layout.title.text
     assert list(figure.data[0].x) == ["3", "17"] and figure.data[0].z[0][1] == 1
     assert "by chance: 0.30" in figure.layout.annotations[0].text
@@ -65,17 +65,17 @@ def test_heatmaps_show_the_strongest_pairs_and_chance():
 
 def test_agreement_is_drawn_for_what_read_the_same_tokens():
     views = {"a": _view(0), "b": _view(0), "c": _view(1)}
-    figure = agreement.agreement_heatmaps(views)
+    figure = specialization.agreement_heatmaps(views)
     told, matched, chance = (np.array(trace.z) for trace in figure.data)
     assert told[0, 1] == pytest.approx(1) and matched[1, 0] == 1
     assert abs(told[0, 2]) < 0.2 and 0 < chance[0, 1] < 1
     assert np.isnan(np.diag(told)).all()
-    assert agreement.agreement_heatmaps({"a": _view(), "b": _view(data=2)}) is None
+    assert specialization.agreement_heatmaps({"a": _view(), "b": _view(data=2)}) is None
 
 
 def test_saturation_is_a_line_per_layer_over_the_steps():
     found = {"checkpoints": [10, 20], "top1": [[0.2, 0.4], [1, 1]], "topk": [[0.5, 0.6], [1, 1]]}
-    figure = agreement.saturation_curves({**found, "top1_by_chance": [0.1, 0.3]})
+    figure = specialization.saturation_curves({**found, "top1_by_chance": [0.1, 0.3]})
     assert [list(trace.y) for trace in figure.data] == [[0.2, 1], [0.4, 1], [0.5, 1], [0.6, 1]]
     assert figure.layout.shapes[0].y0 == pytest.approx(0.2)
     assert figure.layout.xaxis.title.text == "step"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2r.report import geometry, landscape, robustness
+from l2r.report import geometry, landscape, routing
 from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
     radii |= {f"0.found_{d}": found for d in ("top1", "topk")}
     arrays = {**radii, "0.sample_x": np.zeros((1, 9))}
     view = Diagnosis({"settings": {"sigma": 0.1}}, [{}], arrays)
-    figure = robustness.certified_curves({"a": view})
+    figure = routing.certified_curves({"a": view})
     proven, searched = figure.data[0], figure.data[1]
     assert proven.y[0] == 1
     assert (np.diff(proven.y) <= 0).all()
@@ -74,12 +74,14 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
     assert {shape.x0 for shape in figure.layout.shapes} == {0.3}
 
 
-def test_stability_bars_carry_their_intervals():
-    layer = dict.fromkeys(("stability", "topk_overlap"), 0.9)
+def test_robustness_bars_carry_the_intervals_that_there_are():
+    layer = dict.fromkeys(("mean_margin", "low_margin_rate", "stability", "topk_overlap"), 0.9)
     layer |= {f"{name}_interval": [0.88, 0.93] for name in ("stability", "topk_overlap")}
-    figure = robustness.stability_bars({"a": Diagnosis({}, [layer], {})})
-    assert figure.data[0].error_y.array[0] == pytest.approx(0.03)
-    assert figure.data[0].error_y.arrayminus[0] == pytest.approx(0.02)
+    bars = routing.robustness_bars({"a": Diagnosis({}, [layer], {})}).data
+    assert [bar.y[0] for bar in bars] == [0.9] * 4
+    assert bars[2].error_y.array[0] == pytest.approx(0.03)
+    assert bars[3].error_y.arrayminus[0] == pytest.approx(0.02)
+    assert bars[0].error_y.array is None
 
 
 def test_landscapes_hold_every_rule():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from l2r.report.text_view import page_data, text_sections, write_text_page
-from l2r.runs.text_routing import read_text_routing
+from l2r.runs.text_routing import TextRouting
 from tests.report.texts import WORDS, random_text
 
 
@@ -26,7 +26,7 @@ def test_every_number_survives_the_way_into_the_page(tmp_path, experts):
     text = random_text(experts=experts)
     text.radius[1, 2, 3] = np.nan
     text.save(tmp_path / "text.npz")
-    saved = read_text_routing(tmp_path / "text.npz")
+    saved = TextRouting.read(tmp_path / "text.npz")
     page = write_text_page({"one": saved}, tmp_path / "page.html").read_text()
     (checkpoint,) = data_of(page)["checkpoints"]
     assert checkpoint["experts"] == experts and checkpoint["chosen"] == 2
@@ -89,12 +89,12 @@ def test_the_section_leads_to_the_page_beside_it(tmp_path):
 
 def test_a_wrong_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot read text routing from"):
-        read_text_routing(tmp_path / "none.npz")
+        TextRouting.read(tmp_path / "none.npz")
     np.savez(tmp_path / "other.npz", tokens=np.zeros(3))
     with pytest.raises(ValueError, match="holds no text routing: context_weights, contexts"):
-        read_text_routing(tmp_path / "other.npz")
+        TextRouting.read(tmp_path / "other.npz")
     random_text().save(tmp_path / "cut.npz")
     content = (tmp_path / "cut.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="cannot read text routing from"):
-        read_text_routing(tmp_path / "cut.npz")
+        TextRouting.read(tmp_path / "cut.npz")

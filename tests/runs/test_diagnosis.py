@@ -24,17 +24,15 @@ def made() -> Diagnosis:
     return Diagnosis({"domains": ["one", "two"]}, layers, arrays)
 
 
-def test_usage_is_by_layer_and_by_domain(tmp_path: Path) -> None:
+def test_usage_is_by_layer(tmp_path: Path) -> None:
     diagnosis = made()
     assert not is_diagnosed(tmp_path)
     diagnosis.save(tmp_path)
     assert is_diagnosed(tmp_path)
     saved = read_diagnosis(tmp_path)
     assert saved.mean() == {"cv": 0.5}
-    assert np.array_equal(saved.usage("topk")[1], diagnosis.arrays["1.topk"])
-    by_domain = saved.usage_by_domain()
-    assert list(by_domain) == ["one", "two"]
-    assert np.array_equal(by_domain["two"][0], diagnosis.arrays["0.usage_by_domain"][1])
+    for name in ("topk", "usage_by_domain"):
+        assert np.array_equal(saved.by_layer(name)[1], diagnosis.arrays[f"1.{name}"])
 
 
 def test_the_file_of_0_1_0_says_the_same(tmp_path: Path) -> None:
@@ -44,11 +42,10 @@ def test_the_file_of_0_1_0_says_the_same(tmp_path: Path) -> None:
     assert is_diagnosed(tmp_path) and diagnosis.layers == old["layers"]
     assert diagnosis.mean() == old["mean"]
     for kind in USAGE:
-        assert [layer.tolist() for layer in diagnosis.usage(kind)] == old["usage"][kind]
-    by_domain = diagnosis.usage_by_domain()
-    assert by_domain.keys() == old["usage_by_domain"].keys()
-    for domain, layers in by_domain.items():
-        assert [layer.tolist() for layer in layers] == old["usage_by_domain"][domain]
+        assert [layer.tolist() for layer in diagnosis.by_layer(kind)] == old["usage"][kind]
+    assert diagnosis.info["domains"] == list(old["usage_by_domain"])
+    by_domain = np.stack(diagnosis.by_layer("usage_by_domain"), axis=1)
+    assert by_domain.tolist() == list(old["usage_by_domain"].values())
 
 
 def test_a_new_diagnosis_replaces_an_old_one(tmp_path: Path) -> None:

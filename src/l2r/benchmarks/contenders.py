@@ -4,7 +4,7 @@ Every contender is checked against float64 plain code first; a wrong one gets no
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,28 +98,29 @@ def contenders(
 
 def is_correct(contender: Contender, x: Tensor) -> bool:
     """Logits and parameter gradients of the first tokens against float64 plain code."""
-    x = x[:128]
-    exact = copy.deepcopy(contender.router).double()
+    logits, _, _, *parameters = errors(contender, x[:128])
+    return all(error <= contender.tolerance for error in (logits, *parameters))  # not so for NaN
+
+
+def errors(contender: Contender, x: Tensor) -> list[float]:
+    """Of logits, weights and the gradients of x and every parameter: the largest difference from
+    float64 plain code, as a share of the largest exact number.
+    """
+    exact = Contender("", copy.deepcopy(contender.router).double(), "plain")
     results = []
-    for router, call, here in (
-        (contender.router, contender.call, x),
-        (exact, Contender("", exact, "plain").call, x.double()),
-    ):
-        router.zero_grad()
-        logits, weights, _ = call(here)
-        (logits.double().sin().sum() + weights.double().square().sum()).backward()  # type: ignore[no-untyped-call]
-        results.append([logits, *(p.grad for p in router.parameters())])
-        router.zero_grad()
-    for ours, exact in zip(*results, strict=True):
-        gap = (ours.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-3)
-        if not gap <= contender.tolerance:  # NaN fails as well
-            return False
-    return True
+    for entry, here in ((contender, x), (exact, x.double())):
+        leaves = [here.detach().clone().requires_grad_(), *entry.router.parameters()]
+        logits, weights, _ = entry.call(leaves[0])
+        loss = logits.double().sin().sum() + weights.double().square().sum()
+        results.append([logits, weights, *torch.autograd.grad(loss, leaves)])
+    return [
+        ((ours.double() - true).abs().max() / true.abs().max().clamp_min(1e-3)).item()
+        for ours, true in zip(*results, strict=True)
+    ]
 
 
-def forward_step(entry: Contender, inputs: list[Tensor]) -> Step:
+def forward_step(call: Callable[[Tensor], Any], inputs: list[Tensor]) -> Step:
     """Forward without gradients, rotating the inputs."""
-    call = entry.call
 
     def step(number: int) -> object:
         with torch.no_grad():
@@ -128,16 +129,22 @@ def forward_step(entry: Contender, inputs: list[Tensor]) -> Step:
     return step
 
 
-def training_step(entry: Contender, inputs: list[Tensor]) -> Step:
-    """Forward and backward to x and all parameters, with fixed upstream gradients."""
+def training_step(
+    call: Callable[[Tensor], tuple[Tensor, ...]],
+    parameters: Iterable[Tensor],
+    inputs: list[Tensor],
+) -> Step:
+    """Forward and backward to x and the parameters, with fixed upstream gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    call, parameters = entry.call, list(entry.router.parameters())
-    logits, weights, _ = call(leaves[0])
-    upstream = [torch.randn_like(logits) / logits.numel(), torch.randn_like(weights)]
+    to = list(parameters)
+
+    def results(x: Tensor) -> list[Tensor]:
+        return [result for result in call(x) if result.requires_grad]  # all but indices
+
+    upstream = [torch.randn_like(result) / result.numel() for result in results(leaves[0])]
 
     def step(number: int) -> object:
         leaf = leaves[number % len(leaves)]
-        logits, weights, _ = call(leaf)
-        return torch.autograd.grad([logits, weights], [leaf, *parameters], upstream)
+        return torch.autograd.grad(results(leaf), [leaf, *to], upstream, allow_unused=True)
 
     return step

@@ -6,6 +6,7 @@ import torch
 
 from l2r.benchmarks.contenders import contenders, is_correct, training_step
 from l2r.benchmarks.results import Bench, Settings, fastest
+from l2r.benchmarks.timing import Step
 
 
 def run(settings: Settings) -> Bench:
@@ -19,24 +20,24 @@ def run(settings: Settings) -> Bench:
     top_k = 4 if settings.quick else 8
     for entry in contenders(settings, hidden=hidden, experts=experts, top_k=top_k):
         if is_correct(entry, x):
-            step = training_step(entry, [x])
-            peaks[entry.name] = peak_bytes(lambda step=step: step(0), settings.device)  # type: ignore[misc]
+            step = training_step(entry.call, entry.router.parameters(), [x])
+            peaks[entry.name] = peak_bytes(step, settings.device)
     base = fastest({name: float(peak) for name, peak in peaks.items()}, "linear")
     for name, peak in peaks.items():
         bench.add(contender=name, tokens=tokens, peak_mib=peak / 2**20, ratio=peak / base)
     return bench
 
 
-def peak_bytes(step: Callable[[], object], device: str) -> int:
+def peak_bytes(step: Step, device: str) -> int:
     """Most bytes alive at once during one step, above those alive before it."""
-    step()
+    step(0)
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        step()
+        step(0)
         return torch.cuda.max_memory_allocated() - before
-    return traced_peak(step)
+    return traced_peak(lambda: step(0))
 
 
 def traced_peak(step: Callable[[], object]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.benchmarks.contenders import forward_step, training_step
 from l2r.benchmarks.results import Bench, Settings
 from l2r.benchmarks.timing import Step
 
@@ -74,37 +75,18 @@ def _shape(bench: Bench, shape: Shape) -> None:
         steps = {
             name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
         }
-        times = bench.measure(steps, rounds=7)
-        base = times["transformers grouped_mm"].median
-        for name, time in times.items():
-            bench.add(
-                shape=shape.name,
-                phase=phase,
-                contender=name,
-                **time.columns("ms"),
-                ratio=time.median / base,
-            )
+        found = bench.compare(steps, "transformers grouped_mm", "ms", rounds=7)
+        for name, times in found.items():
+            bench.add(shape=shape.name, phase=phase, contender=name, **times)
 
 
 def _step(
     form: Experts, experts: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, phase: str
 ) -> Step:
     if phase == "forward":
-
-        def forward(_: int) -> object:
-            with torch.no_grad():
-                return form(x, indices, weights)
-
-        return forward
-    leaf, share = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    upstream = torch.randn_like(x)
-
-    def training(_: int) -> object:
-        output = form(leaf, indices, share)
-        inputs = [leaf, share, *experts.parameters()]
-        return torch.autograd.grad(output, inputs, upstream, allow_unused=True)
-
-    return training
+        return forward_step(lambda x: form(x, indices, weights), [x])
+    share = weights.clone().requires_grad_()
+    return training_step(lambda x: (form(x, indices, share),), [share, *experts.parameters()], [x])
 
 
 def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:

@@ -73,6 +73,23 @@ class Bench:
             steps, device=settings.device, seconds=seconds, kind=settings.clock, rounds=rounds
         )
 
+    def compare(
+        self,
+        steps: Mapping[str, Step],
+        base: str,
+        unit: str,
+        *,
+        share: float = 1.0,
+        rounds: int = 9,
+    ) -> dict[str, dict[str, float]]:
+        """``measure`` as fields of records, with the ratio to the fastest named ``base``."""
+        times = self.measure(steps, share=share, rounds=rounds)
+        least = fastest({name: time.median for name, time in times.items()}, base)
+        return {
+            name: {**time.columns(unit), "ratio": time.median / least}
+            for name, time in times.items()
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """What ``save`` writes."""
         return asdict(self)

@@ -1,7 +1,5 @@
 """Router alone: forward and forward+backward of all forms, and one token at a time."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,8 @@ from l2r.benchmarks.contenders import (
     is_correct,
     training_step,
 )
-from l2r.benchmarks.results import Bench, Settings, fastest
-from l2r.benchmarks.timing import Step, graphed
+from l2r.benchmarks.results import Bench, Settings
+from l2r.benchmarks.timing import graphed
 
 
 def run(settings: Settings) -> Bench:
@@ -45,58 +43,41 @@ def run(settings: Settings) -> Bench:
         right = [entry for entry in entries if correct[entry.name]]
         if settings.device == "cuda" and tokens != max(batches):
             right = [entry for entry in right if entry.form != "compiled"]
-        phases = {"forward": forward_step, "forward+backward": training_step}
-        for phase, make in phases.items():
+        for phase in ("forward", "forward+backward"):
             if phase != "forward" and tokens == 1:
                 continue
             for mode in ("eager", "graph") if settings.device == "cuda" else ("eager",):
-                _group(bench, right, make, inputs, phase=phase, mode=mode)
+                _group(bench, right, inputs, phase=phase, mode=mode)
         for name in [name for name, good in correct.items() if not good]:
-            bench.add(
-                phase="-",
-                mode="-",
-                tokens=tokens,
-                contender=name,
-                correct=False,
-                median_us=None,
-                low_us=None,
-                high_us=None,
-                ratio=None,
-                over_stock=None,
-            )
+            none = dict.fromkeys(("median_us", "low_us", "high_us", "ratio", "over_stock"))
+            bench.add(phase="-", mode="-", tokens=tokens, contender=name, correct=False, **none)
     return bench
 
 
-Make = Callable[[Contender, list[Tensor]], Step]
-
-
 def _group(
-    bench: Bench,
-    entries: list[Contender],
-    make: Make,
-    inputs: list[Tensor],
-    *,
-    phase: str,
-    mode: str,
+    bench: Bench, entries: list[Contender], inputs: list[Tensor], *, phase: str, mode: str
 ) -> None:
     """Time one phase of all correct contenders against each other."""
     if mode == "graph":  # torch.compile has graphs of its own
         entries = [entry for entry in entries if entry.form != "compiled"]
-    steps = {entry.name: make(entry, inputs) for entry in entries}
+    steps = {
+        e.name: forward_step(e.call, inputs)
+        if phase == "forward"
+        else training_step(e.call, e.router.parameters(), inputs)
+        for e in entries
+    }
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
-    times = bench.measure(steps)
-    base = fastest({name: time.median for name, time in times.items()}, "linear")
-    for name, time in times.items():
+    found = bench.compare(steps, "linear", "us")
+    for name, times in found.items():
         bench.add(
             phase=phase,
             mode=mode,
             tokens=inputs[0].shape[0],
             contender=name,
             correct=True,
-            **time.columns("us"),
-            ratio=time.median / base,
-            over_stock=time.median / times[STOCK].median if STOCK in times else None,
+            **times,
+            over_stock=times["median_us"] / found[STOCK]["median_us"] if STOCK in found else None,
         )
 
 

@@ -4,7 +4,7 @@ import torch
 
 from l2r.benchmarks.contenders import contenders, forward_step, is_correct, training_step
 from l2r.benchmarks.memory import peak_bytes
-from l2r.benchmarks.results import Bench, Settings, fastest
+from l2r.benchmarks.results import Bench, Settings
 
 _START = {"tokens": 2048, "experts": 64, "heads": 4, "rank": 2, "hidden": 1024}
 _SWEEPS = {
@@ -39,19 +39,18 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         entry for entry in entries if entry.name != "l2r_sips, plain" and is_correct(entry, x)
     ]
     phases = {
-        "forward": {e.name: forward_step(e, [x]) for e in entries},
-        "forward+backward": {e.name: training_step(e, [x]) for e in entries},
+        "forward": {e.name: forward_step(e.call, [x]) for e in entries},
+        "forward+backward": {
+            e.name: training_step(e.call, e.router.parameters(), [x]) for e in entries
+        },
     }
     for phase, steps in phases.items():
-        times = bench.measure(steps, share=0.25, rounds=5)
-        base = fastest({name: time.median for name, time in times.items()}, "linear")
-        for name, time in times.items():
+        for name, times in bench.compare(steps, "linear", "us", share=0.25, rounds=5).items():
             bench.add(
                 axis=axis,
                 value=sizes[axis],
                 phase=phase,
                 contender=name,
-                **time.columns("us"),
-                ratio=time.median / base,
-                peak_mib=peak_bytes(lambda step=steps[name]: step(0), settings.device) / 2**20,  # type: ignore[misc]
+                **times,
+                peak_mib=peak_bytes(steps[name], settings.device) / 2**20,
             )

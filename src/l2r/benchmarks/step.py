@@ -21,7 +21,9 @@ def run(settings: Settings) -> Bench:
         note="ratio: tokens/s over the stock model in a plain loop. Trainer: "
         "training_step, clipping and optimizer of transformers' Trainer.",
     )
-    batch, length = _batch(settings)
+    batch, length = (8, 1024) if settings.device == "cuda" else (4, 256)
+    if settings.quick:
+        batch, length = 2, 32
     generator = torch.Generator().manual_seed(0)
     shape = (batch, length)
     batches = [
@@ -55,19 +57,13 @@ def run(settings: Settings) -> Bench:
     return bench
 
 
-def _batch(settings: Settings) -> tuple[int, int]:
-    if settings.quick:
-        return 2, 32
-    return (8, 1024) if settings.device == "cuda" else (4, 256)
-
-
 def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
     """What a user writes first: the model's own losses, clipping, torch's AdamW."""
 
-    def loss(batch: Tensor) -> Tensor:
-        return model(input_ids=batch, labels=batch, output_router_logits=True).loss
+    def backward(batch: Tensor) -> None:
+        model(input_ids=batch, labels=batch, output_router_logits=True).loss.backward()
 
-    return _step(model, batches, loss, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    return _step(model, batches, backward, torch.optim.AdamW(model.parameters(), lr=1e-5))
 
 
 def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
@@ -79,43 +75,38 @@ def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step
     model.config.output_router_logits = True
     trainer = stock_trainer(model, tempfile.mkdtemp(), cpu=settings.device == "cpu")
     trainer.current_gradient_accumulation_steps = 1  # set by train(), which we do not run
-    optimizer = trainer.create_optimizer()
 
-    def step(number: int) -> object:
-        batch = batches[number % len(batches)]
-        loss = trainer.training_step(model, {"input_ids": batch, "labels": batch})
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
-        return loss.detach()
+    def backward(batch: Tensor) -> None:
+        trainer.training_step(model, {"input_ids": batch, "labels": batch})
 
-    return step
+    return _step(model, batches, backward, trainer.create_optimizer())
 
 
 def _our_step(model: Any, batches: list[Tensor]) -> Step:
     """Our loop: losses from the captured routers, fused AdamW."""
 
-    def loss(batch: Tensor) -> Tensor:
+    def backward(batch: Tensor) -> None:
         with capture(model) as routed:
             task = model(input_ids=batch, labels=batch).loss
         logits, indices = routed.logits(), routed.indices()
-        return task + 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)
+        loss = task + 0.01 * load_balancing_loss(logits, indices) + 0.001 * router_z_loss(logits)
+        torch.autograd.backward(loss)
 
-    return _step(model, batches, loss, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+    return _step(
+        model, batches, backward, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    )
 
 
 def _step(
     model: nn.Module,
     batches: list[Tensor],
-    loss_of: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], None],
     optimizer: torch.optim.Optimizer,
 ) -> Step:
-    def step(number: int) -> object:
-        loss = loss_of(batches[number % len(batches)])
-        torch.autograd.backward(loss)
+    def step(number: int) -> None:
+        backward(batches[number % len(batches)])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
 
     return step

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -81,18 +82,11 @@ def graphed(step: Step) -> Step:
     return lambda _: graph.replay()
 
 
-def _wall_seconds(step: Step, count: int) -> float:
-    start = time.perf_counter()
+def _seconds(clock: Callable[[], float], step: Step, count: int) -> float:
+    start = clock()
     for number in range(count):
         step(number)
-    return time.perf_counter() - start
-
-
-def _process_seconds(step: Step, count: int) -> float:
-    start = time.process_time()
-    for number in range(count):
-        step(number)
-    return time.process_time() - start
+    return clock() - start
 
 
 def _cuda_seconds(step: Step, count: int) -> float:
@@ -106,5 +100,9 @@ def _cuda_seconds(step: Step, count: int) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-_CLOCKS = {"wall": _wall_seconds, "cpu": _process_seconds, "cuda": _cuda_seconds}
+_CLOCKS: dict[str, Callable[[Step, int], float]] = {
+    "wall": partial(_seconds, time.perf_counter),
+    "cpu": partial(_seconds, time.process_time),
+    "cuda": _cuda_seconds,
+}
 CLOCKS = ("wall", "cpu")

@@ -1,17 +1,25 @@
 """What is diagnosed: a checkpoint of either kind with the data it reads, as one thing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
-from l2r.checkpoints.text_input import open_text
+from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.sample_text import packed_rows
+from l2r.data.sources import folder_sources
+from l2r.data.tokens import TokenDataset, read_documents
 
 if TYPE_CHECKING:
     from l2r.checkpoints.image_input import ImageInput
+
+# Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
+Text = tuple[Tensor, Tensor, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def open_subject(
 
         return Subject(model, batches, count, images.domains, {}, images)
     model, tokenizer = load_causal_lm(checkpoint)
-    text = open_text(
+    rows, domain, domains = open_text(
         data,
         tokenizer,
         vocab_size=model.config.vocab_size,
@@ -68,11 +76,74 @@ def open_subject(
         length=length,
         report=report,
     )
-    return Subject(
-        model,
-        text.batches,
-        len(text.rows),
-        text.domains,
-        {"use_cache": False},
-        tokenizer=tokenizer,
-    )
+
+    def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        for part, of in zip(torch.split(rows, size), torch.split(domain, size), strict=True):
+            yield {"input_ids": part.to(device), "domain": of.to(device)}
+
+    options = {"use_cache": False}
+    return Subject(model, text_batches, len(rows), domains, options, tokenizer=tokenizer)
+
+
+def open_text(
+    source: str | None,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    instances: int,
+    length: int,
+    report: Callable[[str], None],
+) -> Text:
+    """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
+
+    ``source``: a folder of token files, a folder of *.txt (a sub-folder per domain), a text
+    file, or None for the held-out files of the embedded corpus.
+
+    Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
+    a tokenizer where text must be tokenized, or too little text.
+    """
+    if source is not None and (Path(source) / "manifest.json").is_file():
+        return _from_token_files(Path(source), vocab_size, instances, length)
+    if tokenizer is None:
+        raise ValueError(
+            "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
+        )
+    texts = _embedded(report) if source is None else _text_sources(Path(source))
+    share = max(1, instances // len(texts))
+    packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
+    rows = [(row, domain) for domain, part in enumerate(packed) for row in part]
+    if not rows:
+        raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
+    domain = torch.tensor([domain for _, domain in rows])
+    return torch.stack([row for row, _ in rows]), domain, tuple(texts)
+
+
+def _from_token_files(folder: Path, vocab_size: int, instances: int, length: int) -> Text:
+    dataset = TokenDataset(folder, length)
+    chosen = np.linspace(0, len(dataset) - 1, min(len(dataset), instances)).astype(np.int64)
+    rows = dataset.rows(chosen)
+    largest = int(rows["input_ids"].max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token ids of {folder} must be below the checkpoint's vocab_size {vocab_size}; "
+            f"got {largest}: they were made with another tokenizer"
+        )
+    return rows["input_ids"], rows["domain"], dataset.domains
+
+
+def _embedded(report: Callable[[str], None]) -> dict[str, Iterable[str]]:
+    """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
+    from tokenizers import Tokenizer
+
+    corpus = build_corpus(CorpusOptions(), report=report)
+    decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
+    texts: dict[str, list[str]] = {}
+    for domain, ids in read_documents(corpus.validation):
+        texts.setdefault(domain, []).append(decode(ids.tolist()))
+    return dict(texts)
+
+
+def _text_sources(path: Path) -> dict[str, Iterable[str]]:
+    if path.is_file():
+        return {path.stem: [path.read_text(encoding="utf-8", errors="replace")]}
+    return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}

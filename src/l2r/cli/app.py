@@ -9,7 +9,6 @@ import typer
 from typer.main import get_command
 
 from l2r import __version__
-from l2r.cli.old_names import with_new_names
 
 # Each module has a function of its name, whose docstring is the help, or a group of commands; heavy
 # dependencies are imported inside the function.
@@ -73,7 +72,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    words = with_new_names(sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else args
     try:
         code = get_command(build_app())(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:

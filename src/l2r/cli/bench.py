@@ -29,7 +29,7 @@ def bench(
     from rich.console import Console
 
     from l2r.benchmarks import run_bench
-    from l2r.benchmarks.results import Settings
+    from l2r.benchmarks.results import Settings, save
     from l2r.cli.console import print_table
     from l2r.report.performance import bench_table, write_bench_page
 
@@ -38,7 +38,5 @@ def bench(
         result = run_bench(name, settings).as_dict()
     print_table(bench_table(result), as_json=as_json)
     if out is not None:
-        from l2r.benchmarks.results import save
-
         save(result, out)
         write_bench_page(result, out / f"{name}.html")

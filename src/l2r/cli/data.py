@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,15 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from l2r.cli.options import AsJson
+from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as ProgressBar
-
     from l2r.data.manifest import Manifest
     from l2r.data.mixture import ShardPlan
     from l2r.data.prepare import Progress
-    from l2r.report.tables import Table
-
 
 data = typer.Typer(
     help="Plan a subset of the OLMoE mixture and turn it into token files.",
@@ -48,10 +47,9 @@ def plan(
     if listing is not None:
         shards = shard_source(listing, chosen)
         chosen = name_shards(chosen, shards.files, revision=shards.origin.get("revision"))
-    if out is not None:
-        write_plan(out, chosen)
     print_table(_plan_table(chosen), as_json=as_json)
     if out is not None:
+        write_plan(out, chosen)
         typer.echo(f"wrote {out}", err=True)
 
 
@@ -97,8 +95,7 @@ def prepare(
     chosen = read_plan(plan) if plan is not None else None
     shards = shard_source(data, chosen)
     tasks = preparing.shard_tasks(shards.files, shards.prefix, plan=chosen)
-    with _progress_bar() as bar:
-        watch = _Watch(bar)
+    with _progress_bar() as watch:
         manifests = preparing.prepare(
             tasks,
             out,
@@ -107,7 +104,7 @@ def prepare(
             workers=workers,
             on_bad_shard=on_bad_shard,  # type: ignore[arg-type]  # prepare names what is allowed
             source=shards.origin,
-            on_progress=watch.update,
+            on_progress=watch,
         )
     for reason in manifests[TRAIN].source["skipped"].values():
         typer.echo(f"skipped: {reason}", err=True)
@@ -121,10 +118,8 @@ def prepare(
         )
 
 
-def _token_table(manifests: "dict[str, Manifest]") -> "Table":
+def _token_table(manifests: "dict[str, Manifest]") -> Table:
     """Tokens and share of every domain in every part: the mixture that was really made."""
-    from l2r.report.tables import Table
-
     columns = ["Domain"]
     counts = []
     for part, manifest in manifests.items():
@@ -137,9 +132,7 @@ def _token_table(manifests: "dict[str, Manifest]") -> "Table":
     return Table("Tokens", tuple(columns), tuple(rows), digits=2)
 
 
-def _plan_table(plan: "ShardPlan") -> "Table":
-    from l2r.report.tables import Table
-
+def _plan_table(plan: "ShardPlan") -> Table:
     rows = [
         (d.name, d.total_shards, len(d.shards), d.tokens / 1e9, 100 * d.tokens / plan.tokens)
         for d in plan.domains
@@ -167,36 +160,30 @@ def _plan_table(plan: "ShardPlan") -> "Table":
     )
 
 
-def _progress_bar() -> "ProgressBar":
+@contextmanager
+def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
+    """A bar for the totals of ``prepare``; speed counts this run's tokens only."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
-    return Progress(
-        TextColumn("{task.fields[shards]} shards"),
-        BarColumn(),
-        TextColumn("{task.percentage:5.1f}%  {task.fields[tokens]} tokens  {task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+    told = TextColumn("{task.percentage:5.1f}%  {task.fields[tokens]} tokens  {task.fields[speed]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), told, TimeRemainingColumn())
+    start: list[tuple[float, int]] = []
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("", total=None, tokens="", speed="")
 
+        def show(now: "Progress") -> None:
+            del start[1:]  # all but the first
+            start.append((time.monotonic(), now.tokens))
+            seconds = max(start[-1][0] - start[0][0], 1e-3)
+            bars.update(
+                task,
+                total=now.bytes_total,
+                completed=now.bytes_read,
+                description=f"{now.shards}/{now.shards_total} shards",
+                tokens=f"{now.tokens:,}",
+                speed=f"{(now.tokens - start[0][1]) / seconds:,.0f} tokens/s",
+            )
 
-class _Watch:
-    """Feeds the progress bar; speed counts this run's tokens only."""
-
-    def __init__(self, bar: "ProgressBar") -> None:
-        self._bar = bar
-        self._start: tuple[float, int] | None = None
-        self._task = bar.add_task("", total=None, shards="", tokens="", speed="")
-
-    def update(self, now: "Progress") -> None:
-        """Show the totals of ``prepare``."""
-        self._start = self._start or (time.monotonic(), now.tokens)
-        seconds = max(time.monotonic() - self._start[0], 1e-3)
-        self._bar.update(
-            self._task,
-            total=now.bytes_total,
-            completed=now.bytes_read,
-            shards=f"{now.shards}/{now.shards_total}",
-            tokens=f"{now.tokens:,}",
-            speed=f"{(now.tokens - self._start[1]) / seconds:,.0f} tokens/s",
-        )
+        yield show

@@ -1,13 +1,20 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, BatchSize, Device
+
+if TYPE_CHECKING:
+    from l2r.checkpoints.inputs import Subject
+    from l2r.diagnostics.choices import Batch, Choices
+    from l2r.runs.diagnosis import Diagnosis
 
 
 def diagnose(
@@ -59,7 +66,6 @@ def diagnose(
 
     from l2r.checkpoints.inputs import open_subject
     from l2r.cli.console import progress_bars
-    from l2r.cli.over_time import of_list, training_checkpoints, within_run
     from l2r.diagnostics.choices import ChoiceLog
     from l2r.diagnostics.collect import collect
     from l2r.diagnostics.diagnose import Settings
@@ -76,13 +82,7 @@ def diagnose(
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
-        subject = open_subject(
-            checkpoint,
-            data,
-            instances=instances,
-            length=length,
-            report=lambda line: typer.echo(line, err=True),
-        )
+        subject = open_subject(checkpoint, data, instances=instances, length=length, report=say)
         model = subject.model.to(torch.device(device))
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
         traced = text != 0 and subject.images is None
@@ -159,10 +159,59 @@ def _show(views: Any, as_json: bool) -> None:
 def names(checkpoints: list[str]) -> dict[str, str]:
     """A name for every checkpoint: its last folder, or more of the path where that repeats."""
     paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
-    if len(set(paths)) != len(paths):
-        raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
     raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
+
+
+def training_checkpoints(checkpoints: Sequence[str]) -> list[Path]:
+    """Checkpoints that training left in the run given alone; none where several are given.
+
+    Raises ValueError for one thing alone that has no more than one.
+    """
+    from l2r.runs.folder import RunFolder
+
+    if len(checkpoints) > 1:
+        return []
+    found = RunFolder(checkpoints[0]).complete_checkpoints()
+    if len(found) < 2:
+        raise ValueError(
+            "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
+            f"checkpoint.every and checkpoint.keep); {checkpoints[0]} has {len(found)}"
+        )
+    return found
+
+
+def within_run(
+    folders: Sequence[Path],
+    subject: "Subject",
+    batches: "Callable[[], Iterator[Batch]]",
+    last: "Choices",
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """Saturation over training checkpoints; their weights replace those of the subject."""
+    from l2r.diagnostics.choices import choices_of
+    from l2r.diagnostics.over_time import saturation
+    from l2r.training.checkpoint import load_weights
+
+    found = {}
+    for number, folder in enumerate(folders, start=1):
+        step = load_weights(folder, subject.model)
+        found[step] = choices_of(subject.model, batches(), subject.run).experts
+        report(number)
+    return saturation(found, last.experts)
+
+
+def of_list(views: "Mapping[str, Diagnosis]") -> dict[str, Any]:
+    """Saturation over the checkpoints given, against the last of them."""
+    from l2r.diagnostics.over_time import saturation
+    from l2r.runs.agreement import same_tokens
+
+    *_, last = views.values()
+    other = [name for name, view in views.items() if not same_tokens(view, last)]
+    if other:
+        raise ValueError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
+    experts = {name: view.by_layer("experts") for name, view in views.items()}
+    return saturation(experts, last.by_layer("experts"))

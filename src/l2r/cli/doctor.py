@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from l2r.cli.options import AsJson
+from l2r.report.tables import Table
 
 # OK; works in a slower or smaller form; optional and not there; broken, so exit code 1.
 OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
@@ -35,7 +36,6 @@ def doctor(
     Example: l2r doctor --json
     """
     from l2r.cli.console import print_table
-    from l2r.report.tables import Table
 
     checks = run_checks()
     rows = tuple((c.name, c.status, c.detail) for c in checks)

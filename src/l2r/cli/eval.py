@@ -97,7 +97,7 @@ def _language(
     from l2r.evaluation.checkpoint import RESULT, evaluate_language
     from l2r.evaluation.paired import paired_row
     from l2r.evaluation.results import COLUMNS, paper_row
-    from l2r.report.evaluation import downstream_table
+    from l2r.report.paper_tables import downstream_table
 
     results = {}
     for name, checkpoint in checkpoints.items():
@@ -122,7 +122,7 @@ def _language(
 def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:
     from l2r.cli.console import print_table, progress_bars
     from l2r.evaluation.checkpoint import RESULT, evaluate_images
-    from l2r.report.evaluation import images_table
+    from l2r.report.paper_tables import images_table
 
     with progress_bars() as bars:
         record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)

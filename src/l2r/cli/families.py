@@ -1,14 +1,12 @@
 """``l2r families``: every supported model family through a swap, as a table."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from l2r.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from l2r.report.tables import Table
+from l2r.report.tables import Table
 
 
 def families(
@@ -25,7 +23,6 @@ def families(
 
     from l2r.checkpoints.family_check import COLUMNS, check_families
     from l2r.cli.console import print_table
-    from l2r.report.tables import Table
     from l2r.runs.atomic import write_text
     from l2r.swap.families import FAMILIES
 
@@ -43,7 +40,7 @@ def families(
     print_table(table, as_json=as_json)
 
 
-def _page(table: "Table") -> str:
+def _page(table: Table) -> str:
     """docs/families.md."""
     from importlib.metadata import version
 

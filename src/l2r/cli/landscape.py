@@ -1,12 +1,11 @@
 """``l2r landscape``: the score explorer, and the paper's score landscapes below it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from l2r.report.page import Section
+from l2r.report.page import Section
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
 _DRAWS = 8
@@ -55,12 +54,11 @@ def landscape(
     typer.echo(f"wrote {path}")
 
 
-def _paper_figures(reach: float) -> "list[Section]":
+def _paper_figures(reach: float) -> list[Section]:
     """Figures 3 and 8: the score of a fixed anchor over the plane."""
     from l2r.diagnostics.landscape import FLAT, SWEEP
     from l2r.diagnostics.landscape import landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d
-    from l2r.report.page import Section
 
     axis, flat = compute(FLAT, _FLAT_ANCHOR, reach=reach, points=121)
     wide_axis, sweep = compute(SWEEP, _SWEEP_ANCHOR, reach=reach, points=61)

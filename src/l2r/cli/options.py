@@ -54,14 +54,3 @@ def read_layers(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"layers must be 'all' or indices like 0,3,5; got {text!r}") from None
-
-
-def positive_numbers(name: str, text: str) -> list[int]:
-    """Positive integers from a comma-separated list. Raises ValueError naming the option."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
-    return values

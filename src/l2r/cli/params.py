@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, positive_numbers
+from l2r.cli.options import AsJson
 
 
 def params(
@@ -33,7 +33,7 @@ def params(
     """
     from l2r.cli.console import print_table
     from l2r.planning.recipe_model import recipe_sizes
-    from l2r.report.paper_tables import cost_table, parameter_table, size_table, vit_cost_table
+    from l2r.report.paper_tables import parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 
     if cost and (vit or recipes is not None):
@@ -48,13 +48,19 @@ def params(
         print_table(size_table(rows), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
-    rank_list = positive_numbers("ranks", ranks)
-    head_list = positive_numbers("heads", heads)
-    count, table = (router_cost, cost_table) if cost else (router_parameters, parameter_table)
+    rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
+    count = router_cost if cost else router_parameters
     linear = layers * count("linear", **sizes)
     cells = {
         (rank, head): layers * count("l2r_sips", **sizes, rank=rank, heads=head)
         for rank in rank_list
         for head in head_list
     }
-    print_table(table(cells, linear), as_json=as_json)
+    print_table(parameter_table(cells, linear, cost=cost), as_json=as_json)
+
+
+def _positive(name: str, text: str) -> list[int]:
+    values = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
+    return values

@@ -30,7 +30,6 @@ def report(
     from l2r.report.comparison import in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
     from l2r.runs.folder import RunFolder, find_runs
-    from l2r.runs.watching import changes_of
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
     runs, path = in_paper_order(find_runs(folder)), out or folder / "report.html"
@@ -40,7 +39,7 @@ def report(
         if not RunFolder(folder).is_run():
             raise ValueError(f"--watch follows one run; got {folder}, which holds {len(runs)}")
         typer.echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
-        for _ in changes_of(runs[0], interval):
+        for _ in runs[0].changes(interval):
             write_report(runs, path, more=speed, reload=interval)
     table, page = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)

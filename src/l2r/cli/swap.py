@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.options import NEW_FOLDER, AsJson, Layers, RouterChanges, read_layers, read_router
+from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.report.tables import Table
     from l2r.swap.swap import Site
 
 
@@ -49,9 +49,8 @@ def swap(
     typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
-def _table(model: Any, before: "list[Site]", kind: str) -> "Table":
+def _table(model: Any, before: "list[Site]", kind: str) -> Table:
     """A row per layer: the router that was there, and the one that is."""
-    from l2r.report.tables import Table
     from l2r.routers import Router
 
     columns = (

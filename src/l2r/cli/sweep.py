@@ -8,11 +8,11 @@ import typer
 
 from l2r.cli.experiment import Launch, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Recipe, Seeds
+from l2r.report.tables import Table
 
 if TYPE_CHECKING:
     from l2r.experiments.cells import Cell
     from l2r.experiments.run import Outcome
-    from l2r.report.tables import Table
 
 
 def sweep(
@@ -68,9 +68,8 @@ def sweep(
     end(failed, cells)
 
 
-def _plan_table(cells: "Sequence[Cell]", root: Path) -> "Table":
+def _plan_table(cells: "Sequence[Cell]", root: Path) -> Table:
     from l2r.experiments.run import is_finished
-    from l2r.report.tables import Table
 
     rows = []
     for cell in cells:

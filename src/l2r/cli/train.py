@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import Changes
 
 
@@ -37,9 +38,7 @@ def train(
 
     name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
     folder = out or Path("runs") / name
-    result = run_training(
-        loaded, folder, label=name, report=lambda line: typer.echo(line, err=True)
-    )
+    result = run_training(loaded, folder, label=name, report=say)
     if result.finished:
         typer.echo(f"trained {result.steps} steps; run folder: {result.folder}")
         return

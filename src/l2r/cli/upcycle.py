@@ -16,9 +16,9 @@ from l2r.cli.options import (
     read_layers,
     read_router,
 )
+from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.report.tables import Table
     from l2r.training.upcycle import UpcycleReport
 
 
@@ -94,10 +94,8 @@ def upcycle(
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
-def upcycle_tables(result: "UpcycleReport", kind: str) -> "tuple[Table, Table]":
+def upcycle_tables(result: "UpcycleReport", kind: str) -> tuple[Table, Table]:
     """Agreement and divergence per layer; perplexity per stage."""
-    from l2r.report.tables import Table
-
     columns = ("layer", "agreement drawn", "agreement fitted", "KL drawn", "KL fitted")
     rows = [
         (f.layer, f.agreement_before, f.agreement, f.divergence_before, f.divergence)

@@ -44,11 +44,6 @@ class CorpusOptions:
     vocab_size: int = 4096
     characters_per_domain: int = 4_000_000
 
-    def __post_init__(self) -> None:
-        for name, least in (("vocab_size", 300), ("characters_per_domain", 10_000)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be >= {least}; got {getattr(self, name)}")
-
 
 class Corpus(NamedTuple):
     """Folders of a built corpus: a tokenizer in Hugging Face format, and the token files.

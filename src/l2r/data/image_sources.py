@@ -6,8 +6,8 @@
 import gzip
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -16,94 +16,40 @@ from PIL import Image
 from l2r.data.shuffling import epoch_order
 
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
-FASHION_MNIST_FOLDERS = ("/usr/share/datasets/fashion-mnist",)
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 _HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
 _IDX_BYTE = 0x08
 
 
-@runtime_checkable
-class ImageSource(Protocol):
-    """Labeled images that are opened one by one."""
+@dataclass(frozen=True)
+class ImageSource:
+    """Labeled images that are opened one by one.
 
-    classes: tuple[str, ...]
+    items: the file of each image, or its bytes, [H, W] gray or [H, W, 3] color.
+    """
+
+    items: Sequence[str | UInt8[np.ndarray, "H W *C"]] | UInt8[np.ndarray, "n H W *C"]
     labels: Int[np.ndarray, " n"]
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.items) != len(self.labels):
+            raise ValueError(f"got {len(self.items)} images and {len(self.labels)} labels")
 
     def open(self, index: int) -> Image.Image:
         """Image as stored; raises OSError or ValueError when it cannot be read."""
+        item = self.items[index]
+        return Image.open(item) if isinstance(item, str) else Image.fromarray(item)
 
     def name(self, index: int) -> str:
         """What to call the image in a message."""
+        item = self.items[index]
+        return item if isinstance(item, str) else f"image {index}"
 
-
-class ArrayImages:
-    """Images in memory: ``pixels`` [n, H, W] gray or [n, H, W, 3] color, bytes."""
-
-    def __init__(
-        self,
-        pixels: UInt8[np.ndarray, "n H W *C"],
-        labels: Int[np.ndarray, " n"],
-        classes: Sequence[str],
-    ) -> None:
-        if len(pixels) != len(labels):
-            raise ValueError(f"got {len(pixels)} images and {len(labels)} labels")
-        self.pixels, self.labels, self.classes = pixels, labels, tuple(classes)
-
-    def open(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index])
-
-    def name(self, index: int) -> str:
-        return f"image {index}"
-
-
-class FolderImages:
-    """Files below one folder per class, the ImageFolder and ImageNet layout.
-
-    classes: names that get labels 0, 1, ..., e.g. those of the training part; by default the
-    sub-folders in order of their names. Raises ValueError for a missing folder, one without
-    images, or a class that is not in ``classes``.
-    """
-
-    def __init__(self, root: Path, classes: Sequence[str] | None = None) -> None:
-        if not root.is_dir():
-            raise ValueError(f"image folder must exist; got {root}")
-        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        self.root = root
-        self.classes = tuple(classes if classes is not None else folders)
-        for name in folders:
-            if name not in self.classes:
-                raise ValueError(f"{root} has the class {name!r}, which the training part has not")
-        label_of = {name: label for label, name in enumerate(self.classes)}
-        self.paths: list[str] = []
-        labels: list[int] = []
-        for name in folders:
-            files = sorted(_image_files(root / name))
-            self.paths += [os.path.relpath(path, root) for path in files]
-            labels += [label_of[name]] * len(files)
-        if not self.paths:
-            suffixes = " ".join(sorted(IMAGE_SUFFIXES))
-            raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
-        self.labels = np.array(labels, dtype=np.int64)
-
-    def open(self, index: int) -> Image.Image:
-        return Image.open(self.root / self.paths[index])
-
-    def name(self, index: int) -> str:
-        return str(self.root / self.paths[index])
-
-
-class SubsetImages:
-    """Some images of another source."""
-
-    def __init__(self, source: ImageSource, indices: Int[np.ndarray, " n"]) -> None:
-        self.source, self.indices = source, indices
-        self.classes, self.labels = source.classes, source.labels[indices]
-
-    def open(self, index: int) -> Image.Image:
-        return self.source.open(int(self.indices[index]))
-
-    def name(self, index: int) -> str:
-        return self.source.name(int(self.indices[index]))
+    def subset(self, indices: Int[np.ndarray, " m"]) -> "ImageSource":
+        """Some of the images, in the order of ``indices``."""
+        return ImageSource([self.items[i] for i in indices], self.labels[indices], self.classes)
 
 
 def open_images(source: str) -> tuple[ImageSource, ImageSource]:
@@ -119,19 +65,49 @@ def open_images(source: str) -> tuple[ImageSource, ImageSource]:
     if source == "digits":
         return hold_out(_digits())
     if source == "fashion-mnist":
-        return _idx_pair(_fashion_mnist_folder())
+        if not FASHION_MNIST_FOLDER.is_dir():
+            raise ValueError(
+                f"Fashion-MNIST is not in {FASHION_MNIST_FOLDER}; give the folder of its idx files "
+                "instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
+            )
+        return _idx_pair(FASHION_MNIST_FOLDER)
     root = Path(source).expanduser()
     if not root.is_dir():
         raise ValueError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
     if any(root.glob("*-ubyte*")):
         return _idx_pair(root)
     if not (root / "train").is_dir():
-        return hold_out(FolderImages(root))
-    train = FolderImages(root / "train")
+        return hold_out(folder_images(root))
+    train = folder_images(root / "train")
     for name in ("val", "validation", "test"):
         if (root / name).is_dir():
-            return train, FolderImages(root / name, train.classes)
+            return train, folder_images(root / name, train.classes)
     return hold_out(train)
+
+
+def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSource:
+    """Files below one folder per class, the ImageFolder and ImageNet layout.
+
+    classes: names that get labels 0, 1, ..., e.g. those of the training part; by default the
+    sub-folders in order of their names. Raises ValueError for a missing folder, one without
+    images, or a class that is not in ``classes``.
+    """
+    if not root.is_dir():
+        raise ValueError(f"image folder must exist; got {root}")
+    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    classes = tuple(folders if classes is None else classes)
+    paths: list[str] = []
+    labels: list[int] = []
+    for name in folders:
+        if name not in classes:
+            raise ValueError(f"{root} has the class {name!r}, which the training part has not")
+        files = sorted(_image_files(root / name))
+        paths += files
+        labels += [classes.index(name)] * len(files)
+    if not paths:
+        suffixes = " ".join(sorted(IMAGE_SUFFIXES))
+        raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
+    return ImageSource(paths, np.array(labels, dtype=np.int64), classes)
 
 
 def hold_out(source: ImageSource) -> tuple[ImageSource, ImageSource]:
@@ -143,7 +119,7 @@ def hold_out(source: ImageSource) -> tuple[ImageSource, ImageSource]:
         held[members[: round(len(members) * _HELD_OUT)]] = True
     if not held.any():
         raise ValueError("too few images to hold some out; give a folder with train/ and val/")
-    return SubsetImages(source, np.flatnonzero(~held)), SubsetImages(source, np.flatnonzero(held))
+    return source.subset(np.flatnonzero(~held)), source.subset(np.flatnonzero(held))
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
@@ -163,22 +139,12 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     return values.reshape(shape)
 
 
-def _digits() -> ArrayImages:
+def _digits() -> ImageSource:
     from sklearn.datasets import load_digits
 
     data = load_digits()
     pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
-    return ArrayImages(pixels, data.target, [str(name) for name in data.target_names])
-
-
-def _fashion_mnist_folder() -> Path:
-    for folder in map(Path, FASHION_MNIST_FOLDERS):
-        if folder.is_dir():
-            return folder
-    raise ValueError(
-        f"Fashion-MNIST is not in {', '.join(FASHION_MNIST_FOLDERS)}; give the folder of its idx "
-        "files instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
-    )
+    return ImageSource(pixels, data.target, tuple(str(name) for name in data.target_names))
 
 
 def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
@@ -187,8 +153,8 @@ def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
         pixels = read_idx(_only(root, f"{part}-images*-ubyte*"))
         labels = read_idx(_only(root, f"{part}-labels*-ubyte*")).astype(np.int64)
         parts.append((pixels, labels))
-    count = max(int(labels.max()) for _, labels in parts) + 1
-    train, validation = (ArrayImages(p, y, [str(c) for c in range(count)]) for p, y in parts)
+    classes = tuple(map(str, range(max(int(labels.max()) for _, labels in parts) + 1)))
+    train, validation = (ImageSource(*part, classes) for part in parts)
     return train, validation
 
 

@@ -1,6 +1,7 @@
 """Batches of images by stream position: crop, scale, stack. No state beyond the source."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from l2r.data.image_sources import ImageSource
 from l2r.data.shuffling import batch_indices, epoch_order, uniform_draws
@@ -175,6 +176,44 @@ class ImageDataset(Dataset[ImageBatch]):
             converted = converted.resize(size, Image.Resampling.BICUBIC, box=area)
         pixels = np.asarray(converted, dtype=np.uint8)
         return pixels[:, :, None] if self.channels == 1 else pixels
+
+
+class ImageLoader:
+    """Training batches by step: those of ``ImageDataset.places(step, **cut)``.
+
+    ``workers`` processes read ahead as long as the steps asked for follow one another; any
+    other step starts them anew. The batch of a step is the same for every number of workers.
+    """
+
+    def __init__(self, dataset: ImageDataset, *, workers: int = 0, **cut: int) -> None:
+        self._dataset, self._workers = dataset, workers
+        self._cut = cut
+        self._ahead: Iterator[ImageBatch] | None = None
+        self._next = -1
+
+    def batch(self, step: int) -> ImageBatch:
+        """This rank's slice of the global batch at ``step``."""
+        if self._workers == 0:
+            return self._dataset[self._dataset.places(step, **self._cut)]
+        if self._ahead is None or step != self._next:
+            places = (self._dataset.places(n, **self._cut) for n in itertools.count(step))
+            self._ahead = read_ahead(self._dataset, places, self._workers)
+        self._next = step + 1
+        return next(self._ahead)
+
+
+def read_ahead(
+    dataset: ImageDataset, places: Iterable[Places], workers: int
+) -> Iterator[ImageBatch]:
+    """A batch for each of ``places``, in order; ``workers`` processes read ahead."""
+    context = "fork" if workers else None
+    yield from DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=places,
+        num_workers=workers,
+        multiprocessing_context=context,
+    )
 
 
 def standardize(

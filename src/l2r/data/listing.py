@@ -48,26 +48,6 @@ def folder_listing(folder: Path) -> dict[str, list[str]]:
     return domains
 
 
-def hub_listing(
-    repository: str, *, revision: str | None = None
-) -> tuple[dict[str, list[str]], str]:
-    """Shards of a dataset on the hub, and the commit they were listed at.
-
-    Raises ValueError when the hub cannot be reached or does not know the dataset.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        info = HfApi().dataset_info(repository, revision=revision)
-    except Exception as error:  # its HTTP library, and so its errors, change with its version
-        raise ValueError(
-            f"cannot list {repository} on the Hugging Face hub ({type(error).__name__}: {error}); "
-            f"check the network, or name a local folder of shards"
-        ) from error
-    names = [sibling.rfilename for sibling in info.siblings or []]
-    return by_domain(names), str(info.sha)
-
-
 class ShardSource(NamedTuple):
     """Shards by domain, what to put before their paths to open them, and where they are from."""
 
@@ -77,15 +57,26 @@ class ShardSource(NamedTuple):
 
 
 def shard_source(data: str, plan: "ShardPlan | None") -> ShardSource:
-    """Shards of a folder, or with ``hub`` those of the plan's dataset at its commit.
+    """Shards of a folder, or with ``hub`` those of the plan's dataset, at its commit or the newest.
 
-    Raises ValueError for a folder without shards, and for the hub without a plan.
+    Raises ValueError for a folder without shards, for the hub without a plan, and when the hub
+    cannot be reached or does not know the dataset.
     """
     if data != "hub":
         folder = Path(data)
         return ShardSource(folder_listing(folder), f"{data}/", {"shards": folder.resolve().name})
     if plan is None:
         raise ValueError("give --plan for the hub's shards, or --data with a folder of shards")
-    files, revision = hub_listing(plan.repository, revision=plan.revision)
-    prefix = f"hf://datasets/{plan.repository}@{revision}/"
-    return ShardSource(files, prefix, {"shards": plan.repository, "revision": revision})
+    from huggingface_hub import HfApi
+
+    repository = plan.repository
+    try:
+        info = HfApi().dataset_info(repository, revision=plan.revision)
+    except Exception as error:  # its HTTP library, and so its errors, change with its version
+        raise ValueError(
+            f"cannot list {repository} on the Hugging Face hub ({type(error).__name__}: {error}); "
+            f"check the network, or name a local folder of shards"
+        ) from error
+    files = by_domain(sibling.rfilename for sibling in info.siblings or [])
+    prefix = f"hf://datasets/{repository}@{info.sha}/"
+    return ShardSource(files, prefix, {"shards": repository, "revision": str(info.sha)})

@@ -6,12 +6,10 @@ so that the tokens of every domain keep their share of the whole mixture. The ru
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from l2r.data.shuffling import epoch_order
 from l2r.runs.atomic import write_json
@@ -132,7 +130,7 @@ def name_shards(
         if len(names) != domain.total_shards:
             raise ValueError(
                 f"the listing must have {domain.total_shards} shards of {domain.name}; "
-                f"got {len(names)}"
+                f"got {len(names)}; a part of them serves a plan that names files (--listing)"
             )
         shards = tuple(PlannedShard(s.index, names[s.index]) for s in domain.shards)
         domains.append(dataclasses.replace(domain, shards=shards))
@@ -146,20 +144,16 @@ def write_plan(path: Path, plan: ShardPlan) -> None:
 
 def read_plan(path: Path) -> ShardPlan:
     """Read what ``write_plan`` wrote. Raises ValueError for anything else."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        values.pop("tokens")
-        domains = tuple(_domain_from(entry) for entry in values.pop("domains"))
-        return ShardPlan(domains=domains, **values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(ShardPlan).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "file"
         raise ValueError(
-            f"{path} is not a shard plan: {error}; make one with l2r data plan"
+            f"{path} is not a shard plan: {field}: {first['msg']}; make one with l2r data plan"
         ) from error
-
-
-def _domain_from(entry: dict[str, Any]) -> PlannedDomain:
-    shards = tuple(PlannedShard(**shard) for shard in entry.pop("shards"))
-    return PlannedDomain(shards=shards, **entry)
 
 
 def parse_tokens(text: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, write_manifest
-from l2r.data.mixture import PlannedShard, ShardPlan
+from l2r.data.mixture import ShardPlan, name_shards
 from l2r.data.shards import BadShardError, shard_bytes
 from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
@@ -55,15 +55,16 @@ def shard_tasks(
             for index, file in enumerate(files)
         ]
     else:
-        chosen = [
-            (
-                domain.name,
-                shard.index,
-                _planned_file(listing, domain.name, domain.total_shards, shard),
-            )
-            for domain in plan.domains
-            for shard in domain.shards
-        ]
+        if any(shard.file is None for domain in plan.domains for shard in domain.shards):
+            plan = name_shards(plan, listing)
+        # A local copy may leave the leading data/ out.
+        there = {path.removeprefix("data/"): path for paths in listing.values() for path in paths}
+        chosen = []
+        for domain, shard in ((d.name, s) for d in plan.domains for s in d.shards):
+            file = there.get(str(shard.file).removeprefix("data/"))
+            if file is None:
+                raise ValueError(f"the source lacks {shard.file}, which the plan names")
+            chosen.append((domain, shard.index, file))
     return [
         ShardTask(f"{domain}-{index:05d}", domain, file, prefix + file)
         for domain, index, file in chosen
@@ -120,10 +121,11 @@ def prepare(
                 if on_bad_shard == "refuse":
                     raise result
                 skipped[task.file] = str(result)
+                counter.finished(task.name, 0)
             else:
                 receipts.write(task, result)
                 done[task.name] = result
-            counter.finished(task, result)
+                counter.finished(task.name, _tokens(result))
     if not done:
         raise ValueError("no shard could be read; every one of them was skipped")
     ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
@@ -174,11 +176,9 @@ class _Counter:
         self._seen[name] = (min(bytes_read, self._sizes[name]), tokens)
         self._publish()
 
-    def finished(self, task: ShardTask, result: Parts | BadShardError) -> None:
-        tokens = 0 if isinstance(result, BadShardError) else _tokens(result)
-        self._seen[task.name] = (self._sizes[task.name], tokens)
+    def finished(self, name: str, tokens: int) -> None:
         self._closed += 1
-        self._publish()
+        self.running(name, self._sizes[name], tokens)
 
     def _publish(self) -> None:
         self._report(
@@ -192,41 +192,23 @@ class _Counter:
         )
 
 
-def _planned_file(
-    listing: Mapping[str, Sequence[str]], domain: str, total: int, shard: PlannedShard
-) -> str:
-    files = list(listing.get(domain, ()))
-    if shard.file is None:
-        if len(files) != total:
-            raise ValueError(
-                f"the plan counts shards of {domain} in a listing of {total}; the source has "
-                f"{len(files)}; make the plan with --listing, so that it names files"
-            )
-        return files[shard.index]
-    # A local copy may leave the leading data/ out.
-    for file in files:
-        if file.removeprefix("data/") == shard.file.removeprefix("data/"):
-            return file
-    raise ValueError(f"the source lacks {shard.file}, which the plan names")
-
-
 def _tokens(parts: Parts) -> int:
     return sum(file.tokens for file in parts.values())
 
 
+@dataclass(frozen=True)
 class _Receipts:
     """What earlier runs finished: a small file per shard and part, beside the tokens."""
 
-    def __init__(
-        self, folders: Mapping[str, Path], identity: TokenizerIdentity, split: Split
-    ) -> None:
-        self._folders, self._identity, self._split = folders, identity, split
+    folders: Mapping[str, Path]
+    identity: TokenizerIdentity
+    split: Split
 
     def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
         """Shards of which every part is there. Raises ValueError when one does not fit this run."""
         done = {}
         for task in tasks:
-            parts = {part: self._read(folder, task) for part, folder in self._folders.items()}
+            parts = {part: self._read(folder, task) for part, folder in self.folders.items()}
             whole = {part: file for part, file in parts.items() if file is not None}
             if len(whole) == len(parts):
                 done[task.name] = whole
@@ -235,10 +217,10 @@ class _Receipts:
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""
         for part, entry in parts.items():
-            values = {"shard": task.file, "tokenizer": asdict(self._identity)}
-            if self._split != EVERYTHING:
-                values["split"] = asdict(self._split)
-            path = _receipt(self._folders[part], task)
+            values = {"shard": task.file, "tokenizer": asdict(self.identity)}
+            if self.split != EVERYTHING:
+                values["split"] = asdict(self.split)
+            path = _receipt(self.folders[part], task)
             write_json(path, {**values, "entry": asdict(entry)})
 
     def _read(self, folder: Path, task: ShardTask) -> TokenFile | None:
@@ -247,16 +229,16 @@ class _Receipts:
             return None
         values = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = TokenizerIdentity(**values["tokenizer"])
-        if tokenizer != self._identity or values["shard"] != task.file:
+        if tokenizer != self.identity or values["shard"] != task.file:
             raise ValueError(
                 f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
-                f"write {task.file} by {self._identity.name!r} to another folder"
+                f"write {task.file} by {self.identity.name!r} to another folder"
             )
         split = Split(**values.get("split", {}))
-        if split != self._split:
+        if split != self.split:
             raise ValueError(
                 f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
-                f"hold_out={self._split.hold_out}, share={self._split.share}; give the same or "
+                f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
                 f"write to another folder"
             )
         entry = TokenFile(**values["entry"])

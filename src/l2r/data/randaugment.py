@@ -65,14 +65,6 @@ def _factor(adjust: Callable[[Tensor, Tensor], Tensor]) -> Operation:
     return lambda images, level, sign: adjust(images, 1 + 0.9 * level * sign)
 
 
-def _posterize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
-    return posterize(images, (4 - torch.floor(4 * level)).clamp_min(1).to(torch.int32))
-
-
-def _solarize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
-    return solarize(images, 1 - level)
-
-
 def _solarize_add(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
     """Brighten the dark half only; kornia's additions touch the whole image and invert."""
     added = (images + level.view(-1, 1, 1, 1) * (110 / 255)).clamp_max(1)
@@ -116,8 +108,10 @@ OPERATIONS: dict[str, Operation] = {
             (1, 1): lambda a: torch.cos(_angle(a)),
         }
     ),
-    "posterize": _posterize,
-    "solarize": _solarize,
+    "posterize": lambda images, level, sign: posterize(
+        images, (4 - torch.floor(4 * level)).clamp_min(1).to(torch.int32)
+    ),
+    "solarize": lambda images, level, sign: solarize(images, 1 - level),
     "solarize_add": _solarize_add,
     "color": _factor(adjust_saturation_with_gray_subtraction),
     "contrast": _factor(adjust_contrast_with_mean_subtraction),

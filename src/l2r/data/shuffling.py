@@ -33,20 +33,6 @@ def epoch_order(size: int, seed: int, epoch: int) -> UInt32[np.ndarray, " size"]
     return order
 
 
-def stream_indices(size: int, position: int, count: int, *, seed: int) -> Int[np.ndarray, " count"]:
-    """Items ``position .. position + count`` of the stream. Raises ValueError for negatives."""
-    if position < 0 or count < 0:
-        raise ValueError(f"position and count must be >= 0; got {position} and {count}")
-    _check_size(size)
-    parts = []
-    while count > 0:
-        epoch, offset = divmod(position, size)
-        part = epoch_order(size, seed, epoch)[offset : offset + count]
-        parts.append(part.astype(np.int64))
-        position, count = position + len(part), count - len(part)
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-
 def batch_indices(
     size: int, step: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1
 ) -> Int[np.ndarray, " rows"]:
@@ -56,7 +42,7 @@ def batch_indices(
     that a single process would take. A batch that crosses the end of an epoch goes on with the
     next permutation.
 
-    Raises ValueError when the batch cannot be split evenly or the rank does not exist.
+    Raises ValueError when the batch cannot be split evenly, or the rank or step does not exist.
     """
     if batch_size < 1 or world_size < 1 or batch_size % world_size:
         raise ValueError(
@@ -65,8 +51,18 @@ def batch_indices(
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}); got rank={rank}")
-    rows = batch_size // world_size
-    return stream_indices(size, step * batch_size + rank * rows, rows, seed=seed)
+    if step < 0:
+        raise ValueError(f"step must be >= 0; got {step}")
+    _check_size(size)
+    count = batch_size // world_size
+    position = step * batch_size + rank * count
+    parts = []
+    while count > 0:
+        epoch, offset = divmod(position, size)
+        part = epoch_order(size, seed, epoch)[offset : offset + count]
+        parts.append(part.astype(np.int64))
+        position, count = position + len(part), count - len(part)
+    return np.concatenate(parts)
 
 
 def uniform_draws(

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from l2r.data.manifest import TokenFile, TokenizerIdentity
 from l2r.data.shards import BadShardError, BinaryFile, open_shard, read_texts
@@ -55,7 +55,7 @@ def tokenize_shards(
     context = multiprocessing.get_context("spawn")
     reports, stop = context.SimpleQueue(), context.Event()
     with ProcessPoolExecutor(
-        min(workers, len(tasks)), context, _start_worker, (out, tokenizer, split, reports, stop)
+        min(workers, len(tasks)), context, _start_worker, (tokenizer, out, split, reports, stop)
     ) as pool:
         running = {pool.submit(_tokenize, task): task for task in tasks}
         try:
@@ -70,16 +70,15 @@ def tokenize_shards(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Worker:
+class _Worker(NamedTuple):
     """What one worker process keeps between shards."""
 
-    def __init__(
-        self, out: Path, tokenizer: Path | None, split: Split, reports: Any, stop: Any
-    ) -> None:
-        self.split, self.folders = split, split.folders(out)
-        self.reports, self.stop = reports, stop
-        loaded: tuple[Tokenizer, TokenizerIdentity] = load_tokenizer(tokenizer)
-        self.tokenizer, self.identity = loaded
+    tokenizer: "Tokenizer"
+    identity: TokenizerIdentity
+    out: Path
+    split: Split
+    reports: Any
+    stop: Any
 
     def encode(self, task: ShardTask, stream: BinaryFile) -> Iterator[tuple[str, list[int]]]:
         """Part and token ids of a shard's documents, tokenized in batches."""
@@ -102,14 +101,14 @@ class _Worker:
 _worker: _Worker
 
 
-def _start_worker(out: Path, tokenizer: Path | None, split: Split, reports: Any, stop: Any) -> None:
+def _start_worker(tokenizer: Path | None, *state: Any) -> None:
     global _worker  # noqa: PLW0603 - a pool hands its workers state in no other way
     # Ctrl-C reaches every process; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes are the parallelism; the tokenizer's own threads would only fight them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = _Worker(out, tokenizer, split, reports, stop)
+    _worker = _Worker(*load_tokenizer(tokenizer), *state)
 
 
 def _exit_with_parent() -> None:
@@ -122,7 +121,7 @@ def _exit_with_parent() -> None:
 def _tokenize(task: ShardTask) -> dict[str, TokenFile] | BadShardError:
     writers = {
         part: TokenWriter(folder, task.name, domain=task.domain, tokenizer=_worker.identity)
-        for part, folder in _worker.folders.items()
+        for part, folder in _worker.split.folders(_worker.out).items()
     }
     try:
         with open_shard(task.url) as stream:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from l2r.data.image_loader import read_ahead
-from l2r.data.images import ImageDataset, sample_indices, standardize
+from l2r.data.images import ImageDataset, read_ahead, sample_indices, standardize
 from l2r.routers.observe import evaluating
 
 

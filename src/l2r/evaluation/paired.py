@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import NamedTuple
 
-from l2r.evaluation.results import MEANS
+from l2r.evaluation.results import TASKS_OF
 from l2r.evaluation.scoring import TaskResult
-from l2r.evaluation.tasks import PAPER_TASKS
 
 _CONFIDENCE = 0.95
 
@@ -30,34 +29,22 @@ class _Estimate(NamedTuple):
     variance: float
 
 
-def paired_difference(first: TaskResult, second: TaskResult) -> PairedDifference:
-    """Difference of one task's accuracies over documents, by pairs.
-
-    The interval is Agresti and Min's (Statistics in Medicine 24, 2005): half a document is added
-    to each of the four outcomes, so that few documents, or models that never differ, do not give
-    an interval of width 0. Raises ValueError unless both were scored on the same documents.
-    """
-    return _interval([_estimate(first, second)])
-
-
 def paired_row(
     first: Mapping[str, TaskResult], second: Mapping[str, TaskResult]
 ) -> dict[str, PairedDifference]:
-    """Differences by column of the paper's table; means take their tasks as independent."""
-    estimates = {
-        task.name: _estimate(first[task.name], second[task.name])
-        for task in PAPER_TASKS
-        if task.name in first and task.name in second
+    """Differences by column of the paper's table, over documents, by pairs.
+
+    The interval is Agresti and Min's (Statistics in Medicine 24, 2005): half a document is added
+    to each of the four outcomes, so that few documents, or models that never differ, do not give
+    an interval of width 0. Means take their tasks as independent. Raises ValueError unless both
+    were scored on the same documents.
+    """
+    estimates = {name: _estimate(first[name], second[name]) for name in first if name in second}
+    return {
+        column: _interval([estimates[task.name] for task in tasks])
+        for column, tasks in TASKS_OF.items()
+        if all(task.name in estimates for task in tasks)
     }
-    row = {
-        task.column: _interval([estimates[task.name]])
-        for task in PAPER_TASKS
-        if task.name in estimates
-    }
-    for column, tasks in MEANS.items():
-        if all(task.name in estimates for task in tasks):
-            row[column] = _interval([estimates[task.name] for task in tasks])
-    return row
 
 
 def _estimate(first: TaskResult, second: TaskResult) -> _Estimate:

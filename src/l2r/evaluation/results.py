@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from l2r.evaluation.scoring import TaskResult
 from l2r.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
 
-# Columns that are the mean of several tasks.
-MEANS = {"MMLU": MMLU_TASKS, "Overall": PAPER_TASKS}
-COLUMNS = (
-    *(task.column for task in MMLU_TASKS),
-    "MMLU",
-    *(task.column for task in PAPER_TASKS[len(MMLU_TASKS) :]),
-    "Overall",
-)
+# Column -> the tasks that it is the mean of.
+TASKS_OF = {
+    **{task.column: (task,) for task in MMLU_TASKS},
+    "MMLU": MMLU_TASKS,
+    **{task.column: (task,) for task in PAPER_TASKS[len(MMLU_TASKS) :]},
+    "Overall": PAPER_TASKS,
+}
+COLUMNS = tuple(TASKS_OF)
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,7 @@ def paper_row(results: Mapping[str, TaskResult]) -> PaperRow:
     """
     accuracy: dict[str, float | None] = dict.fromkeys(COLUMNS)
     error: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    for task in PAPER_TASKS:
-        if task.name in results:
-            accuracy[task.column] = 100 * results[task.name].accuracy
-            error[task.column] = 100 * results[task.name].standard_error
-    for column, tasks in MEANS.items():
+    for column, tasks in TASKS_OF.items():
         parts = [results[task.name] for task in tasks if task.name in results]
         if len(parts) == len(tasks):
             accuracy[column] = 100 * sum(r.accuracy for r in parts) / len(parts)

@@ -101,7 +101,7 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
     records = collect(model, batches(), run=_RUN[kind])
     diagnosis = diagnose(records, settings=_SETTINGS)
     mean = diagnosis.mean()
-    top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.usage("top1")]
+    top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.by_layer("top1")]
     gain = routing_gain(model, batches(), task.loss)
     return {
         "routing_gain": gain.random,

@@ -63,18 +63,10 @@ def own_stream(seed: int | None = None) -> Iterator[None]:
 
     ``seed`` is one number of the common stream by default; that stream goes on where it was.
     """
-    state = torch.get_rng_state()
-    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
-    torch.default_generator.manual_seed(drawn)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        torch.default_generator.manual_seed(drawn)
         yield
-    finally:
-        torch.set_rng_state(state)
-
-
-def logit_tensors(router: Router) -> dict[str, nn.Parameter]:
-    """What the logits are made of, by name: all but a selection bias, which is the engine's."""
-    return dict(router.named_parameters())
 
 
 class Plug:
@@ -91,7 +83,8 @@ class Plug:
         with torch.device("meta"):
             self.router = self._build()
         self._logits = _Logits(self.router)
-        self.names = {name.replace(".", "_"): name for name in logit_tensors(self.router)}
+        # A selection bias, which would be the engine's, is no parameter.
+        self.names = {name.replace(".", "_"): name for name, _ in self.router.named_parameters()}
         self.parameters = {
             flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
         }

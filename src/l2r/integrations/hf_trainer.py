@@ -9,6 +9,7 @@ hooks that open with each forward of the whole model and close with it.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,29 +63,26 @@ def add_router_losses(
     return losses
 
 
+@dataclass(eq=False, repr=False)
 class RouterLosses(TrainerCallback):
     """Loss function and callback of one Trainer; made by ``add_router_losses``."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        balance: float,
-        z: float,
-        balance_variant: BalanceVariant,
-        z_variant: ZVariant,
-    ) -> None:
-        self.trainer = trainer
-        self.model: nn.Module = trainer.model
-        self.task_loss = trainer.compute_loss_func or partial(task_loss, trainer.model)
-        self.balance, self.z = balance, z
-        self.balance_variant, self.z_variant = balance_variant, z_variant
+    trainer: Trainer
+    balance: float
+    z: float
+    balance_variant: BalanceVariant
+    z_variant: ZVariant
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.trainer.model
+        self.task_loss = self.trainer.compute_loss_func or partial(task_loss, self.model)
         self._open = ExitStack()
         self._captured: Captured | None = None
         self._mask: Tensor | None = None
         self._sums = torch.zeros(3)  # L_bal, L_z and how many micro-batches
         self._called = False
         self.model.register_forward_pre_hook(self._start, with_kwargs=True)
-        self.model.register_forward_hook(self._stop)
+        self.model.register_forward_hook(lambda *_: self._open.close())
 
     def __call__(
         self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
@@ -148,6 +146,3 @@ class RouterLosses(TrainerCallback):
         mask = kwargs.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._captured = self._open.enter_context(capture(module))
-
-    def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._open.close()

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.integrations.engine import logit_tensors
 from l2r.routers import Router, RouterConfig
 
 Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
@@ -93,7 +92,7 @@ def router_pairs(
     bias: str | None,
 ) -> Iterator[Pair]:
     """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's."""
-    for here in logit_tensors(router):
+    for here, _ in router.named_parameters():
         value = ours.take(prefix + here)
         yield value, theirs.take(names[here]).view(value.shape)
     if router.selection.bias is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from l2r.integrations.engine import logit_tensors, selecting_as
+from l2r.integrations.engine import selecting_as
 from l2r.integrations.hugging_face import Pair, Tensors, copy_all, olmoe, router_pairs
 from l2r.integrations.megatron import HeadsNorm, L2RTopKRouter
 from l2r.routers.selection import Selection
@@ -124,7 +124,7 @@ def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
         for name, part in (("q", qkv[:, :-2]), ("k", qkv[:, -2:-1]), ("v", qkv[:, -1:])):
             yield ours.take(f"{here}self_attn.{name}_proj.weight").view(part.shape), part
         router = layer.mlp.router
-        names = {name: f"{mlp}router.l2r.{name}" for name in logit_tensors(router.l2r)}
+        names = {name: f"{mlp}router.l2r.{name}" for name, _ in router.l2r.named_parameters()}
         theirs.left.pop(f"{mlp}router.l2r.{router.l2r.selection.bias}", None)  # nothing reads it
         bias = f"{mlp}router.expert_bias" if c.moe_router_enable_expert_bias else None
         yield from router_pairs(router.l2r, here + "mlp.gate.", ours, theirs, names, bias)

@@ -3,13 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.report.agreement import agreement_heatmaps, saturation_curves
 from l2r.report.page import Section
+from l2r.report.routing import (
+    USAGE_TITLES,
+    gain_bars,
+    robustness_bars,
+    usage_by_domain,
+    usage_by_layer,
+)
 from l2r.report.specialization import (
+    agreement_heatmaps,
     coactivation_heatmaps,
     domain_shares,
     frequency_lines,
-    gain_bars,
+    saturation_curves,
     specialization_by_layer,
 )
 from l2r.report.tables import Table
@@ -27,8 +34,21 @@ _AGREEMENT = (
 )
 
 
+def routing_sections(views: Mapping[str, Diagnosis]) -> list[Section]:
+    """For every page: what every diagnosis has."""
+    usage = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
+    sections = [
+        Section("Margins and robustness", parts=[robustness_bars(views)]),
+        Section("Expert usage by layer", _USAGE, usage),
+    ]
+    told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
+    if told:
+        sections.append(Section("Expert usage by domain", _BY_DOMAIN, [usage_by_domain(told)]))
+    return sections
+
+
 def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[Section]:
-    """For every page; ``details`` adds what is one figure per checkpoint."""
+    """For every page too; ``details`` adds what is one figure per checkpoint."""
     sections = []
     gained = {name: view for name, view in views.items() if "routing_gain" in view.numbers()}
     if gained:
@@ -59,6 +79,13 @@ _SATURATION = (
 )
 
 
+_USAGE = "Rows are layers, columns experts. 1 (white) is an even share."
+_BY_DOMAIN = (
+    "The same layer's experts under text of different domains or images of different classes; an "
+    "expert that is red in one row and blue in the others has specialized."
+)
+
+
 def _gain_text(views: Mapping[str, Diagnosis]) -> str:
     losses = ", ".join(f"{n} {v.numbers()['cross_entropy']:.4f}" for n, v in views.items())
     return (
@@ -69,9 +96,8 @@ def _gain_text(views: Mapping[str, Diagnosis]) -> str:
 
 def _details(name: str, view: Diagnosis) -> Section:
     """Domains, pairs and paths of one checkpoint."""
-    depth = len(view.layers)
-    layers = sorted({0, depth // 2, depth - 1})
-    parts: list[Any] = [coactivation_heatmaps({name: view}, layers)]
+    layers = view.few_layers()
+    parts: list[Any] = [coactivation_heatmaps(view, layers, name)]
     if len(view.info["domains"]) > 1:
         parts.insert(0, domain_shares(view, layers, name))
     tokens = view.arrays["0.experts"][..., 0] >= 0

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.report.analyses import analysis_sections
+from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.paper_tables import accuracy_table
 from l2r.report.patches import patch_sections
-from l2r.report.routing import USAGE_TITLES, robustness_bars, usage_by_domain, usage_by_layer
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
 from l2r.report.text_view import text_sections
@@ -17,7 +16,7 @@ from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.statistics import mean_interval
-from l2r.runs.text_routing import read_text_routing
+from l2r.runs.text_routing import TextRouting
 
 # column -> number of the diagnosis, and which direction is better
 _ROUTING = (
@@ -118,7 +117,7 @@ def write_report(
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
-    texts = {run.name: read_text_routing(run.text) for run in runs if run.text.is_file()}
+    texts = {run.name: TextRouting.read(run.text) for run in runs if run.text.is_file()}
     sections = [
         *text_sections(texts, path),
         Section("Result", parts=tables),
@@ -132,24 +131,11 @@ def write_report(
         ),
     ]
     if views:
-        sections += [
-            Section("Margins and robustness", "Means over layers.", [robustness_bars(views)]),
-            Section(
-                "Expert usage by layer",
-                "Rows are layers, columns experts. 1 (white) is an even share.",
-                [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-            ),
-            Section(
-                "Expert usage by domain",
-                "The same layer's experts under text of different domains or images of "
-                "different classes; an expert that is red in one row and blue in the others has "
-                "specialized.",
-                [usage_by_domain(views)],
-            ),
-            *analysis_sections(views, details=False),
-        ]
+        sections += [*routing_sections(views), *analysis_sections(views, details=False)]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
-    summary = _summary(runs, facts, unit)
+    seen = max((run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs)
+    parameters = facts[runs[0].name].get("parameters", 0)
+    summary = f"{len(runs)} run(s) of a model with {parameters:,} parameters, {seen:,} {unit} each."
     if reload is not None:
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
@@ -161,14 +147,6 @@ def unit_of(runs: Sequence[RunFolder]) -> str:
     """What the runs count their progress in: tokens or images."""
     record = (runs[0].read_metrics("train") or [{}])[0]
     return "images" if "images" in record else "tokens"
-
-
-def _summary(runs: Sequence[RunFolder], facts: dict[str, dict[str, Any]], unit: str) -> str:
-    seen = [(run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs]
-    parameters = next(iter(facts.values())).get("parameters", 0)
-    return (
-        f"{len(runs)} run(s) of a model with {parameters:,} parameters, {max(seen):,} {unit} each."
-    )
 
 
 def facts_table(facts: dict[str, dict[str, Any]]) -> Table:

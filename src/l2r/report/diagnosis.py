@@ -4,72 +4,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.report.analyses import analysis_sections
+from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Section, write_page
-from l2r.report.robustness import certified_curves, stability_bars
-from l2r.report.routing import USAGE_TITLES, usage_by_domain, usage_by_layer
+from l2r.report.routing import certified_curves
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis
 
 _Fields = Mapping[str, tuple[str, str | None]]  # column -> (field, which direction is better)
 _Group = tuple[str, _Fields, str]  # title, columns and what they mean
-_DECISIONS: _Fields = {
-    "mean margin": ("mean_margin", None),
-    "margin / spread": ("scale_free_margin", "max"),
-    "low-margin rate": ("low_margin_rate", None),
-    "stability": ("stability", "max"),
-    "top-k overlap": ("topk_overlap", "max"),
-}
-_CERTIFIED: _Fields = {
-    "top-1 radius": ("certified_top1", "max"),
-    "top-1 found": ("found_top1", None),
-    "top-1 tightness": ("tightness_top1", None),
-    "top-1 at noise norm": ("certified_share_top1", "max"),
-    "top-k radius": ("certified_topk", "max"),
-    "top-k found": ("found_topk", None),
-    "top-k tightness": ("tightness_topk", None),
-    "top-k at noise norm": ("certified_share_topk", "max"),
-}
-_LOAD: _Fields = {
-    "cosine variance": ("cosine_variance", "max"),
-    "load entropy": ("entropy", "max"),
-    "load cv": ("cv", "min"),
-    "max / mean": ("max_over_mean", "min"),
-    "dead experts": ("dead_experts", "min"),
-    "domain bits": ("domain_information", None),
-    "bits by chance": ("domain_information_by_chance", None),
-    "chance, 97.5%": ("domain_information_by_chance_high", None),
-    "effective heads": ("effective_heads", None),
-    "unused anchors": ("unused_anchors", None),
-    "anchor redundancy": ("redundancy", None),
-}
-_WORTH: _Fields = {
-    "cross-entropy": ("cross_entropy", "min"),
-    "routing gain": ("routing_gain", "max"),
-    "shuffled gain": ("shuffled_gain", None),
-    "co-activation": ("coactivation", None),
-    "pairs by chance": ("coactivation_by_chance", None),
-    "bits between layers": ("path_information", None),
-    "path entropy": ("path_entropy", None),
-    "paths by chance": ("path_entropy_by_chance", None),
-    "distinct paths": ("distinct_paths", None),
-}
-_SPECIALIZED: _Fields = {
-    "domain share": ("domain_specialization", None),
-    "domain by chance": ("domain_specialization_by_chance", None),
-    "input word": ("vocabulary_input", None),
-    "input by chance": ("vocabulary_input_by_chance", None),
-    "next word": ("vocabulary_next", None),
-    "next by chance": ("vocabulary_next_by_chance", None),
-    "predicted word": ("vocabulary_predicted", None),
-    "predicted by chance": ("vocabulary_predicted_by_chance", None),
-    "margin of frequent words": ("frequency_margin", None),
-}
 _GROUPS: tuple[_Group, ...] = (
     (
         "Decisions and robustness",
-        _DECISIONS,
+        {
+            "mean margin": ("mean_margin", None),
+            "margin / spread": ("scale_free_margin", "max"),
+            "low-margin rate": ("low_margin_rate", None),
+            "stability": ("stability", "max"),
+            "top-k overlap": ("topk_overlap", "max"),
+        },
         "Margins are gaps between the two largest logits. Raw gaps of different scorings are not "
         "comparable (they have different units); margin / spread divides each by the standard "
         "deviation of the token's logits over experts. Stability and overlap: under Gaussian "
@@ -77,7 +30,16 @@ _GROUPS: tuple[_Group, ...] = (
     ),
     (
         "Certified routing",
-        _CERTIFIED,
+        {
+            "top-1 radius": ("certified_top1", "max"),
+            "top-1 found": ("found_top1", None),
+            "top-1 tightness": ("tightness_top1", None),
+            "top-1 at noise norm": ("certified_share_top1", "max"),
+            "top-k radius": ("certified_topk", "max"),
+            "top-k found": ("found_topk", None),
+            "top-k tightness": ("tightness_topk", None),
+            "top-k at noise norm": ("certified_share_topk", "max"),
+        },
         "Median l2 radius of the router input inside which the first expert, or the chosen set, "
         "provably stays; found: smallest change that flips it, by adversarial search; the truth "
         "lies between. Tightness: mean of radius / found. At noise norm: share of tokens whose "
@@ -85,14 +47,36 @@ _GROUPS: tuple[_Group, ...] = (
     ),
     (
         "Geometry, load and anchors",
-        _LOAD,
+        {
+            "cosine variance": ("cosine_variance", "max"),
+            "load entropy": ("entropy", "max"),
+            "load cv": ("cv", "min"),
+            "max / mean": ("max_over_mean", "min"),
+            "dead experts": ("dead_experts", "min"),
+            "domain bits": ("domain_information", None),
+            "bits by chance": ("domain_information_by_chance", None),
+            "chance, 97.5%": ("domain_information_by_chance_high", None),
+            "effective heads": ("effective_heads", None),
+            "unused anchors": ("unused_anchors", None),
+            "anchor redundancy": ("redundancy", None),
+        },
         "Load entropy is 1 when all experts are used equally. Domain bits: mutual information "
         "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
         "the same choices show when the domains are dealt anew to whole sequences or images.",
     ),
     (
         "Worth, pairs and paths of experts",
-        _WORTH,
+        {
+            "cross-entropy": ("cross_entropy", "min"),
+            "routing gain": ("routing_gain", "max"),
+            "shuffled gain": ("shuffled_gain", None),
+            "co-activation": ("coactivation", None),
+            "pairs by chance": ("coactivation_by_chance", None),
+            "bits between layers": ("path_information", None),
+            "path entropy": ("path_entropy", None),
+            "paths by chance": ("path_entropy_by_chance", None),
+            "distinct paths": ("distinct_paths", None),
+        },
         "Routing gain: rise of the cross-entropy with random experts; shuffled: with those of "
         "another token. Co-activation: how often an expert's most frequent partner is chosen with "
         "it. Bits between layers: what a layer's first expert tells of the next one's. Path "
@@ -100,7 +84,17 @@ _GROUPS: tuple[_Group, ...] = (
     ),
     (
         "Specialization",
-        _SPECIALIZED,
+        {
+            "domain share": ("domain_specialization", None),
+            "domain by chance": ("domain_specialization_by_chance", None),
+            "input word": ("vocabulary_input", None),
+            "input by chance": ("vocabulary_input_by_chance", None),
+            "next word": ("vocabulary_next", None),
+            "next by chance": ("vocabulary_next_by_chance", None),
+            "predicted word": ("vocabulary_predicted", None),
+            "predicted by chance": ("vocabulary_predicted_by_chance", None),
+            "margin of frequent words": ("frequency_margin", None),
+        },
         "Share of a domain's (top-k) or a word's tokens (top-1) that go to the expert they go to "
         "most. Margin of frequent words: rank correlation of a token's margin / spread and the "
         "occurrences of its word.",
@@ -119,7 +113,7 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
 
 def full_table(views: Mapping[str, Diagnosis]) -> Table:
     """Every number of ``checkpoint_tables`` in one table, for programs."""
-    fields = {**_DECISIONS, **_CERTIFIED, **_LOAD, **_WORTH, **_SPECIALIZED}
+    fields = {column: field for _, group, _ in _GROUPS for column, field in group.items()}
     rows = {name: view.numbers() for name, view in views.items()}
     records = tuple((name, *(rows[name].get(f) for f, _ in fields.values())) for name in rows)
     return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
@@ -132,7 +126,7 @@ def write_diagnosis(
     sections = [
         *opening,
         Section("Summary", parts=checkpoint_tables(views)),
-        Section("Robustness", parts=_robustness(views)),
+        *_certified(views),
         Section(
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
@@ -140,21 +134,14 @@ def write_diagnosis(
             [cosine_variance_bars(views)],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
-        Section(
-            "Expert usage",
-            "Rows are layers, columns experts. 1 (white) is an even share.",
-            [usage_by_layer(views, kind) for kind in USAGE_TITLES],
-        ),
+        *routing_sections(views),
+        *analysis_sections(views, details=True),
     ]
-    told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
-    if told:
-        parts = [usage_by_domain(told)]
-        sections.append(Section("Expert usage by domain", parts=parts))
-    sections += analysis_sections(views, details=True)
     for name, view in views.items():
         rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
-        sections.append(Section(f"Layers of {name}", _remarks(view), tables))
+        why = {row["certificate"] for row in view.layers if "certificate" in row}  # there is none
+        sections.append(Section(f"Layers of {name}", "; ".join(sorted(why)), tables))
     first = next(iter(views.values()))
     summary = (
         f"{len(views)} checkpoint(s), {first.info['tokens']:,} tokens each; robustness on a "
@@ -194,22 +181,13 @@ def _table(
     )
 
 
-def _robustness(views: Mapping[str, Diagnosis]) -> list[Any]:
-    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
-    return [stability_bars(views), *([certified_curves(certified)] if certified else [])]
+def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
+    known = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
+    return [Section("Certified routing", parts=[certified_curves(known)])] if known else []
 
 
 def _geometry(view: Diagnosis) -> list[Any]:
     """Of the first, the middle and the last layer."""
-    depth = len(view.layers)
-    chosen = sorted({0, depth // 2, depth - 1})
+    chosen = view.few_layers()
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
     return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
-
-
-def _remarks(view: Diagnosis) -> str:
-    """Why a layer has no certificate, where it has none."""
-    remarks: Sequence[str] = sorted(
-        {row["certificate"] for row in view.layers if "certificate" in row}
-    )
-    return "; ".join(remarks)

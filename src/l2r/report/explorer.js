@@ -2,8 +2,6 @@
 // explorer_scores.js, which stands before this file.
 "use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const find = (id) => document.getElementById(id);
 const RULES = { sips: "SIPS", cosine: "cosine", dot: "dot product" };
 const DASHES = { sips: [], cosine: [9, 4], dot: [2, 3] };
 const READ_BY_SIPS = new Set(["beta", "gamma", "p"]);
@@ -25,12 +23,6 @@ const VIEW = [
 
 let state = {}; // a slider shows its value rounded to its step; this is what counts
 let refining = 0;
-
-function make(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
 
 function slider([name, title, min, max, step], parent) {
   const input = make("input", { type: "range", id: name, min, max, step });
@@ -351,11 +343,6 @@ function changed(moving = true) {
   if (draft) refining = setTimeout(() => changed(false), 150);
 }
 
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  find("theme").textContent = name === "dark" ? "Light" : "Dark";
-}
-
 SETTINGS.forEach((one) => slider(one, find("sliders")));
 VIEW.forEach((one) => slider(one, find("query-sliders")));
 data.sets.forEach(({ name }, n) => find("set").append(make("option", { value: n, textContent: name })));
@@ -375,11 +362,6 @@ for (const id of ["landscape", "regions"]) {
     changed();
   });
 }
-find("theme").addEventListener("click", () => {
-  theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  changed();
-});
 window.addEventListener("resize", () => changed());
-theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 choose(0);
-changed(false);
+followTheme(() => changed(false));

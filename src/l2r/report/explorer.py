@@ -1,6 +1,5 @@
 """The score explorer: one page without a server, explorer.html with its scripts and its style."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,4 @@ def _colors(experts: int) -> list[str]:
 
     Regions carry the expert's number as well.
     """
-    if experts <= len(_FEW):
-        return list(_FEW[:experts])
-    later = [re.findall(r"\d+", color) for color in expert_colors(experts)[len(_FEW) :]]
-    return [*_FEW, *("#" + "".join(f"{int(part):02x}" for part in color) for color in later)]
+    return [*_FEW, *expert_colors(experts)[len(_FEW) :]][:experts]

@@ -1,6 +1,7 @@
-"""The paper's tables of sizes, costs and image accuracies, in its layout."""
+"""The paper's tables of sizes, costs and accuracies, in its layout."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from l2r.report.tables import Table
 from l2r.runs.router_names import PAPER_ROUTERS
@@ -8,24 +9,20 @@ from l2r.runs.statistics import Interval
 
 # (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
 Counts = tuple[tuple[int, int, int, int], int, int]
+Row = Mapping[str, float | None]
+# Difference, lower and upper end of its interval, as shares of 1.
+Difference = tuple[float, float, float]
 
 
-def parameter_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
-    """Ranks down, heads across; parameters and their share of the linear router's."""
-    caption = f"All layers; in parentheses the share of the linear router's {linear:,}."
-    return _grid("Router parameters", cells, linear, caption)
-
-
-def cost_table(cells: Mapping[tuple[int, int], int], linear: int) -> Table:
-    """The same grid with the multiply-adds of one token."""
-    caption = (
-        "Multiply-adds of matrix products for one token, all layers; in parentheses the share "
-        f"of the linear router's {linear:,}. Norms, tanh and pooling come on top."
-    )
-    return _grid("Router cost", cells, linear, caption)
-
-
-def _grid(title: str, cells: Mapping[tuple[int, int], int], linear: int, caption: str) -> Table:
+def parameter_table(
+    cells: Mapping[tuple[int, int], int], linear: int, *, cost: bool = False
+) -> Table:
+    """Ranks down, heads across; parameters, or multiply-adds, and their share of the linear's."""
+    title, caption = "Router parameters", "All layers"
+    if cost:
+        title, caption = "Router cost", "Multiply-adds of matrix products for one token, all layers"
+    caption += f"; in parentheses the share of the linear router's {linear:,}."
+    caption += " Norms, tanh and pooling come on top." if cost else ""
     ranks = sorted({rank for rank, _ in cells})
     heads = sorted({head for _, head in cells})
     rows = tuple(
@@ -96,6 +93,46 @@ def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Tab
         caption=seeds_caption(seeds),
         digits=2,
         best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")),
+    )
+
+
+def downstream_table(
+    columns: Sequence[str],
+    rows: Mapping[str, tuple[Row, Row]],
+    differences: Mapping[str, Mapping[str, Difference]],
+) -> Table:
+    """Accuracy and standard error of every checkpoint in percent, then every difference.
+
+    ``rows`` maps a checkpoint to both, by column; ``differences`` a pair's name to its columns.
+    """
+    cells: list[tuple[str | float | None, ...]] = []
+    for name, (accuracy, error) in rows.items():
+        cells.append((name, *(accuracy[column] for column in columns)))
+        cells.append(("standard error", *(error[column] for column in columns)))
+    for name, by_column in differences.items():
+        for position, label in enumerate((name, "95% from", "95% to")):
+            values = (100 * by_column[c][position] if c in by_column else None for c in columns)
+            cells.append((label, *values))
+    caption = "MMLU is the mean of its four groups, Overall the mean of all eight tasks."
+    if differences:
+        caption += " Differences are over the same documents, by pairs."
+    return Table("Downstream accuracy (%)", ("Model", *columns), tuple(cells), caption, digits=1)
+
+
+def images_table(record: Mapping[str, Any]) -> Table:
+    """Accuracies with the standard errors of shares of independent images, from evaluation.json."""
+    shares, images = [record["top1"], record["top5"]], record["images"]
+    errors = [100 * (share * (1 - share) / images) ** 0.5 for share in shares]
+    name = record["checkpoint"] + (" (average)" if record["averaged"] else "")
+    accuracies = [100 * share for share in shares]
+    return Table(
+        "Accuracy on images (%)",
+        ("Model", "Top-1 (%)", "Top-5 (%)", "CE", "images", "skipped"),
+        (
+            (name, *accuracies, record["ce"], images, len(record["skipped"])),
+            ("standard error", *errors, None, None, None),
+        ),
+        digits=2,
     )
 
 

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from l2r.report.page import Section, write_page
 from l2r.report.style import expert_axis, layout
 from l2r.runs.folder import RunFolder
-from l2r.runs.patches import PatchRouting, read_patches
+from l2r.runs.patches import PatchRouting
 
 _HOW_TO_READ = "Color: the expert with the largest weight. Point at a patch to see all its experts."
 _TILE = 150  # pixels per drawn image
@@ -20,7 +20,7 @@ _TILE = 150  # pixels per drawn image
 
 def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
     """Patches of one run layer by layer, of several by router; empty for language models."""
-    routings = {r.name: read_patches(r.patches) for r in runs if r.patches.is_file()}
+    routings = {r.name: PatchRouting.read(r.patches) for r in runs if r.patches.is_file()}
     if not routings:
         return []
     if len(routings) == 1:

@@ -1,4 +1,4 @@
-"""Expert usage of several runs side by side, by layer and by domain, and their robustness."""
+"""Several runs side by side: use of experts by layer and by domain, robustness, routing gain."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +26,7 @@ USAGE_TITLES = {
 
 def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     """Layer x expert heatmap per run; 1 is the layer's mean over experts."""
-    grids = {name: _relative(view.usage(kind)) for name, view in views.items()}
+    grids = {name: _relative(view.by_layer(kind)) for name, view in views.items()}
     labels = {name: [str(i) for i in range(len(grid))] for name, grid in grids.items()}
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
 
@@ -35,38 +35,104 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Domain x expert heatmaps of the first, middle and last layer, a panel per run."""
     grids, labels = {}, {}
     for name, view in views.items():
-        by_domain, depth = view.usage_by_domain(), len(view.layers)
-        layers = sorted({0, depth // 2, depth - 1})
-        rows = [(domain, layer) for layer in layers for domain in by_domain]
-        grids[name] = _relative([by_domain[domain][layer] for domain, layer in rows])
-        labels[name] = [f"{layer} · {domain}" for domain, layer in rows]
+        layers, domains = view.few_layers(), view.info["domains"]
+        counts = [view.array(layer, "usage_by_domain")[: len(domains)] for layer in layers]
+        grids[name] = _relative(np.concatenate(counts))
+        labels[name] = [f"{layer} · {domain}" for layer in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 
 
 def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run."""
+    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run, with intervals."""
     fields = {
         "mean_margin": "Mean margin (logits)",
         "low_margin_rate": "Low-margin rate",
         "stability": "Stability",
         "topk_overlap": "Top-k overlap",
     }
+    return _bars(views, fields, "Margins and robustness, means over layers")
+
+
+def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Routing gain: how much cross-entropy rises with other experts."""
+    fields = {
+        "routing_gain": "k experts drawn at random (nats)",
+        "shuffled_gain": "experts of another token (nats)",
+    }
+    text = "Routing gain: rise of the cross-entropy with other experts at the same weights"
+    return _bars(views, fields, text)
+
+
+def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str) -> go.Figure:
+    """A panel per number, a bar per run; intervals are means over layers of theirs."""
     figure, places = panel_figure(list(fields.values()), len(fields))
     for place, field in zip(places, fields, strict=True):
-        values = [view.mean()[field] for view in views.values()]
+        values = [view.numbers().get(field) for view in views.values()]
+        known = all(f"{field}_interval" in row for view in views.values() for row in view.layers)
+        error = None
+        if known:
+            ends = [[row[f"{field}_interval"] for row in view.layers] for view in views.values()]
+            low, high = np.array([np.mean(layers, axis=0) for layers in ends]).T
+            error = {"symmetric": False, "array": high - values, "arrayminus": values - low}
         figure.add_bar(
             x=list(views),
             y=values,
-            text=[f"{value:.3f}" for value in values],
+            error_y=error,
+            text=["" if value is None else f"{value:.4f}" for value in values],
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             **place,
         )
-    figure.update_layout(**layout(height=380, margin={"t": 60, "b": 90}))
+    figure.update_layout(**layout(height=380, title=title, margin={"t": 90, "b": 90}))
     return figure
 
 
-def _relative(grid: Sequence[Array]) -> list[list[float]]:
+def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Share of tokens whose decision holds for every change of the input up to a norm.
+
+    A panel per decision (first expert, chosen set); per checkpoint a solid line that is proven
+    and a dotted one above it that no change found contradicts: the truth lies between.
+    """
+    decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
+    figure, places = panel_figure(list(decisions.values()), len(decisions))
+    found = [np.concatenate(v.by_layer(f"found_{d}")) for d in decisions for v in views.values()]
+    finite = [radii[np.isfinite(radii)] for radii in found]
+    far = max((float(np.quantile(one, 0.98)) for one in finite if one.size), default=1.0)
+    noises = sorted({_noise(view) for view in views.values()})
+    grid = np.linspace(0, max(far, 1.2 * noises[-1]), 161)
+    for place, decision in zip(places, decisions, strict=True):
+        for number, (name, view) in enumerate(views.items()):
+            for kind, dash in (("certified", "solid"), ("found", "dot")):
+                values = np.concatenate(view.by_layer(f"{kind}_{decision}"))
+                figure.add_scatter(
+                    x=np.round(grid, 4),
+                    y=np.round([np.mean(values >= point) for point in grid], 4),
+                    mode="lines",
+                    line={"dash": dash, "color": router_color(name, number)},
+                    name=f"{name}, {kind}",
+                    legendgroup=name,
+                    showlegend=place["col"] == 1,
+                    **place,
+                )
+        for noise in noises:
+            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", **place)
+            figure.add_annotation(
+                x=noise,
+                y=1.02,
+                text="norm of the test noise",
+                showarrow=False,
+                xanchor="left",
+                font={"size": 11},
+                **place,
+            )
+        figure.update_xaxes(title_text="norm of the change of the router input", **place)
+        figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], **place)
+    legend = {"orientation": "h", "y": -0.25, "x": 0}
+    figure.update_layout(**layout(height=430, legend=legend))
+    return figure
+
+
+def _relative(grid: Sequence[Array] | Array) -> list[list[float]]:
     """Each row divided by its mean; a row of zeros stays."""
     return [(row / (np.mean(row) or 1)).tolist() for row in grid]
 
@@ -113,3 +179,9 @@ def _heatmaps(
         **layout(height=area + 160, title=text, coloraxis=colors, margin={"t": 90, "b": 70})
     )
     return figure
+
+
+def _noise(view: Diagnosis) -> float:
+    """The usual norm of the stability test's noise, sigma * sqrt(d)."""
+    hidden = view.array(0, "sample_x").shape[1]
+    return round(float(view.info["settings"]["sigma"] * hidden**0.5), 6)

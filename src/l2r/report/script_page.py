@@ -1,4 +1,4 @@
-"""Pages that a script of ours draws: script_page.html, then NAME.html with NAME.css and NAME.js."""
+"""Pages that a script of ours draws: script_page.html, .css and .js, then those of NAME."""
 
 import html
 import json
@@ -28,12 +28,12 @@ def write_script_page(
 
     fill = {
         "/*TITLE*/": html.escape(title),
-        "/*STYLE*/": read(f"{name}.css"),
+        "/*STYLE*/": read("script_page.css") + read(f"{name}.css"),
         "/*DATA*/": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "/*SCRIPT*/": "".join(read(f"{script}.js") for script in (*libraries, name)),
+        "/*SCRIPT*/": "".join(read(f"{file}.js") for file in ("script_page", *libraries, name)),
         "/*FIGURES*/": figures,
     }
-    page = read("script_page.html") + read(f"{name}.html")
+    page = read("script_page.html").replace("/*BODY*/", read(f"{name}.html"))
     # In one pass: names and text may hold such a mark.
     write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page))
     return path

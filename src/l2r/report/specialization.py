@@ -1,11 +1,14 @@
-"""Figures of what experts are used for: domains, words, pairs and rare words."""
+"""Figures of what experts are used for, and of routers beside each other on the same tokens."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from l2r.report.style import expert_colors, layout, line_style, panel_figure, router_color
+from l2r.runs.agreement import agree
 from l2r.runs.diagnosis import Diagnosis
 
 # number of a layer -> title and axis of its panel
@@ -100,21 +103,16 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
 
 
 def coactivation_heatmaps(
-    views: Mapping[str, Diagnosis], layers: Sequence[int], most: int = 16
+    view: Diagnosis, layers: Sequence[int], name: str, most: int = 16
 ) -> go.Figure:
-    """P(E_j | E_i) of the experts with the strongest pairs, a panel per checkpoint and layer."""
-    panels = [(name, view, layer) for name, view in views.items() for layer in layers]
+    """P(E_j | E_i) of the experts with the strongest pairs, a panel per layer."""
     titles = []
-    for name, view, layer in panels:
+    for layer in layers:
         chance = view.layers[layer].get("coactivation_by_chance")
         known = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
         titles.append(f"{name}, layer {layer}{known}")
-    gap = 150
-    rows = -(-len(panels) // min(3, len(panels)))
-    area = rows * 290 + (rows - 1) * gap
-    apart = gap / area if rows > 1 else 0
-    figure, places = panel_figure(titles, 3, horizontal_spacing=0.09, vertical_spacing=apart)
-    for place, (name, view, layer) in zip(places, panels, strict=True):
+    figure, places = panel_figure(titles, len(titles), horizontal_spacing=0.09)
+    for place, layer in zip(places, layers, strict=True):
         together = view.array(layer, "coactivation")
         shown = np.sort(np.maximum(together.max(0), together.max(1)).argsort()[::-1][:most])
         labels = [str(expert) for expert in shown]
@@ -133,11 +131,11 @@ def coactivation_heatmaps(
             figure.update_yaxes(title_text="expert i", **place)
     figure.update_annotations(font_size=12)
     colors = {"colorscale": "Reds", "cmin": 0, "cmax": 1, "colorbar": {"title": "P(j | i)"}}
-    all_shown = all(len(view.array(layer, "coactivation")) <= most for _, view, layer in panels)
+    all_shown = all(len(together) <= most for together in view.by_layer("coactivation"))
     which = "all experts" if all_shown else f"the {most} experts with the strongest pairs"
     text = f"Co-activation P(E_j | E_i) of {which}"
     figure.update_layout(
-        **layout(height=area + 190, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
+        **layout(height=480, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
     )
     return figure
 
@@ -148,7 +146,7 @@ def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
     figure, places = panel_figure(list(titles), 2)
     for column, (place, axis) in enumerate(zip(places, titles.values(), strict=True), start=2):
         for number, (name, view) in enumerate(views.items()):
-            bins = np.mean([view.array(i, "frequency") for i in range(len(view.layers))], axis=0)
+            bins = np.mean(view.by_layer("frequency"), axis=0)
             figure.add_scatter(
                 x=bins[:, 1],
                 y=bins[:, column],
@@ -165,26 +163,74 @@ def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
     return figure
 
 
-def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Routing gain: how much cross-entropy rises with other experts."""
-    titles = {
-        "routing_gain": "k experts drawn at random",
-        "shuffled_gain": "experts of another token",
-    }
+def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
+    """Agreement of every two checkpoints, mean over layers; None unless they read the same."""
+    names, every = list(views), list(views.values())
+    grids = np.full((3, len(names), len(names)), np.nan)
+    for a in range(len(names)):
+        for b in range(a):
+            found = agree(every[a], every[b])
+            if found:
+                grids[:, a, b] = grids[:, b, a] = np.mean(found, axis=0)
+    if np.isnan(grids).all():
+        return None
+    titles = [
+        "Adjusted mutual information<br>(0: chance, 1: the same up to names)",
+        "Same first expert<br>under the best matching",
+        "The latter by chance<br>(documents or images dealt anew)",
+    ]
+    figure, places = panel_figure(titles, 3, horizontal_spacing=0.12, shared_yaxes=True)
+    for place, grid in zip(places, grids, strict=True):
+        shown = [["" if np.isnan(v) else f"{v:.2f}" for v in row] for row in grid]
+        figure.add_heatmap(
+            z=grid, x=names, y=names, text=shown, texttemplate="%{text}", coloraxis="coloraxis",
+            hovertemplate="%{x} and %{y}: %{z:.4f}<extra></extra>", **place,
+        )  # fmt: skip
+        figure.update_yaxes(autorange="reversed", **place)
+    figure.update_annotations(font_size=12)
+    colors = {"colorscale": "Blues", "cmin": 0, "cmax": 1, "colorbar": {"title": "share"}}
+    text = "Agreement of routers on the same tokens, mean over layers"
+    figure.update_layout(
+        **layout(height=260 + 34 * len(names), title=text, coloraxis=colors,
+                 margin={"l": 90, "t": 110, "b": 80})
+    )  # fmt: skip
+    return figure
+
+
+def saturation_curves(over_time: Mapping[str, Any]) -> go.Figure:
+    """Router saturation: overlap of each checkpoint's choices with the last one's, by layer."""
+    titles = {"top1": "First expert", "topk": "All k experts"}
     figure, places = panel_figure(list(titles.values()), 2)
+    x = over_time["checkpoints"]
+    depth = len(over_time["top1"][0])
+    colors = sample_colorscale("Viridis", np.linspace(0, 0.9, depth).tolist())
     for place, field in zip(places, titles, strict=True):
-        values = [view.numbers().get(field) for view in views.values()]
-        figure.add_bar(
-            x=list(views),
-            y=values,
-            text=["" if value is None else f"{value:.4f}" for value in values],
-            marker_color=[router_color(name, i) for i, name in enumerate(views)],
-            showlegend=False,
-            **place,
-        )
-        figure.update_yaxes(title_text="nats", **place)
-    text = "Routing gain: rise of the cross-entropy with other experts at the same weights"
-    figure.update_layout(**layout(height=380, title=text, margin={"t": 90, "b": 90}))
+        for layer, values in enumerate(zip(*over_time[field], strict=True)):
+            figure.add_scatter(
+                x=x,
+                y=values,
+                mode="lines+markers",
+                line={"color": colors[layer]},
+                name=f"layer {layer}",
+                legendgroup=str(layer),
+                showlegend=field == "top1",
+                **place,
+            )
+        by_chance = over_time.get(f"{field}_by_chance")
+        if by_chance:
+            figure.add_hline(
+                y=float(np.mean(by_chance)),
+                line_dash="dot",
+                annotation_text="by chance, mean of layers",
+                annotation_position="bottom right",
+                **place,
+            )
+        figure.update_xaxes(title_text="step" if isinstance(x[0], int) else "checkpoint", **place)
+        figure.update_yaxes(title_text="share that the last checkpoint shares", range=[0, 1.05],
+                            **place)  # fmt: skip
+    figure.update_layout(
+        **layout(height=440, title="Router saturation on the same tokens", margin={"t": 90})
+    )
     return figure
 
 

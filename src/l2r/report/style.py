@@ -33,7 +33,7 @@ def expert_colors(count: int) -> list[str]:
     for expert in range(count):
         lightness = (0.45, 0.62, 0.34)[expert % 3]
         red, green, blue = colorsys.hls_to_rgb(expert / count, lightness, 0.75)
-        colors.append(f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})")
+        colors.append("#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue)))
     return colors
 
 

@@ -15,8 +15,7 @@ from l2r.report.ablation import (
 from l2r.report.comparison import PANELS, facts_table, unit_of
 from l2r.report.curves import HEALTH_PANELS, curves
 from l2r.report.page import Section, write_page
-from l2r.report.routing import USAGE_TITLES, usage_by_layer
-from l2r.report.specialization import gain_bars
+from l2r.report.routing import USAGE_TITLES, gain_bars, usage_by_layer
 from l2r.report.tables import Table
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 

@@ -2,8 +2,6 @@
 // stands in the row shown[i / columns] of the whole text.
 "use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const find = (id) => document.getElementById(id);
 const controls = { left: find("left"), right: find("right"), layer: find("layer") };
 const LEVELS = 4; // of lightness, in text_view.css
 const NONE = -1;
@@ -54,12 +52,6 @@ for (const text of data.texts) {
 }
 
 // ---- drawing ---------------------------------------------------------------------------------
-
-function make(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
 
 const inline = (piece) => piece.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 // Signs for breaks and tabs; breaks that end a token stand behind it and its number.
@@ -333,11 +325,6 @@ function pressed(event) {
   }
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  find("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme";
-}
-
 function start() {
   const shared = (n) => data.checkpoints[n].text === data.checkpoints[0].text;
   const last = data.checkpoints.length - 1;
@@ -348,12 +335,7 @@ function start() {
   controls.right.value = last > 0 && shared(last) ? last : NONE;
   writeColors(Math.max(...data.checkpoints.map((checkpoint) => checkpoint.experts)));
 
-  const night = matchMedia("(prefers-color-scheme: dark)");
-  setTheme(night.matches ? "dark" : "light");
-  night.addEventListener("change", () => setTheme(night.matches ? "dark" : "light"));
-  find("theme").addEventListener("click", () =>
-    setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-
+  followTheme();
   controls.left.addEventListener("change", rebuild);
   controls.right.addEventListener("change", rebuild);
   controls.layer.addEventListener("input", paint);

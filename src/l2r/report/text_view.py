@@ -17,6 +17,10 @@ from l2r.report.script_page import write_script_page
 from l2r.runs.text_routing import TextRouting
 
 _MOST = 8  # checkpoints of one page
+_KINDS = {
+    **dict.fromkeys(("margin", "entropy", "radius", "context_weights"), "<f4"),
+    **dict.fromkeys(("contexts", "vocabulary", "vocabulary_counts"), "<i4"),
+}
 
 
 def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]:
@@ -85,13 +89,7 @@ def _checkpoint(routing: TextRouting) -> dict[str, Any]:
                 "experts": _base64(routing.experts[layer], "<u2" if experts > 256 else "u1"),
                 "weights": _base64(steps, "<u2"),
                 "largest": largest,
-                "margin": _base64(routing.margin[layer], "<f4"),
-                "entropy": _base64(routing.entropy[layer], "<f4"),
-                "radius": _base64(routing.radius[layer], "<f4"),
-                "contexts": _base64(routing.contexts[layer], "<i4"),
-                "context_weights": _base64(routing.context_weights[layer], "<f4"),
-                "vocabulary": _base64(routing.vocabulary[layer], "<i4"),
-                "vocabulary_counts": _base64(routing.vocabulary_counts[layer], "<i4"),
+                **{n: _base64(getattr(routing, n)[layer], kind) for n, kind in _KINDS.items()},
             }
         )
     chosen = routing.experts.shape[-1]

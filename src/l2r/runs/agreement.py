@@ -69,9 +69,9 @@ def agreement(first: Experts, second: Experts) -> Agreement | None:
 
 def agree(first: Diagnosis, second: Diagnosis) -> list[Agreement]:
     """Agreement of two checkpoints by layer; empty unless they read the same tokens."""
-    same = same_tokens(first, second)
-    depth = len(first.layers) if same else 0
-    pairs = [(first.array(i, "experts"), second.array(i, "experts")) for i in range(depth)]
+    if not same_tokens(first, second):
+        return []
+    pairs = zip(first.by_layer("experts"), second.by_layer("experts"), strict=True)
     return [found for pair in pairs if (found := agreement(*pair)) is not None]
 
 

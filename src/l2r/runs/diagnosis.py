@@ -50,21 +50,17 @@ class Diagnosis:
         """Means over layers, and the numbers of the model as a whole."""
         return {**self.mean(), **self.info.get("model", {})}
 
+    def few_layers(self) -> list[int]:
+        """The first, the middle and the last, for what is drawn of each."""
+        return sorted({0, len(self.layers) // 2, len(self.layers) - 1})
+
     def array(self, layer: int, name: str) -> Array:
         """One array of a layer."""
         return self.arrays[f"{layer}.{name}"]
 
-    def usage(self, kind: str) -> list[Array]:
-        """Use of each expert [N] by layer; ``kind`` is one of ``USAGE``."""
-        return [self.array(layer, kind) for layer in range(len(self.layers))]
-
-    def usage_by_domain(self) -> dict[str, list[Array]]:
-        """Assignments to each expert [N] by domain and layer."""
-        layers = range(len(self.layers))
-        return {
-            domain: [self.array(layer, "usage_by_domain")[row] for layer in layers]
-            for row, domain in enumerate(self.info["domains"])
-        }
+    def by_layer(self, name: str) -> list[Array]:
+        """An array of every layer, such as the use of each expert [N] (``USAGE``)."""
+        return [self.array(layer, name) for layer in range(len(self.layers))]
 
     def save(self, folder: Path) -> None:
         """Write both files; the numbers last, so that they never stand there alone."""

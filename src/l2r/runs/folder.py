@@ -19,6 +19,7 @@ loggers.json         logger -> what it calls this run, of wandb and trackio
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,13 +84,30 @@ class RunFolder:
 
         The file is parsed again only after it has changed. Records are not to be changed.
         """
-        if not self.metrics.is_file():
-            return []
-        facts = self.metrics.stat()
-        version = (facts.st_mtime_ns, facts.st_size)
+        version = self._version()
         if self._parsed[0] != version:
-            self._parsed = (version, self._parse_metrics())
+            self._parsed = (version, self._parse_metrics() if any(version) else [])
         return [r for r in self._parsed[1] if kind is None or r.get("kind") == kind]
+
+    def changes(self, interval: float) -> Iterator[None]:
+        """Yield at once and at every change of the records, until the run is finished.
+
+        Looks every ``interval`` seconds.
+        """
+        seen = None
+        while not self.is_finished():
+            version = self._version()
+            if version != seen:
+                seen = version
+                yield
+            time.sleep(interval)
+
+    def _version(self) -> tuple[int, int]:
+        """Time and size of metrics.jsonl, zeros while there is none."""
+        if not self.metrics.is_file():
+            return 0, 0
+        facts = self.metrics.stat()
+        return facts.st_mtime_ns, facts.st_size
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []

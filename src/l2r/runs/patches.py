@@ -1,22 +1,24 @@
 """Which patches of some images go to which expert: the file patches.npz."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
-from l2r.runs.arrays import read_arrays, save_arrays
+from l2r.runs.arrays import Arrays
 
 
 @dataclass(frozen=True)
-class PatchRouting:
+class PatchRouting(Arrays):
     """Routing of the patches of B images in L layers; patches form a grid of P x Q.
 
     layers: their names. experts: those chosen, the heaviest first. weights: what their outputs are
     multiplied by. class_token: experts of the class token. predictions: the class that the model
     guesses, beside labels; both are positions in classes. num_experts: N.
     """
+
+    what: ClassVar = "patch routing"
 
     layers: Shaped[np.ndarray, " L"]
     experts: Int[np.ndarray, "L B P Q K"]
@@ -27,12 +29,3 @@ class PatchRouting:
     images: UInt8[np.ndarray, "B height width C"]
     labels: Int[np.ndarray, " B"]
     classes: Shaped[np.ndarray, " G"]
-
-    def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        save_arrays(path, self)
-
-
-def read_patches(path: Path) -> PatchRouting:
-    """Read such a file. Raises ValueError when it is missing or another."""
-    return read_arrays(path, PatchRouting, "patch routing")

@@ -1,16 +1,16 @@
 """Which tokens of a text go to which expert: the file text.npz."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from l2r.runs.arrays import read_arrays, save_arrays
+from l2r.runs.arrays import Arrays
 
 
 @dataclass(frozen=True)
-class TextRouting:
+class TextRouting(Arrays):
     """Routing of B x S tokens in L layers of N experts; P x C of them are kept one by one.
 
     pieces: text of every distinct token. tokens: all of the text as positions in pieces; domain:
@@ -26,6 +26,8 @@ class TextRouting:
     their weights; vocabulary, the pieces of which the largest shares come to it, and how many of
     each did. -1 where there are fewer. Shares are ranked by the low end of Wilson's 95% interval.
     """
+
+    what: ClassVar = "text routing"
 
     layers: Shaped[np.ndarray, " L"]
     remarks: Shaped[np.ndarray, " L"]
@@ -43,12 +45,3 @@ class TextRouting:
     context_weights: Float[np.ndarray, "L N M"]
     vocabulary: Int[np.ndarray, "L N W"]
     vocabulary_counts: Int[np.ndarray, "L N W"]
-
-    def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        save_arrays(path, self)
-
-
-def read_text_routing(path: Path) -> TextRouting:
-    """Read such a file. Raises ValueError when it is missing or another."""
-    return read_arrays(path, TextRouting, "text routing")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -93,7 +93,6 @@ def load_checkpoint(
     depends on it. Raises ValueError for a damaged checkpoint or one of another model.
     """
     step, world = _verified(folder, ranks)
-    _create_optimizer_state(optimizer)
     tensors = {**_tensors(model, optimizer), **(extra or {})}
     random = _random_state(ranks) if world == ranks.world else {}
     state = {**tensors, **random}
@@ -106,7 +105,7 @@ def load_weights(folder: Path, model: nn.Module) -> int:
     """Fill a model alone, in one process, and return the checkpoint's step; ValueError as above."""
     ranks = Ranks(0, 1, next(model.parameters()).device)
     step, _ = _verified(folder, ranks)
-    values: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions())
+    values: dict[str, Any] = get_model_state_dict(model)
     _read(folder, {f"model.{name}": value for name, value in values.items()}, ranks)
     return step
 
@@ -152,30 +151,16 @@ def _is_other(value: Tensor, saved: Any) -> bool:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of the run under a flat name; the same names under DDP and FSDP2."""
-    values: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions())
-    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
-    state = {f"model.{name}": value for name, value in values.items()}
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            state[f"optimizer.{names[id(parameter)]}.{slot}"] = value
+    """Every tensor of the run under a flat name; the same names under DDP and FSDP2.
+
+    An optimizer without slots gets them, by a step that changes nothing.
+    """
+    values, optimized = get_state_dict(model, optimizer)
+    slots: Any = optimized["state"]
+    state: dict[str, Any] = {f"model.{name}": value for name, value in values.items()}
+    for name, own in slots.items():
+        state |= {f"optimizer.{name}.{slot}": value for slot, value in own.items()}
     return state
-
-
-def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW its slots before loading, by a step that changes nothing."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
 
 
 def _random_state(ranks: Ranks) -> dict[str, Tensor]:

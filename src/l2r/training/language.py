@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.checkpoints.loading import hugging_face_tokenizer
 from l2r.checkpoints.pretrained import model_like
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.tokens import TokenDataset
@@ -30,6 +31,7 @@ class LanguageTask:
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.
             from l2r.evaluation.tasks import select_tasks
+            from l2r.evaluation.tokenizer import task_tokenizer
 
             select_tasks(recipe.evaluation.tasks)  # a wrong name should not cost a corpus
         self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
@@ -48,12 +50,9 @@ class LanguageTask:
         self.validation = TokenDataset(validation, data.sequence_length)
         self.item_size = data.sequence_length
         self.items = len(self.train)
-        self.questions = None
-        if recipe.evaluation.tasks:
-            from l2r.training.downstream import Questions
-
-            vocabulary = self.model_config().vocab_size
-            self.questions = Questions(recipe.evaluation, self.tokenizer, vocabulary)
+        if recipe.evaluation.tasks:  # nor should it cost training that no tokenizer fits
+            loaded = None if self.tokenizer is None else hugging_face_tokenizer(self.tokenizer)
+            self.reader = task_tokenizer(loaded, vocab_size=self.model_config().vocab_size)
 
     def build_model(self) -> nn.Module:
         start = self.recipe.model.init_from
@@ -100,7 +99,26 @@ class LanguageTask:
         return {f"ce/{domain}": loss for domain, loss in losses.items()}
 
     def downstream(self, model: nn.Module) -> dict[str, float]:
-        return {} if self.questions is None else self.questions.ask(model)
+        section = self.recipe.evaluation
+        if not section.tasks:
+            return {}
+        from l2r.evaluation.downstream import evaluate_tasks
+        from l2r.evaluation.results import paper_row
+
+        results = evaluate_tasks(
+            model,
+            self.reader,
+            section.tasks,
+            limit=section.task_limit,
+            batch_size=section.batch_size,
+        )
+        shares = {name: result.accuracy for name, result in results.items()}
+        means = paper_row(results).accuracy
+        for column in ("MMLU", "Overall"):
+            mean = means[column]
+            if mean is not None:
+                shares[column.lower()] = mean / 100
+        return shares
 
     def export(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]

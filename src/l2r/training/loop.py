@@ -5,20 +5,24 @@ is a function of the step, so a run resumes to the same bits from weights, optim
 state and one integer.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from l2r.checkpoints.run_card import write_run_card
+from l2r.machine import describe_machine
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
+from l2r.routers import Router
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim
-from l2r.training.environment import describe_environment
 from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
 from l2r.training.memory import keep_freed_memory
@@ -115,7 +119,7 @@ class _Trainer:
         if training.compile:
             compile_blocks(model)
         if ranks.first:
-            facts = describe_environment(model, recipe, task.describe(), ranks.world)
+            facts = _environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -221,3 +225,21 @@ def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
         return max(1, round(training.tokens / units_per_step))
     assert training.epochs is not None
     return max(1, round(training.epochs * (items // training.global_batch)))
+
+
+def _environment(
+    model: nn.Module, recipe: AnyRecipe, data: dict[str, Any], world: int
+) -> dict[str, Any]:
+    """Versions, hardware, command, data and parameter counts."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return {
+        **describe_machine(),
+        "command": " ".join(sys.argv),
+        "ranks": world,
+        "router": recipe.router_config().kind,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "router_parameters": sum(p.numel() for r in routers for p in r.parameters()),
+        "linear_router_parameters": sum(r.num_experts * r.hidden_size for r in routers),
+        "moe_layers": len(routers),
+        "data": data,
+    }

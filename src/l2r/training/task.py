@@ -41,7 +41,8 @@ class Task(Protocol):
         ...
 
     def downstream(self, model: nn.Module) -> dict[str, float]:
-        """Accuracy, a share of 1, of every task in ``evaluation.tasks``; empty without tasks."""
+        """Accuracies, shares of 1, of ``evaluation.tasks``, and ``mmlu`` and ``overall`` where all
+        of it ran; empty without tasks. All ranks call this together and share the work."""
         ...
 
     def export(self, model: nn.Module, folder: Path) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from l2r.data.augment import augment
-from l2r.data.image_loader import ImageLoader
 from l2r.data.image_sources import open_images
-from l2r.data.images import CenterCrop, ImageDataset, RandomCrop
+from l2r.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.recipes.vision import VisionRecipe
@@ -70,7 +69,7 @@ class VisionTask:
         if self._loader is None:
             self._loader = ImageLoader(
                 self.train,
-                training.global_batch,
+                batch_size=training.global_batch,
                 rank=ranks.rank,
                 world_size=ranks.world,
                 workers=data.workers,

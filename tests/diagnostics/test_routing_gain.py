@@ -9,8 +9,8 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from l2r import L2RConfig
 from l2r.diagnostics.routing_gain import batch_loss, other_experts, routing_gain, spread
 from l2r.evaluation.perplexity import token_losses
+from l2r.models import swap_routers
 from l2r.routers.observe import find_routers, hooked
-from l2r.swap import swap_routers
 from tests.diagnostics.models import SIZES, batches, ours, stock
 
 

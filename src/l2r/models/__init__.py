@@ -3,6 +3,9 @@
 Importing this package registers our model types with transformers' Auto classes.
 """
 
+from importlib import import_module
+from typing import Any
+
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 
@@ -14,3 +17,19 @@ __all__ = [
     "L2rViTForImageClassification",
     "L2rViTModel",
 ]
+
+# Where version 0.1.0 had them; they live in the rooms above this one.
+_MOVED = {
+    "is_image_classifier": "l2r.checkpoints",
+    "load_causal_lm": "l2r.checkpoints",
+    "load_image_classifier": "l2r.checkpoints",
+    "load_pretrained": "l2r.checkpoints",
+    "swap_routers": "l2r.swap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name that moved, on first use."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MOVED[name]), name)

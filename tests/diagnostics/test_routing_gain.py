@@ -85,6 +85,14 @@ def test_rows_for_the_gain_are_spread_evenly(rows, size):
     assert all(torch.equal(batch["twice"], 2 * batch["row"]) for batch in found)
 
 
+def test_images_have_one_loss_each_so_more_of_them_count():
+    images = [{"pixel_values": part} for part in torch.arange(5000).split(100)]
+    assert (
+        sum(len(batch["pixel_values"]) for batch in spread(images, 5000, 64, 50)) == 5000 // 3 + 1
+    )
+    assert sum(len(batch["pixel_values"]) for batch in spread(images[:3], 300, 64, 50)) == 300
+
+
 def test_the_loss_of_text_and_of_images():
     model, (batch,) = ours(), batches(1)
     assert batch_loss(model, batch) == loss(model, batch)

@@ -39,7 +39,11 @@ def diagnose(
         int, typer.Option(help="Of these, tokens that get a certified radius; 0 for none.")
     ] = 128,
     gain: Annotated[
-        int, typer.Option(help="Rows whose loss is taken with other experts too; 0 for none.")
+        int,
+        typer.Option(
+            help="Sequences (of images up to 2,048) whose loss is taken with other experts too; "
+            "0 for none."
+        ),
     ] = 16,
     over_time: Annotated[
         bool,

@@ -17,6 +17,7 @@ from l2r.diagnostics.choices import Batch
 from l2r.evaluation.perplexity import token_losses
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 
+_IMAGES = 2048
 Instead = Literal["random", "shuffled"]
 
 
@@ -79,10 +80,14 @@ def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def spread(batches: Iterable[Batch], items: int, rows: int, size: int) -> list[Batch]:
     """At most ``rows`` of the ``items`` rows in batches, spread evenly, in new batches of at most
-    ``size``, each from all over the data."""
-    every, start = -(-items // rows), 0
+    ``size``, each from all over the data.
+
+    ``rows`` counts sequences, which have a loss per token; of images, with one, at least _IMAGES.
+    """
+    start = 0
     kept: dict[str, list[Tensor]] = {}
     for batch in batches:
+        every = -(-items // (max(rows, _IMAGES) if "pixel_values" in batch else rows))
         first = -start % every
         start += len(next(iter(batch.values())))
         for name, value in batch.items():

@@ -30,7 +30,7 @@ from l2r.training.task import build_task
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
 _SETTINGS = Settings(certify=0, keep_sample=False)
-_GAIN_ROWS = 64  # sequences or images whose loss is taken three times
+_GAIN_ROWS = 64  # sequences whose loss is taken three times
 _RELATIVE_NOISE = 0.1  # of the root mean square of the router's inputs
 _OF_DIAGNOSIS = {
     "load_entropy": "entropy",

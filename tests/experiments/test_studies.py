@@ -171,6 +171,26 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
     assert [ce for _, ce in result.curve] == pytest.approx([ce for _, ce in other.curve], rel=1e-6)
 
 
+def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_path, monkeypatch):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)
+    steps = []
+
+    def watch(step):
+        steps.append(step)
+        if len(steps) == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def train(recipe, folder, **options):
+        return loop.train(recipe, folder, on_step=watch, **options)
+
+    monkeypatch.setattr(running, "train", train)
+    assert run_share(plan, cells, places) == (0, signal.SIGTERM)
+    assert len(steps) == 8  # the other cell was not begun
+    assert run_share(plan, cells[:1], places) == (0, None)
+    assert len(steps) == 8 and places.result(cells[0]).is_file()
+
+
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     """Processes of the command run in this one; those that were started, by their options."""

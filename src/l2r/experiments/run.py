@@ -53,7 +53,7 @@ def run_cells(
                 result = train(
                     cell.recipe, run.path, label=label, report=report, show_progress=show_progress
                 )
-                signal = None if result.finished else int(result.signal or 0)
+                signal = result.signal if result.finished else int(result.signal or 0)
                 outcome = Outcome(cell, run, trained=True, signal=signal)
             else:
                 report(label)

@@ -43,7 +43,10 @@ from l2r.training.task import Task, build_task
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: ``finished`` is false when a signal stopped it early."""
+    """How a run ended: ``finished`` is false when a signal stopped it early.
+
+    signal: that came, also where it was too late to stop this run.
+    """
 
     folder: Path
     step: int
@@ -163,7 +166,7 @@ class _Trainer:
                 if stopping and step < self.steps:
                     return RunResult(self.run.path, step, self.steps, False, stop.signal)
         self._export()
-        return RunResult(self.run.path, step, self.steps, finished=True)
+        return RunResult(self.run.path, step, self.steps, True, stop.signal)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

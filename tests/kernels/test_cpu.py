@@ -88,7 +88,7 @@ def test_no_score_tensor_lives_in_memory() -> None:
     case = Case(2048, 64, 64, 16, 2, 8)
     ours = leaves(case.inputs("cpu"))
 
-    def step() -> None:
+    def step(_: int) -> None:
         routed = route(ours, **case.options())
         torch.autograd.grad(routed.weights.sum() + routed.logits.sum(), list(ours.values()))
 

@@ -20,34 +20,7 @@ from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection import Selection
-
-# As three code bases have it; docs/paper-notes.md says where they disagree.
-PRESETS: dict[str, dict[str, Any]] = {
-    "torchscale": {
-        "rank": 16,
-        "anchor_scale": 0.32,
-        "anchor_norm": 1.5,
-        "normalize_query": False,
-    },
-    "fairseq": {
-        "rank": 16,
-        "anchor_scale": 0.1,
-        "eps": 1e-4,
-        "temperature": 0.07,
-        "learn_temperature": True,
-        "min_temperature": 1e-4,
-        "gate": "sigmoid",
-    },
-    "tutel": {
-        "rank": 256,
-        "bias": True,
-        "anchor_init": "normal",
-        "anchor_scale": 0.01,
-        "temperature": 0.5,
-        "learn_temperature": True,
-        "min_temperature": 0.01,
-    },
-}
+from l2r.routers.zoo.xmoe_presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

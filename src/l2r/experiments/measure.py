@@ -1,6 +1,7 @@
 """Numbers of a run: what its routers do on its own validation data, and what that is worth."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,20 +167,9 @@ def _language_batches(
 def _vision_batches(task: Any, recipe: VisionRecipe, rows: int, device: torch.device) -> Batches:
     """Images spread evenly, with the class as the domain."""
     from l2r.checkpoints.image_input import ImageInput
-    from l2r.data.images import sample_indices
 
-    images, size = ImageInput(task.validation, recipe.data), recipe.evaluation.batch_size
-    chosen = sample_indices(images.dataset, rows)
-
-    def batches() -> Iterator[Batch]:
-        for start in range(0, len(chosen), size):
-            batch = images.dataset.rows(chosen[start : start + size])
-            labels = batch.labels.to(device)
-            pixels = images.standard(batch.pixels.to(device))
-            domain = labels.clamp_max(len(images.domains) - 1)
-            yield {"pixel_values": pixels, "domain": domain, "targets": labels}
-
-    return batches, images.domains
+    images = ImageInput(task.validation, recipe.data)
+    return partial(images.batches, rows, recipe.evaluation.batch_size, device), images.domains
 
 
 def _load_language(path: Path) -> tuple[nn.Module, Any]:

@@ -125,7 +125,8 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         sections.append(Section("Contrasts", text, [forest(study), *tables]))
     if effect_tables:
         text = (
-            "Least squares over cells and seeds: change from a factor's first level, 95%. What the "
+            "Least squares over cells and seeds: change from a factor's first level, 95%; losses "
+            "and gains in nats, load entropy as a share of the largest possible. What the "
             "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
             "to test, it tests nothing."
         )

@@ -111,6 +111,7 @@ def effect_plot(
             )
             figure.add_vline(x=0, line_color="#52606d", row=row, col=column)
             figure.update_yaxes(autorange="reversed", row=row, col=column)
+    figure.update_xaxes(title_text="change", row=len(screens))
     most = max(len(effects[metrics[0]]) for effects in screens.values())
     figure.update_layout(**layout(height=len(screens) * (150 + 26 * most), margin={"l": 240}))
     return figure
@@ -134,7 +135,7 @@ def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
                 **place,
             )
     figure.update_xaxes(type="log", row=1, col=1)
-    figure.update_yaxes(title_text=names["validation_ce"], row=1, col=1)
+    figure.update_yaxes(title_text=f"{names['validation_ce']}, nats", row=1, col=1)
     figure.update_layout(**layout(legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 

@@ -49,6 +49,9 @@ def test_margins_equal_a_loop(name):
     assert got["mean_margin"] == pytest.approx(np.mean(gaps), rel=1e-12)
     assert got["low_margin_rate"] == np.mean([gap < 0.2 for gap in gaps])
     assert got["scale_free_margin"] == pytest.approx(np.mean(free), rel=1e-12)
+    assert got["logit_spread"] == pytest.approx(
+        logits.double().numpy().std(axis=1).mean(), rel=1e-12
+    )
 
 
 def test_scale_free_margin_ignores_the_scale_of_the_logits_and_the_raw_margin_does_not():
@@ -86,6 +89,8 @@ def test_usage_and_load_equal_a_loop():
     assert load["max_over_mean"] == pytest.approx(topk.max() / topk.mean(), rel=1e-12)
     assert load["min_over_mean"] == 0
     assert load["dead_experts"] == 2
+    assert load["first_experts"] == np.count_nonzero(top1)
+    assert load["weight_sum"] == pytest.approx(importance.sum(), rel=1e-12)
     assert load["importance_cv"] == pytest.approx(importance.std() / importance.mean(), rel=1e-12)
 
 
@@ -104,7 +109,7 @@ def test_load_of_balance_and_of_collapse():
     collapsed = metrics.load_from_sums(sums.usage_sums(0 * turns, weights, 4))
     assert collapsed["entropy"] == 0
     assert collapsed["max_over_mean"] == 4
-    assert collapsed["dead_experts"] == 3
+    assert collapsed["dead_experts"] == 3 and collapsed["first_experts"] == 1
 
 
 def _cosine_variance_by_pairs(vectors):

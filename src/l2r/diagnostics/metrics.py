@@ -26,7 +26,7 @@ def margin_metrics(logits: Float[Tensor, "T N"], threshold: float = 0.2) -> dict
     mean_margin: mean gap between the two largest logits. low_margin_rate: share of tokens with
     a gap below ``threshold``. scale_free_margin: mean of the gap divided by the standard
     deviation of the token's logits over experts; raw gaps of different scorings cannot be
-    compared, this can.
+    compared, this can. logit_spread: mean of that deviation.
 
     Raises ValueError for fewer than two experts or no tokens.
     """
@@ -42,6 +42,7 @@ def margin_from_sums(sums: Sums) -> dict[str, float]:
         "mean_margin": sums["margin"].item() / tokens,
         "low_margin_rate": sums["low_margin"].item() / tokens,
         "scale_free_margin": sums["scale_free_margin"].item() / tokens,
+        "logit_spread": sums["logit_spread"].item() / tokens,
     }
 
 
@@ -61,14 +62,15 @@ def usage_from_sums(sums: Sums) -> Usage:
 
 
 def load_from_sums(sums: Sums) -> dict[str, float]:
-    """Balance of the load: number of assignments per expert over all k choices.
+    """Balance of the load (assignments per expert over all k choices), and size of the weights.
 
     entropy: of the shares, divided by log N (1 is perfect balance, 0 one expert). cv: standard
     deviation over mean. max_over_mean and min_over_mean: of the load. dead_experts: number
     without a token. importance_entropy and importance_cv say the same of the summed routing
-    weights.
+    weights. first_experts: number that some token chose first. weight_sum: of a token's k
+    weights, mean (1 where they are normalized).
     """
-    _count(sums)
+    tokens = _count(sums)
     load, importance = sums["topk"], sums["importance"]
     mean = load.mean()
     return {
@@ -79,6 +81,8 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
         "dead_experts": float((load == 0).sum()),
         "importance_entropy": normalized_entropy(importance),
         "importance_cv": _cv(importance),
+        "first_experts": float((sums["top1"] > 0).sum()),
+        "weight_sum": importance.sum().item() / tokens,
     }
 
 

@@ -16,13 +16,14 @@ Sums = dict[str, Tensor]
 
 
 def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
-    """Gap between the two largest logits, raw and divided by the token's logit spread."""
+    """Gap between the two largest logits, raw and divided by the token's logit spread; the spread."""
     margin, scale_free = margins(logits)
     return {
         "tokens": margin.new_tensor(len(margin)),
         "margin": margin.sum(),
         "low_margin": (margin < threshold).double().sum(),
         "scale_free_margin": scale_free.sum(),
+        "logit_spread": _spread(logits.double()).sum(),
     }
 
 
@@ -31,8 +32,13 @@ def margins(logits: Float[Tensor, "T N"]) -> tuple[Float[Tensor, " T"], Float[Te
     wide = logits.double()
     top = wide.topk(2, dim=-1).values
     margin = top[:, 0] - top[:, 1]
-    spread = (wide - wide.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
+    spread = _spread(wide)
     return margin, torch.where(spread > 0, margin / spread.clamp_min(1e-300), 0.0)
+
+
+def _spread(wide: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:
+    """Standard deviation of each token's logits over experts."""
+    return (wide - wide.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
 
 
 def usage_sums(

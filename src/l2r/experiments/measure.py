@@ -42,6 +42,7 @@ _OF_DIAGNOSIS = {
     },
     "stability": "stability",
     "topk_overlap": "topk_overlap",
+    **{name: name for name in ("logit_spread", "weight_sum", "first_experts")},
 }
 Measures = dict[str, float]
 Batches = tuple[Callable[[], Iterator[Batch]], Sequence[str]]  # and the names of their domains

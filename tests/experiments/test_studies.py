@@ -222,7 +222,7 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     folder = tmp_path / "results" / "evidence" / "small"
     assert len(list(folder.glob("*.json"))) == 4
     page = (tmp_path / "runs" / "evidence" / "small" / "report.html").read_text()
-    for words in ("Is L2R better?", "not registered: no git commit", "2 seeds of 2 to 3"):
+    for words in ("Is L2R better?", "not registered: no git commit", "2 whole seeds of 2 to 3"):
         assert words in page and words in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
     assert l2r("evidence", "small.yaml", "--judge-only").code == 0
@@ -353,6 +353,14 @@ def test_results_that_lack_a_measure_do_not_count_for_it():
     judged = judge_plan(plan.plan, results)
     assert [j.seeds for j in judged] == [2, 0]
     assert [j.verdict for j in judged][1] == "undecided"
+
+
+def test_a_seed_that_lacks_a_run_is_not_counted_as_one_of_the_plan(tmp_path):
+    plan = registered()
+    whole = made_up(plan, 2, values())
+    for results, short in ((whole, False), (whole[:-1], True)):
+        _, text = write_study(study_of(plan, results), tmp_path / "page", tmp_path / "text")
+        assert ("Fewer than registered" in text.read_text()) is short
 
 
 def test_images_are_measured_by_the_same_names(tmp_path):

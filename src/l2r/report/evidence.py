@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -153,10 +154,11 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
 
 def _registration(study: Study) -> list[str]:
     """What the plan is, what was run, on what, and what it could find: a paragraph each."""
-    seeds = len({result.seed for result in study.results})
+    runs = Counter(result.seed for result in study.results)
+    seeds = sum(count == len(study.arms) for count in runs.values())
     ran = (
-        f"{len(study.results)} runs: {len(study.arms)} arms, {seeds} seeds of {study.least} to "
-        f"{study.most} in the plan."
+        f"{len(study.results)} runs: {len(study.arms)} arms, {seeds} whole seeds of {study.least} "
+        f"to {study.most} in the plan."
     )
     if seeds < study.least:
         ran += " Fewer than registered: nothing here is the study's result yet."

@@ -144,20 +144,26 @@ def test_a_cell_that_another_process_holds_is_left_to_it(tiny_changes, tmp_path)
     assert not places.results.exists()
 
 
-def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monkeypatch):
-    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
-    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[:1]
+def stopped_in_step(number, monkeypatch):
+    """Steps as they are taken; SIGTERM comes in the one of this number, counted from 1."""
     steps = []
 
     def watch(step):
         steps.append(step)
-        if len(steps) == 3:
+        if len(steps) == number:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def train(recipe, folder, **options):
         return loop.train(recipe, folder, on_step=watch, **options)
 
     monkeypatch.setattr(running, "train", train)
+    return steps
+
+
+def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monkeypatch):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[:1]
+    steps = stopped_in_step(3, monkeypatch)
     assert run_share(plan, cells, places) == (0, signal.SIGTERM)
     assert not places.result(cells[0]).exists()
     assert run_share(plan, cells, places) == (0, None)
@@ -174,17 +180,7 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
 def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_path, monkeypatch):
     plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
     places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)
-    steps = []
-
-    def watch(step):
-        steps.append(step)
-        if len(steps) == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def train(recipe, folder, **options):
-        return loop.train(recipe, folder, on_step=watch, **options)
-
-    monkeypatch.setattr(running, "train", train)
+    steps = stopped_in_step(8, monkeypatch)
     assert run_share(plan, cells, places) == (0, signal.SIGTERM)
     assert len(steps) == 8  # the other cell was not begun
     assert run_share(plan, cells[:1], places) == (0, None)

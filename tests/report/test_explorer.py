@@ -169,3 +169,9 @@ def test_drawn_anchors_are_unit_vectors_that_follow_their_seed():
 def test_other_layers_and_ranks_are_refused(model, layer, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         anchors_of(model(), layer)
+
+
+def test_no_two_elements_of_the_page_share_an_id():
+    page = (files("l2r.report") / "explorer.html").read_text(encoding="utf-8")
+    names = re.findall(r'\bid="([\w-]+)"', page)
+    assert len(names) == len(set(names)), names

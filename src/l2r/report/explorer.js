@@ -195,8 +195,8 @@ function drawPlanes(anchors, cells, draft) {
   find("landscape-title").textContent = `Landscape: logit of expert ${shown} (${RULES[state.scoring]})`;
   find("landscape").ariaLabel = `Logit of expert ${shown} over the routing plane, within ${largest.toPrecision(3)} of ${neutral.toPrecision(3)}`;
   find("low").textContent = `logit ${(neutral - largest).toPrecision(3)}`;
-  find("high").textContent = `${(neutral + largest).toPrecision(3)}; white: ${+neutral.toPrecision(3)} (all scores 0); `
-    + `a line every ${(largest / LEVELS).toPrecision(3)}`;
+  find("high").textContent = (neutral + largest).toPrecision(3);
+  find("levels").textContent = `white: ${+neutral.toPrecision(3)} (all scores 0); a line every ${(largest / LEVELS).toPrecision(3)}`;
   const bar = find("scale"), pen = bar.getContext("2d");
   bar.width = 201;
   bar.height = 1;

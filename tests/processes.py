@@ -5,11 +5,13 @@ cost. Signals, exit codes and ranks are those of any process; the tests that mus
 (``python -m l2r``, torchrun) still make one.
 """
 
+import faulthandler
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
-from multiprocessing import get_context, set_forkserver_preload
+from multiprocessing import connection, get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,16 @@ class Running:
         """Its exit code; minus the number of the signal that ended it."""
         self.process.join(timeout)
         if self.process.exitcode is None:
-            self.process.kill()
-            raise TimeoutError(f"no end after {timeout} s:\n{self.err[-3000:]}")
+            self.stop()
+            raise TimeoutError(f"no end after {timeout} s:\n{self.err[-6000:]}")
         return self.process.exitcode
+
+    def stop(self) -> None:
+        """Have it print where each of its threads stands, and end it."""
+        self.send_signal(signal.SIGUSR1)
+        self.process.join(1)
+        self.process.kill()
+        self.process.join()
 
     def succeed(self) -> str:
         """Wait, and what it printed."""
@@ -95,6 +104,7 @@ def _run(
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     run(*arguments)
 
@@ -121,7 +131,10 @@ def _script(code: str) -> None:
 
 
 def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments: object) -> None:
-    """The same, started by ``start``, on several ranks that find each other as under torchrun."""
+    """The same, started by ``start``, on several ranks that find each other as under torchrun.
+
+    One that fails ends them all: the others would wait for it.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -134,8 +147,19 @@ def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments
         start(folder / str(rank), *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(world)
     ]
-    for rank in ranks:
-        rank.succeed()
+    living, until = ranks, time.monotonic() + 120
+    while living and not any(rank.process.exitcode for rank in ranks):
+        left = max(0, until - time.monotonic())
+        if not connection.wait([rank.process.sentinel for rank in living], left):
+            break
+        living = [rank for rank in living if rank.process.exitcode is None]
+    for rank in living:
+        rank.stop()
+    said = (
+        f"rank {n}: {r.process.exitcode}\n{r.out[-2000:]}{r.err[-6000:]}"
+        for n, r in enumerate(ranks)
+    )
+    assert not any(rank.process.exitcode for rank in ranks), "\n".join(said)
 
 
 def on_two_ranks(run: Callable[..., Any], folder: Path, *arguments: Any) -> tuple[Any, Any]:

@@ -17,7 +17,10 @@ ORDER = 256 * 2**-24  # a mean over 256 tokens in fp32, summed in another order
 def launch(ranks, folder, changes, *extra):
     train = ["train", "demo/l2r-sips", *changes, "losses.balance_scope=step"]
     train += ["training.micro_batch=4", *extra, "--out", folder]
-    on_ranks(ranks, folder.parent / "output", command, *train)
+    output = folder.parent / "output"
+    on_ranks(ranks, output, command, *train)
+    for rank in range(ranks):
+        assert "FutureWarning" not in (output / str(rank) / "err.txt").read_text()
     return RunFolder(folder)
 
 

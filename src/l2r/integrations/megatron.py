@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 from l2r.integrations.engine import engine_router, own_stream, require
+from l2r.routers.norms import sum_over_ranks
 
 require("megatron-core")
 
@@ -127,7 +127,7 @@ class HeadsNorm(MegatronModule):
         squares = flat.square().sum(-1, keepdim=True)
         if self.ranks > 1:
             group = parallel_state.get_tensor_model_parallel_group()
-            squares = all_reduce(squares, group=group)  # type: ignore[no-untyped-call]
+            squares = sum_over_ranks(squares, group)
         unit = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * unit.to(x.dtype)).view_as(x)
 

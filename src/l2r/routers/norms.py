@@ -1,5 +1,7 @@
 """The two query norms of the paper: RMSNorm of the router input, BatchNorm of the norm |q|."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -78,10 +80,27 @@ def _over_ranks(sums: Tensor) -> Tensor:
     """The sum over all ranks, with its gradient; the tensor itself in a single process."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return sums
-    from torch.distributed.nn.functional import all_reduce
+    return sum_over_ranks(sums)
 
-    total: Tensor = all_reduce(sums)  # type: ignore[no-untyped-call]
+
+def sum_over_ranks(value: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """The sum over the ranks of a group, by default all; its gradient is summed likewise."""
+    total: Tensor = _SumOverRanks.apply(value, group)  # type: ignore[no-untyped-call]
     return total
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+        ctx.group, total = group, value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def _recomputing() -> bool:

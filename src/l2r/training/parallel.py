@@ -1,6 +1,7 @@
 """Parallelize a model over the ranks: DDP, or FSDP2 per block; and the switches of both."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from l2r.routers import Router
 from l2r.training.ranks import Ranks
 
+_SYNC_BUFFERS = (  # of every forward; before torch 2.13 by its old name
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
 
 def parallelize(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
     """The model ready for training on this rank's device; unchanged in a single process."""
@@ -24,7 +31,8 @@ def parallelize(model: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
     if kind == "ddp":
         ids = [ranks.device.index] if ranks.device.type == "cuda" else None
         # Running statistics of the norm's BatchNorm are already the same on every rank.
-        return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+        switch: Any = {_SYNC_BUFFERS: False}
+        return DistributedDataParallel(model, device_ids=ids, **switch)
     return shard(model, init_device_mesh(ranks.device.type, (ranks.world,)))
 
 

@@ -1,0 +1,21 @@
+"""The helpers that start processes say what went wrong in them."""
+
+import os
+
+import pytest
+from torch.distributed.rendezvous import rendezvous
+
+from tests.processes import Running, on_ranks
+
+
+def one_fails():
+    """Rank 1 ends with an error while rank 0 waits for a key that it never sets."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("out of luck")
+    next(rendezvous("env://"))[0].get("never set")
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_the_one_that_is_shown(tmp_path):
+    with pytest.raises(AssertionError, match="out of luck") as failure:
+        on_ranks(2, tmp_path / "output", Running, one_fails)
+    assert "in one_fails" in str(failure.value).split("rank 1:")[0]  # where rank 0 stood

@@ -19,6 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+STUDIES = {"screen-scales": ("screen", "experts ever first")}  # picture: plan, words of a figure
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -32,6 +33,7 @@ def opened(page: Path, width: int, height: int) -> Iterator[Page]:
         tab = driver.chromium.launch(executable_path=browser).new_page(
             viewport={"width": width, "height": height}, color_scheme="light"
         )
+        tab.set_default_timeout(240_000)  # plotly is large, and the machine may be busy
         tab.goto(page.resolve().as_uri())
         tab.wait_for_timeout(1500)  # figures draw themselves after the page is there
         yield tab
@@ -65,6 +67,14 @@ def l2r(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "l2r", *map(str, arguments)], check=True)
 
 
+def studies() -> None:
+    """Figures of the studies, from their results as they are kept in git."""
+    with tempfile.TemporaryDirectory() as pages:
+        for name, (plan, words) in STUDIES.items():
+            l2r("evidence", plan, "--judge-only", "--out", pages)
+            figure(Path(pages) / plan / "report.html", IMAGES / f"{name}.png", words)
+
+
 def main() -> None:
     """Take all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,7 +89,8 @@ def main() -> None:
         figure(pages / "index.html", IMAGES / "routing-plane.png", "Routing plane")
         figure(pages / "landscape.html", IMAGES / "landscape.png", "")
         top(pages / "landscape.html", IMAGES / "explorer.png", 1360, 1060)
-    for name in ("text-view", "demo-report", "routing-plane", "landscape", "explorer"):
+    studies()
+    for name in ("text-view", "demo-report", "routing-plane", "landscape", "explorer", *STUDIES):
         path = IMAGES / f"{name}.png"
         Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)
 

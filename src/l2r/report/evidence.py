@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from l2r.report.evidence_figures import curves_with_bands, effect_plot, forest, scale_plot
+from l2r.report.evidence_figures import (
+    METRICS,
+    curves_with_bands,
+    effect_plot,
+    forest,
+    in_words,
+    scale_plot,
+)
 from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
@@ -15,22 +22,6 @@ from l2r.runs.effects import Effect, best_by_fit, effects_of
 from l2r.runs.statistics import Interval
 from l2r.runs.study import ScreenDesign, Study
 
-# metric -> its name on the page
-METRICS = {
-    "top1": "top-1",
-    "validation_ce": "validation CE",
-    "train_ce": "training CE",
-    "routing_gain": "routing gain",
-    "shuffled_gain": "shuffled gain",
-    "load_entropy": "load entropy",
-    "max_over_mean": "max / mean load",
-    "scale_free_margin": "margin / spread",
-    "stability": "stability, noise 0.02",
-    "relative_stability": "stability, noise 0.1 rms",
-    "logit_spread": "logit spread",
-    "weight_sum": "sum of the k weights",
-    "first_experts": "experts ever first",
-}
 _SCREENED = ("validation_ce", "routing_gain", "load_entropy")
 _COLUMNS = (
     "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
@@ -52,7 +43,9 @@ _FOREST = (
 def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     """A row per contrast; ``primary`` picks one kind."""
     rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
-    kept = [c for c in range(len(_COLUMNS)) if primary is None or _COLUMNS[c] != "kind"]
+    unsaid = {"kind"} if primary is not None else set()
+    unsaid |= {"paper"} if not any(j.contrast.where for j in study.judged) else set()
+    kept = [c for c, column in enumerate(_COLUMNS) if column not in unsaid]
     columns = tuple(_COLUMNS[c] for c in kept)
     rows = [tuple(row[c] for c in kept) for row in rows]
     title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
@@ -131,7 +124,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
             "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
             "to test, it tests nothing."
         )
-        figures = [effect_plot(effects, METRICS), scale_plot(study, METRICS)]
+        figures = [effect_plot(effects), scale_plot(study)]
         sections.append(Section("Main effects", text, [*figures, *effect_tables]))
     arms = arm_table(study)
     sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
@@ -192,7 +185,7 @@ def _chance(study: Study) -> str:
 
 def _row(j: Judged) -> tuple[object, ...]:
     return (
-        j.contrast.words,
+        in_words(j.contrast),
         "primary" if j.contrast.primary else "secondary",
         j.contrast.where,
         j.contrast.metric,

@@ -9,13 +9,35 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.report.style import layout, line_style, panel_figure, router_color
-from l2r.runs.contrasts import Judged, estimate
+from l2r.runs.contrasts import Contrast, Judged, estimate
 from l2r.runs.effects import Effect
 from l2r.runs.study import Study
 
+# metric -> its name on the page
+METRICS = {
+    "top1": "top-1",
+    "validation_ce": "validation CE",
+    "train_ce": "training CE",
+    "routing_gain": "routing gain",
+    "shuffled_gain": "shuffled gain",
+    "load_entropy": "load entropy",
+    "max_over_mean": "max / mean load",
+    "scale_free_margin": "margin / spread",
+    "stability": "stability, noise 0.02",
+    "relative_stability": "stability, noise 0.1 rms",
+    "logit_spread": "logit spread",
+    "weight_sum": "sum of the k weights",
+    "first_experts": "experts ever first",
+}
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
 _SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 8  # curves; more cannot be told apart
+
+
+def in_words(contrast: Contrast) -> str:
+    """The claim, or what is tested."""
+    metric = METRICS.get(contrast.metric, contrast.metric)
+    return contrast.text or f"{metric}: {contrast.first} {contrast.better} than {contrast.second}"
 
 
 def forest(study: Study) -> go.Figure:
@@ -45,17 +67,22 @@ def forest(study: Study) -> go.Figure:
             )
     figure.add_vrect(x0=-1, x1=1, fillcolor="#d5dbe1", opacity=0.35, line_width=0, layer="below")
     figure.add_vline(x=0, line_color="#52606d")
-    names = [f"<b>{j.contrast.words}</b>" if j.contrast.primary else j.contrast.words for j in rows]
-    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names, autorange="reversed")
+    names = [in_words(j.contrast) for j in rows]
+    names = [f"<b>{w}</b>" if j.contrast.primary else w for w, j in zip(names, rows, strict=True)]
+    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names)
+    figure.update_yaxes(range=[len(rows) - 0.4, -0.6])
     figure.update_xaxes(
         title_text="difference toward better, in margins (or deviations, where there is no margin)"
     )
-    figure.update_layout(**layout(height=160 + 34 * len(rows), margin={"l": 420}))
+    figure.update_layout(**layout(height=90 + 30 * len(rows), margin={"l": 420, "t": 20}))
     return figure
 
 
 def curves_with_bands(study: Study) -> go.Figure:
-    """Training loss of the arms that contrasts name (else the best), and its gap to the first."""
+    """Training loss of the arms that contrasts name (else the best), and its gap to one of them.
+
+    That is the first in the plan's order.
+    """
     named = dict.fromkeys(
         arm
         for j in sorted(study.judged, key=lambda j: not j.contrast.primary)
@@ -64,10 +91,10 @@ def curves_with_bands(study: Study) -> go.Figure:
     ran = [arm for arm in named or study.arms if study.values(arm, "validation_ce")]
     if not named:
         ran.sort(key=lambda arm: math.fsum(study.values(arm, "validation_ce")[:1]))
-    figure = make_subplots(
-        rows=1, cols=2, subplot_titles=["Training loss", "The same less that of the first arm"]
-    )
-    curves = {arm: _by_seed(study, arm) for arm in ran[:_SHOWN]}
+    shown = sorted(ran[:_SHOWN], key=list(study.arms).index)
+    titles = ["Training loss", f"The same less that of {shown[0]}" if shown else ""]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=titles)
+    curves = {arm: _by_seed(study, arm) for arm in shown}
     base: dict[int, dict[int, float]] = next(iter(curves.values()), {})
     for position, (arm, seeds) in enumerate(curves.items()):
         gaps = {
@@ -79,21 +106,19 @@ def curves_with_bands(study: Study) -> go.Figure:
             _band(figure, arm, list(lines.values()), line_style(arm, position), column)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="nats")
-    legend = {"x": 0, "y": -0.2, "yanchor": "top"}
-    figure.update_layout(**layout(height=440 + 20 * len(curves), legend=legend))
+    legend = {"x": 0, "y": -0.2, "yanchor": "top", "orientation": "h"}
+    figure.update_layout(**layout(height=480, legend=legend))
     return figure
 
 
-def effect_plot(
-    screens: Mapping[str, Mapping[str, Sequence[Effect]]], names: Mapping[str, str]
-) -> go.Figure:
+def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Figure:
     """Effects with intervals: a row of panels per screen, a panel per metric."""
     metrics = list(next(iter(screens.values())))
     figure = make_subplots(
         rows=len(screens),
         cols=len(metrics),
         shared_yaxes=True,
-        subplot_titles=[f"{screen}: {names[m]}" for screen in screens for m in metrics],
+        subplot_titles=[f"{screen}: {METRICS[m]}" for screen in screens for m in metrics],
         vertical_spacing=0.24 / len(screens),
     )
     for row, effects in enumerate(screens.values(), start=1):
@@ -117,9 +142,9 @@ def effect_plot(
     return figure
 
 
-def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
+def scale_plot(study: Study) -> go.Figure:
     """Loss of every arm of the screens against what routers differ in besides their geometry."""
-    figure, places = panel_figure([names[m] for m in _SCALES], 3, shared_yaxes=True)
+    figure, places = panel_figure([METRICS[m] for m in _SCALES], 3, shared_yaxes=True)
     for position, (name, screen) in enumerate(study.screens.items()):
         for metric, place in zip(_SCALES, places, strict=True):
             arms = [arm for arm in screen.arms if study.values(arm, metric)]
@@ -135,7 +160,7 @@ def scale_plot(study: Study, names: Mapping[str, str]) -> go.Figure:
                 **place,
             )
     figure.update_xaxes(type="log", row=1, col=1)
-    figure.update_yaxes(title_text=f"{names['validation_ce']}, nats", row=1, col=1)
+    figure.update_yaxes(title_text=f"{METRICS['validation_ce']}, nats", row=1, col=1)
     figure.update_layout(**layout(legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 

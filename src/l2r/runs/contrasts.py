@@ -40,11 +40,6 @@ class Contrast:
     text: str = ""
     where: str = ""
 
-    @property
-    def words(self) -> str:
-        """The claim, or what is tested."""
-        return self.text or f"{self.metric}: {self.first} {self.better} than {self.second}"
-
 
 @dataclass(frozen=True)
 class Pairs:

@@ -289,6 +289,16 @@ def test_verdicts_pair_the_seeds_that_both_arms_have():
     assert [j.verdict for j in judge_plan(plan.plan, untrained)] == ["undecided"] * 2
 
 
+def test_no_verdict_before_the_least_seeds(tmp_path):
+    """What is clear with two seeds waits for the third where the plan asks for three."""
+    results = made_up(registered(), 3, values(gap=-0.1))
+    plan = registered(seeds={"least": 3, "most": 4})
+    early = study_of(plan, [r for r in results if r.seed < 2])
+    assert [j.verdict for j in early.judged] == ["undecided"] * 2
+    assert [j.needed for j in early.judged] == [None] * 2 and early.judged[0].p < plan.plan.alpha
+    assert [j.verdict for j in judge_plan(plan.plan, results)] == ["better", "worse"]
+
+
 def test_the_stopping_rule_asks_for_narrow_primary_intervals():
     for narrow, decided in ((1.0, True), (1e-6, False)):
         plan = registered(half_width=narrow).plan

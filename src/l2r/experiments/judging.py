@@ -44,7 +44,10 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
 
 
 def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
-    """Verdicts over the seeds for which both arms of a contrast have its metric."""
+    """Verdicts over the seeds for which both arms of a contrast have its metric.
+
+    None but *undecided* with fewer than the plan's least.
+    """
     by_cell = {(result.arm, result.seed): result for result in results}
     pairs = []
     for contrast in plan.contrasts:
@@ -59,8 +62,14 @@ def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
             for arm in (contrast.first, contrast.second)
         ]
         pairs.append(Pairs(*sides))
-    first = plan.seeds_that_decide()
-    return judge(plan.contrasts, pairs, alpha=plan.alpha, margins=plan.margins, first=first)
+    return judge(
+        plan.contrasts,
+        pairs,
+        alpha=plan.alpha,
+        margins=plan.margins,
+        least=plan.seeds.least,
+        first=plan.seeds_that_decide(),
+    )
 
 
 def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:

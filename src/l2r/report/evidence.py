@@ -53,15 +53,17 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
 
 
 def precision_table(study: Study) -> Table:
-    """What the seeds can tell, by metric: the deviation of paired differences, the half-widths."""
+    """What the seeds can tell, by metric: deviations of paired differences, half-widths."""
     rows = []
     for metric in dict.fromkeys(j.contrast.metric for j in study.judged):
         own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
         if own:
             sd = math.sqrt(statistics.fmean(j.sd**2 for j in own))
-            half = max(j.difference.half for j in own)
-            rows.append((METRICS.get(metric, metric), len(own), sd, half))
-    columns = ("metric", "contrasts", "SD of paired differences", "widest half-width")
+            most, half = max(j.sd for j in own), max(j.difference.half for j in own)
+            rows.append((METRICS.get(metric, metric), len(own), sd, most, half))
+    columns = (
+        "metric", "contrasts", "SD of paired differences, rms", "largest SD", "widest half-width",
+    )  # fmt: skip
     return Table("Precision reached", columns, tuple(rows))
 
 
@@ -154,7 +156,7 @@ def _registration(study: Study) -> list[str]:
         f"to {study.most} in the plan."
     )
     if seeds < study.least:
-        ran += " Fewer than registered: nothing here is the study's result yet."
+        ran += " Fewer than registered: no verdicts yet, and nothing here is the study's result."
     hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
     machines = sorted({str(result.facts["processor"]) for result in study.results})
     torch = sorted({str(result.facts["packages"]["torch"]) for result in study.results})

@@ -91,9 +91,10 @@ def judge(
     *,
     alpha: float,
     margins: Mapping[str, float],
+    least: int = 2,
     first: int | None = None,
 ) -> list[Judged]:
-    """Verdicts, in the order of the contrasts. Fewer than two seeds leave one undecided.
+    """Verdicts, in the order of the contrasts. Fewer than ``least`` seeds leave one undecided.
 
     ``first``: seeds from whose deviation the number of all followed, if it did.
     """
@@ -109,13 +110,14 @@ def judge(
     for i, (contrast, pair, margin) in enumerate(zip(contrasts, pairs, allowed, strict=True)):
         gaps = estimate(pair.trained(), using[i])
         verdict: Verdict = "undecided"
-        if p[i] <= alpha:
+        enough = gaps.count >= least
+        if enough and p[i] <= alpha:
             good = (gaps.mean > 0) == (contrast.better == "larger")
             verdict = "better" if good else "worse"
-        elif same[i] <= alpha:
+        elif enough and same[i] <= alpha:
             verdict = "equivalent"
         needed = None
-        if verdict == "undecided" and margin is not None and gaps.freedom:
+        if enough and verdict == "undecided" and margin is not None and gaps.freedom:
             each = alpha / len(primary) if contrast.primary else alpha
             needed = seeds_needed(gaps, margin, each, fixed=using[i] is not None)
         found.append(

@@ -1,6 +1,7 @@
 """From the command to the page: the vision demo with two seeds."""
 
 import json
+import shutil
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_report_command_reads_the_same_runs(l2r, compared, tmp_path):
     by_method = {row["Method"]: row for row in json.loads(out)}
     assert by_method == {row["Method"]: row for row in rows}
     assert "Patches and experts" in page.read_text(encoding="utf-8")
+
+
+def test_two_runs_of_one_kind_of_router_are_no_seeds_of_each_other(l2r, compared, tmp_path):
+    root, _ = compared
+    for name in ("l2r_sips", "wide"):
+        shutil.copytree(root / "l2r_sips", tmp_path / name)
+    code, out, err = l2r("report", tmp_path, "--out", tmp_path / "page.html", "--json")
+    assert code == 0, err
+    assert [(row["Method"], row["seeds"]) for row in json.loads(out)] == [
+        ("L2R (SIPS)", 1),
+        ("wide", 1),
+    ]
 
 
 def test_one_seed_is_called_one_seed():

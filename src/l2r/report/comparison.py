@@ -45,19 +45,19 @@ def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
-    """A table of accuracy per router, mean and interval over its runs; none for language."""
+    """A table of accuracy, mean and interval over repeats of a run; none for language."""
     found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
         if "top1" in last:
-            router = str(run.read_json(run.environment).get("router", run.name))
-            found.setdefault(router, []).append((100 * last["top1"], 100 * last["top5"]))
+            arm = run.name.partition(SEED_MARK)[0]
+            found.setdefault(arm, []).append((100 * last["top1"], 100 * last["top5"]))
     if not found:
         return []
     results = {}
-    for router, pairs in found.items():
+    for arm, pairs in found.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
-        results[router] = (top1, top5, len(pairs))
+        results[arm] = (top1, top5, len(pairs))
     return [accuracy_table(results)]
 
 

@@ -79,7 +79,7 @@ def vit_cost_table(counts: Mapping[str, Counts]) -> Table:
 
 
 def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Table:
-    """``results`` maps a router to its top-1 and top-5 in per cent and the number of seeds."""
+    """``results`` maps a router or a run to top-1 and top-5 in per cent and the number of seeds."""
     rows = []
     for router, (top1, top5, count) in results.items():
         halves = (top1.half, top5.half) if count > 1 else (None, None)

@@ -373,6 +373,16 @@ def test_a_seed_that_lacks_a_run_is_not_counted_as_one_of_the_plan(tmp_path):
         assert ("Fewer than registered" in text.read_text()) is short
 
 
+def test_the_page_says_when_the_stopping_rule_asks_for_more_seeds(tmp_path):
+    """Least is 2 and most 4: wide intervals ask for all four, narrow ones are done with two."""
+    words = "Its stopping rule asks for more"
+    for half_width, seeds, more in ((1e-6, 3, True), (1e-6, 4, False), (9.0, 2, False)):
+        plan = registered(half_width=half_width)
+        study = study_of(plan, made_up(plan, seeds, values()))
+        _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+        assert (words in text.read_text()) is more, (half_width, seeds)
+
+
 def test_images_are_measured_by_the_same_names(tmp_path):
     changes = ["training.epochs=null", "training.steps=2", "training.global_batch=16"]
     changes += ["training.micro_batch=16", "data.workers=0", "evaluation.max_batches=1"]

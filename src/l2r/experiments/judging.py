@@ -1,5 +1,6 @@
 """Judging a plan: its results, the verdicts, the stopping rule, and what a page reads."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,8 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
         )
         for name, screen in section.screens.items()
     }
+    runs, judged = Counter(result.seed for result in results), judge_plan(section, results)
+    seeds = sum(count == len(section.all_arms()) for count in runs.values())
     return Study(
         name=plan.name,
         title=section.title,
@@ -100,9 +103,11 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
         least=section.seeds.least,
         most=section.seeds.most,
         first=section.seeds_that_decide(),
+        seeds=seeds,
+        open=seeds < section.seeds.most and not is_decided(section, judged),
         arms=list(section.all_arms()),
         screens=screens,
-        judged=judge_plan(section, results),
+        judged=judged,
         results=results,
     )
 

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,13 +148,13 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
 
 def _registration(study: Study) -> list[str]:
     """What the plan is, what was run, on what, and what it could find: a paragraph each."""
-    runs = Counter(result.seed for result in study.results)
-    seeds = sum(count == len(study.arms) for count in runs.values())
     ran = (
-        f"{len(study.results)} runs: {len(study.arms)} arms, {seeds} whole seeds of {study.least} "
-        f"to {study.most} in the plan."
+        f"{len(study.results)} runs: {len(study.arms)} arms, {study.seeds} whole seeds of "
+        f"{study.least} to {study.most} in the plan."
     )
-    if seeds < study.least:
+    if study.seeds >= study.least and study.open:
+        ran += " Its stopping rule asks for more: nothing here is final."
+    if study.seeds < study.least:
         ran += " Fewer than registered: no verdicts yet, and nothing here is the study's result."
     hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
     machines = sorted({str(result.facts["processor"]) for result in study.results})

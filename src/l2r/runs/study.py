@@ -81,7 +81,8 @@ class Study:
 
     state: whether the plan is registered, in words. arms: in the plan's order. sd: expected
     deviation of the paired differences of the primary contrasts. least, most: seeds. first: those
-    from whose deviation their number follows, if it does.
+    from whose deviation their number follows, if it does. seeds: those that all arms have. open:
+    whether the stopping rule asks for more.
     """
 
     name: str
@@ -94,6 +95,8 @@ class Study:
     least: int
     most: int
     first: int | None
+    seeds: int
+    open: bool
     arms: Sequence[str]
     screens: Mapping[str, ScreenDesign]
     judged: Sequence[Judged]

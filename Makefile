@@ -29,7 +29,7 @@ endif
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(VENV)/.demo ## Train all six routers on embedded text, write runs/demo/report.html
+demo: $(VENV)/.demo ## Train the paper's six routers and a tuned L2R on text, write runs/demo/report.html
 	$(BIN)/l2r compare demo $(CHANGES)
 
 demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds

@@ -64,6 +64,28 @@ def test_seeds_have_one_name_and_the_first_of_a_comparison_has_none():
     assert cell.name == "rank=2.seed-0"
 
 
+def test_a_folder_compares_its_routers_and_not_their_ablations():
+    six = ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips"]
+    names = {
+        folder: [cell.name for cell in folder_cells(folder, [], None, 1)]
+        for folder in ("demo", "olmoe-1b-7b", "vit-s", "small", "zoo")
+    }
+    assert names["demo"] == [*six, "l2r_sips_tuned"]
+    assert names["olmoe-1b-7b"] == names["vit-s"] == names["small"] == six
+    assert names["zoo"] == [
+        "linear",
+        "l2r_sips",
+        "attention",
+        "mixture",
+        "perturbed_cosine",
+        "sigmoid",
+    ]
+    (tuned,) = folder_cells("demo", [], ["l2r_sips_tuned"], 1)
+    assert tuned.recipe.router_config().rank == 8
+    with pytest.raises(ValueError, match=r"routers must be among linear, .*; got 'l2r_sips_best'"):
+        folder_cells("demo", [], ["l2r_sips_best"], 1)
+
+
 def test_cells_of_a_sweep_of_0_1_0_are_found_under_their_old_names(tmp_path: Path) -> None:
     (cell,) = grid_cells("demo/l2r-sips", ["seed=7"], read_grid(["router.rank=2"]), 1)
     assert cell.run(tmp_path).name == "rank=2.seed-7"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from l2r import L2RConfig
+from l2r.experiments.study_plan import read_plan
 from l2r.recipes.load import load_recipe, recipe_header, recipe_names, recipes_in
 from l2r.runs.router_names import PAPER_ROUTERS
 
@@ -41,9 +43,12 @@ def test_a_folder_of_settings_has_the_papers_six_routers(folder):
     assert kinds == set(PAPER_ROUTERS)
 
 
-def test_recipes_of_a_folder_differ_in_the_router_alone():
-    dumps = [load_recipe(name).model_dump(exclude={"router"}) for name in recipes_in("demo")]
-    assert all(dump == dumps[0] for dump in dumps)
+def test_recipes_of_a_folder_differ_in_the_router_alone_and_tuned_ones_in_the_z_loss():
+    for name in recipes_in("demo"):
+        dump, plain = (load_recipe(n).model_dump(exclude={"router"}) for n in (name, "demo/linear"))
+        if name.endswith("-tuned"):
+            assert dump["losses"].pop("z") == 0 < plain["losses"].pop("z")
+        assert dump == plain, name
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,15 @@ def test_recipes_of_a_folder_differ_in_the_router_alone():
 def test_a_second_name_of_a_run_says_so(name, same):
     assert load_recipe(name) == load_recipe(same)
     assert f"the same run as {same.removeprefix('olmoe-1b-7b/')}" in recipe_header(name)
+
+
+def test_the_tuned_router_is_the_preset_and_the_arm_that_was_judged():
+    recipe = load_recipe("demo/l2r-sips-tuned")
+    assert recipe.router_config() == L2RConfig.preset("tuned")
+    judged = {c.arm: c.recipe for c in read_plan("decision").plan.cells(1)}["l2r-best"]
+    assert judged.router_config() == recipe.router_config() and judged.losses == recipe.losses
+    with pytest.raises(ValueError, match="preset must be one of tuned; got 'best'"):
+        L2RConfig.preset("best")
 
 
 def test_settings_are_a_base_for_recipes_of_a_user(tmp_path):

@@ -14,6 +14,7 @@ import yaml
 
 from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
+from l2r.recipes.packaged import packaged_recipes
 from l2r.routers import router_names
 from l2r.routers.config import nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
@@ -49,15 +50,17 @@ def folder_cells(
     The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
     that the folder does not have.
     """
-    by_kind: dict[str, AnyRecipe] = {}
-    for name in recipes_in(folder):  # ablations of a router come after it
-        recipe = load_recipe(name, changes)
-        by_kind.setdefault(recipe.router_config().kind, recipe)
-    for kind in routers or ():
-        if kind not in by_kind:
-            raise ValueError(f"routers must be among {', '.join(by_kind)}; got {kind!r}")
-    kinds = routers or [kind for kind in router_names() if kind in by_kind]
-    arms = [_with_seeds(kind, by_kind[kind], seeds, first_unmarked=True) for kind in kinds]
+    found: dict[str, AnyRecipe] = {}
+    for name in recipes_in(folder):
+        router = packaged_recipes()[name].router
+        if router is not None and router not in found:  # of two sizes the first
+            found[router] = load_recipe(name, changes)
+    known = [kind for kind in router_names() if kind in found]
+    known += [router for router in found if router not in known]
+    for router in routers or ():
+        if router not in known:
+            raise ValueError(f"routers must be among {', '.join(known)}; got {router!r}")
+    arms = [_with_seeds(r, found[r], seeds, first_unmarked=True) for r in routers or known]
     return _by_seed(arms)
 
 

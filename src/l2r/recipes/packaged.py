@@ -26,10 +26,14 @@ _FILLED_IN = ("title", "number")  # number: the metric that the paper has, or th
 
 @dataclass(frozen=True)
 class Packaged:
-    """values: changes, and in ``base`` the recipe or settings under them. header: for readers."""
+    """values: changes, and in ``base`` the recipe or settings under them. header: for readers.
+
+    router: its name in ``_routers.yaml``, such as ``l2r_sips``; None for an ablation of one.
+    """
 
     values: dict[str, Any]
     header: str
+    router: str | None
 
 
 def settings(name: str) -> dict[str, Any] | None:
@@ -55,11 +59,13 @@ def packaged_recipes() -> dict[str, Packaged]:
             for key, changes in entries.items():
                 entry, name = changes or {}, prefix + key
                 shared = {} if "base" in entry else routers.get(key, {})
-                found[name] = _recipe(name, f"{folder}/{path.stem}", [table, shared, entry])
+                router = key.replace("-", "_") if key in routers else None
+                base = f"{folder}/{path.stem}"
+                found[name] = _recipe(name, base, [table, shared, entry], router)
     return dict(sorted(found.items(), key=lambda item: item[0].split("/")))
 
 
-def _recipe(name: str, base: str, parts: list[Mapping[str, Any]]) -> Packaged:
+def _recipe(name: str, base: str, parts: list[Mapping[str, Any]], router: str | None) -> Packaged:
     """Later parts over earlier ones; the keys of the header apart from the recipe's fields."""
     header: dict[str, Any] = {"name": name}
     values: dict[str, Any] = {"base": base}
@@ -67,7 +73,7 @@ def _recipe(name: str, base: str, parts: list[Mapping[str, Any]]) -> Packaged:
         header |= {key: part[key] for key in part if key in (*_HEADER, *_FILLED_IN)}
         values = merge(values, {key: part[key] for key in part if key not in header})
     lines = [word + header[key].format(**header).strip() for key, word in _HEADER.items()]
-    return Packaged(values, "\n".join(lines))
+    return Packaged(values, "\n".join(lines), router)
 
 
 def _root() -> Path:

@@ -14,6 +14,10 @@ from l2r.routers.base import as_dtype, truncated_normal
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "tuned": {"gamma": 4.0, "rank": 8, "heads": 4, "normalize_weights": True},
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class L2RConfig(AnchorConfig):
@@ -32,6 +36,13 @@ class L2RConfig(AnchorConfig):
         check(self.rank >= 1, self, "rank", ">= 1")
         check(self.heads >= 1, self, "heads", ">= 1")
         check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
+
+    @classmethod
+    def preset(cls, name: str) -> "L2RConfig":
+        """``tuned``: the best of 15 settings in docs/evidence.md, found without a z-loss."""
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+        return cls(**PRESETS[name])
 
 
 @register_router("l2r_dot", scoring="dot")

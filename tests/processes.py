@@ -51,6 +51,8 @@ class Running:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._files = folder / "out.txt", folder / "err.txt"
+        for path in self._files:  # one that is stopped early has written neither
+            path.write_text("")
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self.process = _CONTEXT.Process(
             target=_run, args=(self._files, surroundings, str(Path.cwd()), run, arguments)

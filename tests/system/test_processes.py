@@ -1,6 +1,7 @@
 """The helpers that start processes say what went wrong in them."""
 
 import os
+import time
 
 import pytest
 from torch.distributed.rendezvous import rendezvous
@@ -10,9 +11,19 @@ from tests.processes import Running, on_ranks
 
 def one_fails():
     """Rank 1 ends with an error while rank 0 waits for a key that it never sets."""
+    store = next(rendezvous("env://"))[0]
     if os.environ["RANK"] == "1":
+        store.get("rank 0 is here")
         raise ValueError("out of luck")
-    next(rendezvous("env://"))[0].get("never set")
+    store.set("rank 0 is here", "")
+    store.get("never set")
+
+
+def test_a_process_that_is_stopped_before_it_starts_has_said_nothing(tmp_path):
+    process = Running(tmp_path, time.sleep, 60)
+    process.process.kill()
+    process.process.join()
+    assert process.out == process.err == ""
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_the_one_that_is_shown(tmp_path):

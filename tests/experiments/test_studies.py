@@ -289,7 +289,7 @@ def test_verdicts_pair_the_seeds_that_both_arms_have():
     assert [j.verdict for j in judge_plan(plan.plan, untrained)] == ["undecided"] * 2
 
 
-def test_no_verdict_before_the_least_seeds(tmp_path):
+def test_no_verdict_before_the_least_seeds():
     """What is clear with two seeds waits for the third where the plan asks for three."""
     results = made_up(registered(), 3, values(gap=-0.1))
     plan = registered(seeds={"least": 3, "most": 4})

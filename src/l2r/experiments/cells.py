@@ -48,8 +48,10 @@ def folder_cells(
     """One packaged recipe for every router of a folder, or for those named, in their order.
 
     The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
-    that the folder does not have.
+    that the folder does not have, and for another kind.
     """
+    if any(change.startswith(f"{_KIND}=") for change in changes):
+        raise ValueError("router.kind differs between the recipes of a folder; use --routers")
     found: dict[str, AnyRecipe] = {}
     for name in recipes_in(folder):
         router = packaged_recipes()[name].router

@@ -19,7 +19,11 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-STUDIES = {"screen-scales": ("screen", "experts ever first")}  # picture: plan, words of a figure
+STUDIES = {  # picture: plan, words of a figure
+    "screen-scales": ("screen", "experts ever first"),
+    "decision-forest": ("decision", "toward better"),
+    "decision-training": ("decision", "The same less that of"),
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 

@@ -71,10 +71,8 @@ def forest(study: Study) -> go.Figure:
     names = [f"<b>{w}</b>" if j.contrast.primary else w for w, j in zip(names, rows, strict=True)]
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names)
     figure.update_yaxes(range=[len(rows) - 0.4, -0.6])
-    figure.update_xaxes(
-        title_text="difference toward better, in margins (or deviations, where there is no margin)"
-    )
-    figure.update_layout(**layout(height=90 + 30 * len(rows), margin={"l": 420, "t": 20}))
+    figure.update_xaxes(title_text="toward better, in margins<br>(in deviations without one)")
+    figure.update_layout(**layout(height=110 + 30 * len(rows), margin={"l": 420, "t": 20}))
     return figure
 
 

@@ -1,6 +1,7 @@
 """One self-contained HTML page from titled sections of text, tables and plotly figures."""
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ th,td{padding:.3rem .42rem;text-align:right;border-bottom:1px solid #e4e8ec}
 th:first-child,td:first-child{text-align:left;min-width:7em}td:first-child{max-width:20em}
 thead th{border-bottom:2px solid #52606d}
 a.page{display:inline-block;padding:.4rem .9rem;border:2px solid #1d5b9e;border-radius:6px}
+td.number{white-space:nowrap}
 .caption{color:#52606d;font-size:13px}nav a{margin-right:1rem}.scroll{overflow-x:auto}
 """
 
@@ -61,7 +63,7 @@ def write_page(
     text = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{again}"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p><nav>{links}</nav>"
+        f"<h1>{html.escape(title)}</h1><p>{_prose(summary)}</p><nav>{links}</nav>"
         f"{section_html(sections)}</body></html>"
     )
     write_text(path, text)
@@ -73,7 +75,7 @@ def section_html(sections: Sequence[Section]) -> str:
     body, script = "", True
     for number, section in enumerate(sections):
         body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
-        body += f"<p>{html.escape(section.text)}</p>" if section.text else ""
+        body += f"<p>{_prose(section.text)}</p>" if section.text else ""
         for part in section.parts:
             if isinstance(part, Link):
                 href, shown = html.escape(quote(part.href)), html.escape(part.text)
@@ -85,3 +87,8 @@ def section_html(sections: Sequence[Section]) -> str:
                 body += part.to_html(full_html=False, include_plotlyjs=script)
                 script = False
     return body
+
+
+def _prose(text: str) -> str:
+    """Text as HTML, with names in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

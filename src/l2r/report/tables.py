@@ -2,8 +2,11 @@
 
 import html
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
+
+_NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Table:
             for column, value in zip(self.columns, row, strict=True):
                 text = html.escape(self.show(value))
                 marked = column in best and self.show(value) == self.show(best[column])
-                cells += f"<td>{f'<b>{text}</b>' if marked else text}</td>"
+                kind = " class='number'" if _NUMBER.match(text) else ""
+                cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
         caption = f"<p class='caption'>{html.escape(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"

@@ -84,8 +84,10 @@ def test_a_folder_compares_its_routers_and_not_their_ablations():
     assert tuned.recipe.router_config().rank == 8
     with pytest.raises(ValueError, match=r"routers must be among linear, .*; got 'l2r_sips_best'"):
         folder_cells("demo", [], ["l2r_sips_best"], 1)
-    with pytest.raises(ValueError, match=r"router\.kind differs between the recipes .*--routers"):
-        folder_cells("demo", ["router.kind=xmoe"], None, 1)
+    for change in ("router.kind=xmoe", "router={kind: xmoe}"):
+        with pytest.raises(ValueError, match=r"router\.kind differs between the recipes .*--rout"):
+            folder_cells("demo", [change], None, 1)
+    assert len(folder_cells("demo", ["router={normalize_weights: true}"], None, 1)) == 7
 
 
 def test_cells_of_a_sweep_of_0_1_0_are_found_under_their_old_names(tmp_path: Path) -> None:

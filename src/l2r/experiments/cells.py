@@ -50,13 +50,13 @@ def folder_cells(
     The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
     that the folder does not have, and for another kind.
     """
-    if any(change.startswith(f"{_KIND}=") for change in changes):
-        raise ValueError("router.kind differs between the recipes of a folder; use --routers")
     found: dict[str, AnyRecipe] = {}
     for name in recipes_in(folder):
         router = packaged_recipes()[name].router
         if router is not None and router not in found:  # of two sizes the first
             found[router] = load_recipe(name, changes)
+            if found[router].router["kind"] != load_recipe(name).router["kind"]:
+                raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
     known = [kind for kind in router_names() if kind in found]
     known += [router for router in found if router not in known]
     for router in routers or ():

@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
-EXTRAS = "cli,lm,report,track,demo,data,vision,eval,gpu,test,lint,docs"
+EXTRAS = "cli,lm,report,track,demo,data,vision,eval,serve,onnx,gpu,test,browser,lint,docs"
 TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHON = ("3.11", "3.12", "3.13", "3.14")
 # Triton's interpreter, as it came with these, does not work with numpy 2.4.
@@ -41,7 +41,7 @@ MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 FOLLOW = {
     "torch": ("torchvision", "triton"),
     "transformers": ("tokenizers", "huggingface_hub"),
-    "numpy": ("scipy", "scikit-learn", "pandas", "pyarrow", "kornia"),
+    "numpy": ("scipy", "scikit-learn", "pandas", "pyarrow", "kornia", "ml_dtypes"),
 }
 
 
@@ -240,22 +240,29 @@ def line(found: dict) -> str:
     return f"{found['name']:20} {counts or 'installed'}  {versions}  {found.get('seconds', 0)} s"
 
 
-def write_page(rows: list[dict]) -> None:
-    """The table between the two marks of docs/versions.md."""
-    heads = ["Combination", "Python", *SHOWN, "Settings", "Passed", "Failed", "Skipped", "Commit"]
-    table = [heads, ["---"] * len(heads)]
+def write_page(rows: list[dict], names: list[str]) -> None:
+    """The table between the two marks of docs/versions.md, in the order of ``names``.
+
+    A combination without a result on this machine keeps what the page says of it.
+    """
+    before, rest = PAGE.read_text().split(MARKS[0])
+    old, after = rest.split(MARKS[1])
+    table = {m[1]: m[0] for m in re.finditer(r"^\| ([\w.-]+) \|.*$", old, re.M)}
+    notes = {m[1]: m[0] for m in re.finditer(r"^([\w.-]+): .*$", old, re.M)}
     for row in rows:
         settings = ", ".join(f"`{name}={value}`" for name, value in row["settings"].items())
         counts = [str(row.get(name, "-")) for name in ("passed", "failed", "skipped")]
         versions = [row.get(name, "-") for name in ("python", *SHOWN)]
-        table.append([row["name"], *versions, settings, *counts, row["commit"]])
-    lines = [f"| {' | '.join(cells)} |" for cells in table]
-    for row in rows:
-        wrong = [row["error"]] if "error" in row else [f"`{n}`" for n in row["failures"]]
-        lines += ["", f"{row['name']}: {'; '.join(wrong)}"] if wrong else []
-    before, rest = PAGE.read_text().split(MARKS[0])
-    body = "\n".join(lines)
-    PAGE.write_text(f"{before}{MARKS[0]}{body}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+        cells = [row["name"], *versions, settings, *counts, row["commit"]]
+        table[row["name"]] = f"| {' | '.join(cells)} |"
+        notes.pop(row["name"], None)
+        if wrong := [row["error"]] if "error" in row else [f"`{n}`" for n in row["failures"]]:
+            notes[row["name"]] = f"{row['name']}: {'; '.join(wrong)}"
+    heads = ["Combination", "Python", *SHOWN, "Settings", "Passed", "Failed", "Skipped", "Commit"]
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads))]
+    lines += [table[name] for name in names if name in table]
+    lines += [line for name in names if name in notes for line in ("", notes[name])]
+    PAGE.write_text(before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after)
 
 
 def main() -> int:
@@ -295,7 +302,8 @@ def main() -> int:
             print(line(done.result()), flush=True)
     results = [found for c in chosen if (found := matrix.result(c))]
     if not options.tests and not options.install_only:
-        write_page([found for c in known if (found := matrix.result(c))])
+        found = [result for c in known if (result := matrix.result(c))]
+        write_page(found, [c.name for c in known])
     return int(any("error" in r or r.get("failed") for r in results))
 
 

@@ -230,7 +230,7 @@ def test_run_folders(file, how, position, byte, tmp_path_factory):
 def test_extreme_inputs_route_every_token_to_experts_that_exist(kind, value, dtype):
     router = build_router(kind, hidden_size=8, num_experts=4, top_k=2).eval()
     x = torch.randn(5, 8).to(dtype)
-    x[2] = value
+    x[2] = torch.tensor(value).to(dtype)
     logits, weights, indices = router(x)
     assert indices.min() >= 0 and indices.max() < 4 and weights.shape == (5, 2)
     others = torch.tensor([0, 1, 3, 4])

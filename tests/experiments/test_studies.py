@@ -343,6 +343,8 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
     shown = page.read_text()
     assert "gamma x z" in shown
     assert f"less that of {study.arms[0]}" in shown
+    for once in (shown, said):  # over both tables, not under each
+        assert once.count("paired by seed") == 1
 
 
 def test_the_page_of_a_study_without_results_says_so(tmp_path):

@@ -40,7 +40,7 @@ _FOREST = (
 
 
 def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
-    """A row per contrast; ``primary`` picks one kind."""
+    """A row per contrast, captioned with the method; ``primary`` picks one kind, for a page."""
     rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
     unsaid = {"kind"} if primary is not None else set()
     unsaid |= {"paper"} if not any(j.contrast.where for j in study.judged) else set()
@@ -48,7 +48,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     columns = tuple(_COLUMNS[c] for c in kept)
     rows = [tuple(row[c] for c in kept) for row in rows]
     title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
-    return Table(title, columns, tuple(rows), caption=_METHOD)
+    return Table(title, columns, tuple(rows), caption=_METHOD if primary is None else "")
 
 
 def precision_table(study: Study) -> Table:
@@ -116,7 +116,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         effect_tables.insert(0, _proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
-        text = f"{_chance(study)} {_FOREST}"
+        text = f"{_METHOD} {_chance(study)} {_FOREST}"
         sections.append(Section("Contrasts", text, [forest(study), *tables]))
     if effect_tables:
         text = (

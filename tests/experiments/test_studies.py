@@ -26,6 +26,7 @@ from l2r.experiments.judging import (
 from l2r.experiments.study import run_processes, run_share
 from l2r.experiments.study_plan import Plan, Registered
 from l2r.report.evidence import write_study
+from l2r.report.evidence_figures import curves_with_bands
 from l2r.runs.study import MEASURES, read_result
 from l2r.training import loop
 from tests.experiments.studies import SMALL, made_up
@@ -345,6 +346,21 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
     assert f"less that of {study.arms[0]}" in shown
     for once in (shown, said):  # over both tables, not under each
         assert once.count("paired by seed") == 1
+
+
+@pytest.mark.parametrize(("count", "said"), [(10, False), (14, True)])
+def test_the_curves_leave_no_arm_out_without_a_word(tmp_path, count, said):
+    arms = {f"rank {n}": ["router.kind=l2r_sips", f"router.rank={n}"] for n in range(1, count + 1)}
+    contrasts = [
+        {"first": "rank 1", "second": arm, "metric": "train_ce", "better": "smaller"}
+        for arm in list(arms)[1:]
+    ]
+    plan = registered(arms=arms, contrasts=contrasts)
+    study = study_of(plan, made_up(plan, 3, values()))
+    drawn = {curve.name for curve in curves_with_bands(study).data if curve.showlegend}
+    assert said or drawn == set(arms)
+    page, _ = write_study(study, tmp_path / "page", tmp_path / "text")
+    assert (f"{len(drawn)} of {count} arms are drawn" in page.read_text()) is said
 
 
 def test_the_page_of_a_study_without_results_says_so(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from l2r.report.evidence_figures import (
     METRICS,
+    arms_of_curves,
     curves_with_bands,
     effect_plot,
     forest,
@@ -132,6 +133,10 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     sections.append(Section("Arms", parts=[arms]))
     if study.results:
         text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
+        drawn, ran = len(arms_of_curves(study)), len(arms.rows)
+        if drawn < ran:
+            which = "those of contrasts, primary first" if tables else "the best of the first seed"
+            text += f" {drawn} of {ran} arms are drawn: {which}."
         sections.append(Section("Training", text, [curves_with_bands(study)]))
     page = write_page(
         pages / "report.html", title=study.title, summary=study.question, sections=sections

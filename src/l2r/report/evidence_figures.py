@@ -31,7 +31,7 @@ METRICS = {
 }
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
 _SCALES = ("logit_spread", "weight_sum", "first_experts")
-_SHOWN = 8  # curves; more cannot be told apart
+_SHOWN = 12  # curves; more are hard to tell apart
 
 
 def in_words(contrast: Contrast) -> str:
@@ -76,11 +76,8 @@ def forest(study: Study) -> go.Figure:
     return figure
 
 
-def curves_with_bands(study: Study) -> go.Figure:
-    """Training loss of the arms that contrasts name (else the best), and its gap to one of them.
-
-    That is the first in the plan's order.
-    """
+def arms_of_curves(study: Study) -> list[str]:
+    """Arms whose curves are drawn: those that contrasts name, primary ones first, else the best."""
     named = dict.fromkeys(
         arm
         for j in sorted(study.judged, key=lambda j: not j.contrast.primary)
@@ -89,7 +86,12 @@ def curves_with_bands(study: Study) -> go.Figure:
     ran = [arm for arm in named or study.arms if study.values(arm, "validation_ce")]
     if not named:
         ran.sort(key=lambda arm: math.fsum(study.values(arm, "validation_ce")[:1]))
-    shown = sorted(ran[:_SHOWN], key=list(study.arms).index)
+    return sorted(ran[:_SHOWN], key=list(study.arms).index)
+
+
+def curves_with_bands(study: Study) -> go.Figure:
+    """Training loss of ``arms_of_curves``, and its gap to the first in the plan's order."""
+    shown = arms_of_curves(study)
     titles = ["Training loss", f"The same less that of {shown[0]}" if shown else ""]
     figure = make_subplots(rows=1, cols=2, subplot_titles=titles)
     curves = {arm: _by_seed(study, arm) for arm in shown}

@@ -32,6 +32,7 @@ METRICS = {
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
 _SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 12  # curves; more are hard to tell apart
+_LONG = 24  # characters of an arm's name
 
 
 def in_words(contrast: Contrast) -> str:
@@ -92,7 +93,9 @@ def arms_of_curves(study: Study) -> list[str]:
 def curves_with_bands(study: Study) -> go.Figure:
     """Training loss of ``arms_of_curves``, and its gap to the first in the plan's order."""
     shown = arms_of_curves(study)
-    titles = ["Training loss", f"The same less that of {shown[0]}" if shown else ""]
+    long = any(len(arm) > _LONG for arm in shown)  # as those of screens: a line of the legend each
+    base_name = "the first" if long else "".join(shown[:1])
+    titles = ["Training loss", f"The same less that of {base_name}"]
     figure = make_subplots(rows=1, cols=2, subplot_titles=titles)
     curves = {arm: _by_seed(study, arm) for arm in shown}
     base: dict[int, dict[int, float]] = next(iter(curves.values()), {})
@@ -106,8 +109,9 @@ def curves_with_bands(study: Study) -> go.Figure:
             _band(figure, arm, list(lines.values()), line_style(arm, position), column)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="nats")
-    legend = {"x": 0, "y": -0.2, "yanchor": "top", "orientation": "h"}
-    figure.update_layout(**layout(height=480, legend=legend))
+    legend = {"x": 0, "y": -0.2, "yanchor": "top", "orientation": "v" if long else "h"}
+    height = 480 + 28 * len(shown) * long
+    figure.update_layout(**layout(height=height, legend=legend))
     return figure
 
 

@@ -135,7 +135,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
         drawn, ran = len(arms_of_curves(study)), len(arms.rows)
         if drawn < ran:
-            which = "those of contrasts, primary first" if tables else "the least losses of the first seed"
+            which = "those of contrasts" if tables else "the least losses of the first seed"
             text += f" {drawn} of {ran} arms are drawn: {which}."
         sections.append(Section("Training", text, [curves_with_bands(study)]))
     page = write_page(

@@ -81,7 +81,8 @@ def test_a_swapped_stock_olmoe_becomes_one_that_loads_alone(tmp_path):
     model.config.norm_topk_prob = True
     for layer in model.model.layers:
         layer.mlp.gate.norm_topk_prob = True
-    swap_routers(model, L2RConfig(rank=2, heads=4))
+    swap_routers(model, L2RConfig(rank=8, heads=4))
+    swap_routers(model, L2RConfig(rank=2, heads=4))  # of the first nothing is left
     folder = export_remote_code(model, tmp_path / "model")
     load_without_l2r(folder, model, tmp_path)
 

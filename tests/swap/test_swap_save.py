@@ -61,6 +61,26 @@ def test_different_routers_in_different_layers_come_back(tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "entries"),
+    [
+        ("family", "family", 1),
+        ("router", "router", 1),
+        ("family", "router", 1),
+        ("router", "family", 2),
+    ],
+)
+def test_only_swaps_of_which_something_is_left_are_recorded(first, second, entries, tmp_path):
+    """A later swap keeps the selection that it finds: that is left of one by "router"."""
+    model = save(tmp_path, "mixtral", selection=first, layers=[0])
+    swap_routers(model, CONFIG, selection=first)
+    swap_routers(model, XMoEConfig(rank=4), selection=second)
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
+    assert len(loaded.config.l2r_swap) == entries
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_a_second_save_writes_the_same_files(tmp_path):
     save(tmp_path / "a")
     load_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")

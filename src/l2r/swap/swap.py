@@ -90,7 +90,11 @@ def record_swap(
         return
     layers = [site.layer for site in sites]
     entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
-    model_config.l2r_swap = [*(getattr(model_config, "l2r_swap", None) or []), entry]
+    earlier = getattr(model_config, "l2r_swap", None) or []
+    keeps = selection == "family" and any(swap["selection"] == "router" for swap in earlier)
+    if everywhere and not keeps:  # nothing is left of them
+        earlier = []
+    model_config.l2r_swap = [*earlier, entry]
 
 
 def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -160,7 +160,7 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
     if keep and config.normalize_weights != usual:
         raise ValueError(
             f"normalize_weights is decided by the model's family; leave it {usual} "
-            f"or pass selection='router'; got normalize_weights={config.normalize_weights}"
+            f"or swap with selection='router'; got normalize_weights={config.normalize_weights}"
         )
     device = next(site.router.parameters()).device
     router = attach_router(config, stream=site.layer, **site.sizes).to(device)

@@ -32,26 +32,29 @@ except ModuleNotFoundError:
 else:
     raise SystemExit("l2r must not be importable here")
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-ids = torch.load(sys.argv[1] + "/ids.pt", weights_only=True)
-with torch.no_grad():
-    expected = torch.load(sys.argv[1] + "/logits.pt", weights_only=True)
-    # Fused kernels stay behind: the same sums in another order.
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
-output = model(ids, output_router_logits=True)
-assert len(output.router_logits) == model.config.num_hidden_layers
-out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
-assert type(model).__module__.startswith("transformers_modules")
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    ids = torch.load(folder + "/ids.pt", weights_only=True)
+    with torch.no_grad():
+        expected = torch.load(folder + "/logits.pt", weights_only=True)
+        # Fused kernels stay behind: the same sums in another order.
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+    output = model(ids, output_router_logits=True)
+    assert len(output.router_logits) == model.config.num_hidden_layers
+    out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+    assert type(model).__module__.startswith("transformers_modules")
+    print("loaded", model.config._experts_implementation)
 assert "jaxtyping" not in sys.modules and "l2r" not in sys.modules
-print("loaded", model.config._experts_implementation)
 """
 
 
-def load_without_l2r(folder, model, tmp_path):
+def load_without_l2r(models, tmp_path):
+    """Load the folders, by their models, in one new process; what it printed."""
     with torch.no_grad():
-        torch.save(sample_tokens(), folder / "ids.pt")
-        torch.save(model(sample_tokens()).logits, folder / "logits.pt")
-    command = [sys.executable, "-I", "-c", LOAD, str(folder)]
+        for folder, model in models.items():
+            torch.save(sample_tokens(), folder / "ids.pt")
+            torch.save(model(sample_tokens()).logits, folder / "logits.pt")
+    command = [sys.executable, "-I", "-c", LOAD, *map(str, models)]
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
@@ -66,25 +69,19 @@ def own(kind, **options):
     return L2rOlmoeForCausalLM(config).eval()
 
 
-def test_our_olmoe_loads_without_this_package(tmp_path):
-    model = own("l2r_sips", rank=2, heads=4)
-    folder = export_remote_code(model, tmp_path / "model")
-    assert "grouped_mm" in load_without_l2r(folder, model, tmp_path)
-    assert not hasattr(model.config, "auto_map")
-    assert torch.equal(
-        load_pretrained(folder)(sample_tokens()).logits, model(sample_tokens()).logits
-    )
-
-
-def test_a_swapped_stock_olmoe_becomes_one_that_loads_alone(tmp_path):
-    model = tiny_model(FAMILIES["olmoe"])
-    model.config.norm_topk_prob = True
-    for layer in model.model.layers:
+def test_our_olmoe_and_a_swapped_stock_one_load_without_this_package(tmp_path):
+    model, swapped = own("l2r_sips", rank=2, heads=4), tiny_model(FAMILIES["olmoe"])
+    swapped.config.norm_topk_prob = True
+    for layer in swapped.model.layers:
         layer.mlp.gate.norm_topk_prob = True
-    swap_routers(model, L2RConfig(rank=8, heads=4))
-    swap_routers(model, L2RConfig(rank=2, heads=4))  # of the first nothing is left
-    folder = export_remote_code(model, tmp_path / "model")
-    load_without_l2r(folder, model, tmp_path)
+    swap_routers(swapped, L2RConfig(rank=8, heads=4))
+    swap_routers(swapped, L2RConfig(rank=2, heads=4))  # of the first nothing is left
+    ours = export_remote_code(model, tmp_path / "ours")
+    stock = export_remote_code(swapped, tmp_path / "stock")
+    printed = load_without_l2r({ours: model, stock: swapped}, tmp_path)
+    assert printed.splitlines()[0] == "loaded grouped_mm" and printed.count("loaded") == 2
+    assert not hasattr(model.config, "auto_map")
+    assert torch.equal(load_pretrained(ours)(sample_tokens()).logits, model(sample_tokens()).logits)
 
 
 @pytest.mark.parametrize("kind", router_names())

@@ -6,8 +6,6 @@ checkpoint of step 4 of 6, its export, its diagnostics), a swapped stock OLMoE, 
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 import l2r
+from tests.processes import command
 
 OLD = Path(__file__).parent / "v0_1_0"
-
-
-def run_l2r(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "l2r", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", ["run", "swapped"])
@@ -35,16 +29,16 @@ def test_models_of_0_1_0_give_the_same_logits(name: str) -> None:
 
 
 @pytest.fixture
-def old_run(tmp_path: Path, text_folder: Path) -> Path:
+def old_run(tmp_path: Path, text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(OLD / "run", tmp_path / "run")
     (tmp_path / "text").symlink_to(text_folder)  # the recipe names data by this relative path
+    monkeypatch.chdir(tmp_path)
     return tmp_path / "run"
 
 
 def test_a_run_of_0_1_0_is_reported(old_run: Path) -> None:
-    done = run_l2r("report", "run", folder=old_run.parent)
-    assert done.returncode == 0, done.stderr
-    assert "0.306" in done.stdout  # its mean margin, from its diagnostics
+    printed = command(old_run.parent / "output", "report", "run").succeed()
+    assert "0.306" in printed  # its mean margin, from its diagnostics
 
 
 def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
@@ -59,8 +53,7 @@ def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
         assert line in text
         text = text.replace(line, "")
     (old_run / "recipe.yaml").write_text(text)
-    done = run_l2r("train", "today.yaml", "--out", "run", folder=old_run.parent)
-    assert done.returncode == 0, done.stderr
+    command(old_run.parent / "output", "train", "today.yaml", "--out", "run").succeed()
     after = RunFolder(old_run).read_metrics("train")
     assert [r["step"] for r in after] == [r["step"] for r in before]
     # Two steps from the same state: rounding, against 0.07 of progress between the two.

@@ -44,7 +44,7 @@ def test_thirty_steps_in_bf16_stay_within_the_spread_of_seeds(recipe, data, tmp_
     """The mean loss of the last ten steps; other seeds are other weights and another order."""
     means = {}
     for name, precision, seed in (("bf16", "bf16", 0), *((s, "fp32", s) for s in range(3))):
-        changes = [*data[recipe], f"seed={seed}"]
+        changes = [*data[recipe], f"seed={seed}", "training.micro_batch=8"]
         dtypes = run(recipe, precision, "ddp", 30, changes, tmp_path / str(name))
         if precision == "bf16":
             assert dtypes == EXPECTED

@@ -1,9 +1,8 @@
 """FSDP2 and expert parallel through transformers: two gloo processes give what one gives."""
 
 import inspect
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from l2r.evaluation.perplexity import token_losses
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import capture
+from tests.processes import Running, on_ranks
 
 pytestmark = pytest.mark.skipif(
     "ep_implementation" not in inspect.signature(DistributedConfig).parameters,
@@ -69,9 +69,14 @@ def start(text_folder, tmp_path_factory):
     return root, tokens
 
 
+def run_script(path, *arguments):
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def ran(start, tmp_path_factory):
-    """Standard output of the docs' script under torchrun, and the folder it wrote to."""
+    """Standard output of the docs' script on two ranks, and the folder it wrote to."""
     root, tokens = start
     block = re.search(
         r"<!-- not run: runs under torchrun .*? -->\n```python\n(.*?)```",
@@ -79,19 +84,11 @@ def ran(start, tmp_path_factory):
         flags=re.S,
     )
     assert block is not None and block.group(1).endswith(END)
-    script, out = root / "train_ep.py", root / "out"
+    script, out, output = root / "train_ep.py", root / "out", root / "output"
     script.write_text(block.group(1).removesuffix(END) + GRADIENTS + END)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = [root / "start", tokens, out, LENGTH, STEPS, BATCH]
-    done = subprocess.run(
-        [*command, str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, out
+    on_ranks(2, output, Running, run_script, str(script), *map(str, arguments))
+    return (output / "0" / "out.txt").read_text(), out
 
 
 def objective(model, rows):

@@ -5,19 +5,20 @@ import json
 import os
 import re
 import subprocess
-import sys
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pyarrow
+import pytest
 
 from l2r.data.manifest import read_manifest
 from l2r.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
 from l2r.data.split import Split
 from l2r.data.tokens import read_documents
 from l2r.recipes.load import load_recipe
+from tests.processes import Running
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "re-run-the-paper.md"
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.S | re.M)
@@ -103,17 +104,19 @@ def test_full_size_settings_are_the_papers():
     assert {key for key in changed if key.startswith("data.")} == {"data.sequence_length"}
 
 
-IN_TURN = """
-import json, sys
-from l2r.cli import main
-if __name__ == "__main__":
-    for arguments in json.loads(sys.argv[1]):
-        try:
+def in_turn(commands):
+    from l2r.cli import main
+
+    for arguments in commands:
+        with pytest.raises(SystemExit) as end:
             main(arguments)
-        except SystemExit as stopped:
-            if stopped.code != 0:
-                raise
-"""
+        assert end.value.code in (0, None)
+
+
+def torchrun(words):
+    from torch.distributed.run import main
+
+    main(words)
 
 
 def commands_of(script):
@@ -149,22 +152,11 @@ def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch)
     for program, group in groupby(commands, key=itemgetter(0)):
         arguments = [words[1:] for words in group]
         if program == "torchrun":  # the loop of the page: its runs know nothing of each other
-            launches = [["-m", "torch.distributed.run", *words] for words in arguments]
-        else:  # one process for all: importing everything is most of a command's time
-            launches = [["-c", IN_TURN, json.dumps(arguments)]]
-        running = [
-            subprocess.Popen(
-                [sys.executable, *launch],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for launch in launches
-        ]
-        for process in running:
-            out, err = process.communicate()
-            assert process.returncode == 0, out[-2000:] + err[-4000:]
-            shown += out
+            places = (tmp_path / f"torchrun-{number}" for number in range(len(arguments)))
+            running = [Running(*each) for each in zip(places, repeat(torchrun), arguments)]
+        else:
+            running = [Running(tmp_path / "l2r", in_turn, arguments)]
+        shown += "".join(each.succeed() for each in running)
 
     parts = {part: read_manifest(tmp_path / DATA / part) for part in ("train", "validation")}
     domains = {domain.name for domain in OLMOE_MIX.domains}

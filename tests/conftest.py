@@ -2,11 +2,12 @@
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
@@ -25,6 +26,14 @@ if not torch.cuda.is_available():
 def _one_thread_and_seed() -> None:
     torch.set_num_threads(int(os.environ.get("L2R_TEST_THREADS", "1")))
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_type_checks() -> Iterator[None]:
+    """Code as users have it: checks of shapes are most of the time of a search by small steps."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 class Ended(NamedTuple):

@@ -105,7 +105,7 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
 ):
     shards = tmp_path / "shards"
     for number in range(12):
-        write_shard(shards / f"data/dclm/dclm-{number:04d}.json.gz", documents(number, 4000))
+        write_shard(shards / f"data/dclm/dclm-{number:04d}.json.gz", documents(number, 2000))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 

@@ -29,8 +29,8 @@ def _one_thread_and_seed() -> None:
 
 
 @pytest.fixture
-def no_type_checks() -> Iterator[None]:
-    """Code as users have it: checks of shapes are most of the time of a search by small steps."""
+def unchecked() -> Iterator[None]:
+    """No run-time checks of annotations: torch.compile cannot trace them, searches crawl."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

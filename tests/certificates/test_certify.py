@@ -24,7 +24,7 @@ SEVERAL = [*RANK_2, "sips, rank 4", "dot, rank 4", "cosine, rank 4"]
 
 
 @pytest.fixture(autouse=True)
-def _coarse(monkeypatch, no_type_checks):
+def _coarse(monkeypatch, unchecked):
     """Fewer cells: as sound, faster, less tight."""
     monkeypatch.setattr(plane, "COARSE_CELLS", 500)
     monkeypatch.setattr(plane, "ROUNDS", 20)

@@ -13,13 +13,6 @@ import l2r
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_import_l2r_is_light():
-    heavy = ("transformers", "plotly", "datasets", "pydantic", "typer", "rich", "sklearn")
-    script = f"import sys, l2r; print([m for m in {heavy!r} if m in sys.modules])"
-    found = subprocess.check_output([sys.executable, "-c", script], text=True)
-    assert found.strip() == "[]"
-
-
 def test_every_export_exists_is_listed_and_there_are_few():
     assert all(hasattr(l2r, name) for name in l2r.__all__) and len(l2r.__all__) <= 24
     assert set(l2r.__all__) <= set(dir(l2r)) and len(set(l2r.__all__)) == len(l2r.__all__)
@@ -27,24 +20,24 @@ def test_every_export_exists_is_listed_and_there_are_few():
         _ = l2r.swap_router
 
 
-def test_language_models_are_diagnosed_and_evaluated_without_an_image_package():
-    modules = "l2r.checkpoints.inputs, l2r.evaluation.checkpoint, l2r.training.language"
-    script = f"import sys; sys.modules['PIL'] = None; import {modules}"
-    subprocess.run([sys.executable, "-c", script], check=True)
+def test_import_l2r_is_light_and_the_first_ten_minutes_need_one_import():
+    """What is listed before anything heavy is imported, and that an import brings it.
 
-
-def test_the_first_ten_minutes_need_one_import():
-    """What is listed before anything heavy is imported, and that an import brings it."""
+    Language models are diagnosed and evaluated without an image package.
+    """
+    heavy = {"transformers", "plotly", "datasets", "pydantic", "typer", "rich", "sklearn"}
     names = ("build_router", "swap_routers", "capture", "load_balancing_loss", "router_z_loss")
     script = f"""
 import sys, l2r
+sys.modules["PIL"] = None
 listed = set(dir(l2r))
-assert not {{"transformers", "pydantic", "l2r.models"}} & set(sys.modules)
+assert not ({heavy!r} | {{"l2r.models"}}) & set(sys.modules)
 from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeForCausalLM
 assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
 from l2r import models
 assert swap_routers is models.swap_routers and load_pretrained is models.load_pretrained
 assert L2rOlmoeForCausalLM is models.L2rOlmoeForCausalLM
+import l2r.checkpoints.inputs, l2r.evaluation.checkpoint, l2r.training.language
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _as_users_have_it(no_type_checks: None) -> None:
+def _as_users_have_it(unchecked: None) -> None:
     pass

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -51,11 +50,3 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(contract, "empty", empty)
     yield
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """No run-time checks of annotations, which torch.compile cannot trace."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,18 @@ def _command(arguments: list[str]) -> None:
 
     sys.argv = ["l2r", *arguments]
     main(arguments)
+
+
+def in_turn(commands: Sequence[Sequence[str]]) -> None:
+    """``l2r ARGUMENTS`` one after another in this process."""
+    from l2r.cli import main
+
+    for arguments in commands:
+        try:
+            main(list(arguments))
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 def script(folder: Path, code: str, **environment: str) -> Running:

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from l2r.runs.folder import RunFolder
-from tests.processes import Running, command, on_ranks
+from tests.processes import Running, command, in_turn, on_ranks
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
 # the keys), which Adam scales up: a hundredth of what the steps may move them. A wrong mean or
@@ -43,15 +43,6 @@ def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
         form = (f"training.parallel={parallel}", "training.loss_chunk=40")
         two = launch(2, tmp_path / parallel, tiny_changes, query_norm, *form)
         assert_same(one, two)
-
-
-def in_turn(commands):
-    from l2r.cli import main
-
-    for arguments in commands:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code in (0, None)
 
 
 def test_the_same_ranks_train_twice(tiny_changes, tmp_path):

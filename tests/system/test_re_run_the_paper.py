@@ -11,14 +11,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pyarrow
-import pytest
 
 from l2r.data.manifest import read_manifest
 from l2r.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
 from l2r.data.split import Split
 from l2r.data.tokens import read_documents
 from l2r.recipes.load import load_recipe
-from tests.processes import Running
+from tests.processes import Running, in_turn
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "re-run-the-paper.md"
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.S | re.M)
@@ -102,15 +101,6 @@ def test_full_size_settings_are_the_papers():
     sections = {key.partition(".")[0] for key in changed}
     assert sections <= {"model", "data", "training", "optimizer", "evaluation"}
     assert {key for key in changed if key.startswith("data.")} == {"data.sequence_length"}
-
-
-def in_turn(commands):
-    from l2r.cli import main
-
-    for arguments in commands:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code in (0, None)
 
 
 def torchrun(words):

@@ -11,6 +11,7 @@ ROUTERS = {
     "l2r_cosine": {"rank": 2, "heads": 4, "temperature": 0.5},
     "l2r_sips": {"rank": 2, "heads": 4, "learn_temperature": True},
     "attention": {},
+    "low_rank": {"rank": 4},
     "mixture": {"routers": 2, "rank": 4},
     "perturbed_cosine": {"rank": 4},
 }

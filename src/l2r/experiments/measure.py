@@ -13,6 +13,7 @@ from l2r.checkpoints.run_card import update_card
 from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
+from l2r.diagnostics.flips import bf16_copy, flips
 from l2r.diagnostics.metrics import normalized_entropy
 from l2r.diagnostics.robustness import perturbation_stability
 from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
@@ -104,11 +105,14 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
     mean = diagnosis.mean()
     top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.by_layer("top1")]
     gain = routing_gain(model, batches(), task.loss)
+    flipped = flips(model, bf16_copy(model), batches(), _RUN[kind])
     return {
         "routing_gain": gain.random,
         "shuffled_gain": gain.shuffled,
         **{name: mean[theirs] for name, theirs in _OF_DIAGNOSIS.items()},
         "top1_entropy": sum(top1) / len(top1),
+        "flipped_decisions": flipped.decisions,
+        "flipped_tokens": flipped.tokens,
         **_relative_robustness(records),
     }
 

@@ -18,7 +18,8 @@ MEASURES = (
     "train_ce", "validation_ce", "balance", "routing_gain", "shuffled_gain", "load_entropy",
     "max_over_mean", "dead_experts", "top1_entropy", "scale_free_margin", "mean_margin",
     "low_margin_rate", "cosine_variance", "stability", "topk_overlap", "relative_stability",
-    "relative_topk_overlap", "logit_spread", "weight_sum", "first_experts",
+    "relative_topk_overlap", "logit_spread", "weight_sum", "first_experts", "flipped_decisions",
+    "flipped_tokens",
 )  # fmt: skip
 OF_IMAGES = ("top1",)
 _DIGITS = 7  # of stored measures: more than the seeds agree on, less than rounding disturbs

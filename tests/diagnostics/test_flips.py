@@ -53,7 +53,10 @@ def test_a_bf16_copy_chooses_as_a_bf16_load(tmp_path):
     model, data = ours(), batches(5)
     model.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert sets_of(bf16_copy(model), data) == sets_of(loaded, data)
+    copy = bf16_copy(model)
+    dtypes = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in copy.named_parameters()} == dtypes
+    assert sets_of(copy, data) == sets_of(loaded, data)
 
 
 def test_no_batch_is_refused():

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from l2r.diagnostics.choices import Batch
 from l2r.routers import Captured, Router, capture
 from l2r.routers.observe import evaluating
-
-Batch = dict[str, Tensor]
 
 
 class Flips(NamedTuple):

@@ -354,3 +354,23 @@ def test_bare_weights_are_those_of_a_linear_layer_under_the_same_seed(bias):
     ours, theirs = bare.state_dict(), linear.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", router_names())
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, default):
+    options = {"rank": 2} if "l2r" in kind else {}
+    plain = build_router(kind, hidden_size=16, num_experts=4, top_k=2, **options)
+    torch.manual_seed(0)
+    torch.set_default_dtype(default)
+    try:
+        router = build_router(kind, hidden_size=16, num_experts=4, top_k=2, **options)
+        assert torch.get_default_dtype() == default
+        with pytest.raises(ValueError, match="top_k"):
+            build_router(kind, hidden_size=16, num_experts=4, top_k=5, **options)
+        assert torch.get_default_dtype() == default
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wide = torch.promote_types(default, torch.float32)
+    assert {t.dtype for t in (*router.parameters(), *router.buffers())} == {wide}
+    assert plain.state_dict().keys() == router.state_dict().keys()

@@ -322,7 +322,7 @@ def test_a_swapped_model_can_be_pickled_and_records_as_before(name):
 
 def test_a_wrapper_without_a_configuration_is_refused_before_anything_changes():
     model = nn.Sequential(tiny_model(FAMILIES["olmoe"]))
-    with pytest.raises(ValueError, match="model must have a config .*got Sequential; pass the"):
+    with pytest.raises(ValueError, match=r"model must have a config .*got Sequential; pass the"):
         swap_routers(model, CONFIG)
     assert not any(isinstance(module, Router) for module in model.modules())
 

@@ -74,7 +74,7 @@ def test_routers_that_carry_lora_are_refused_before_anything_changes():
     model = get_peft_model(
         tiny_model(FAMILIES["olmoe"]), LoraConfig(r=2, target_parameters=["gate.weight"])
     )
-    with pytest.raises(ValueError, match="routers carry adapters .*; merge them or swap first"):
+    with pytest.raises(ValueError, match=r"routers carry adapters .*; merge them or swap first"):
         swap_routers(model, L2RConfig(rank=2, heads=4))
     assert not any(isinstance(module, Router) for module in model.modules())
 

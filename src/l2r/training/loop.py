@@ -123,7 +123,7 @@ class _Trainer:
             compile_blocks(model)
         if ranks.first:
             facts = _environment(model, recipe, task.describe(), ranks.world)
-            run.write_json(run.environment, facts)
+            run.write_json(run.environment, {**facts, "steps": self.steps})
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.step = TrainingStep(recipe, task, self.model, self.optimizer, ranks)

@@ -36,6 +36,16 @@ def test_it_is_the_rise_of_the_loss_with_other_experts(make):
     assert gain == routing_gain(model, data, loss) != routing_gain(model, data, loss, seed=1)
 
 
+def test_the_gain_is_that_of_the_model_in_evaluation_mode():
+    """Dropout of the attention would make every loss another draw."""
+    model, data = ours(), batches()
+    expected = routing_gain(model, data, loss)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert routing_gain(model.train(), data, loss) == expected
+    assert model.training and all(part.training for part in model.modules())
+
+
 def test_the_same_experts_give_no_gain():
     """Every token has the same first experts, so those of another token are its own."""
     model = ours("linear")

@@ -58,6 +58,15 @@ def test_the_formula_is_the_simulation(parallel, gpus, micro_batch, checkpointin
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_moving_average_is_one_more_copy_of_the_weights(parallel):
+    plain = read_sizes(load_recipe("demo-vision/l2r-sips"))
+    averaged = read_sizes(load_recipe("demo-vision/l2r-sips", ["training.ema_decay=0.99"]))
+    cut = Cut(parallel, 2, 16, 4, False)
+    more = formula(averaged, cut).peak - formula(plain, cut).peak
+    assert more == pytest.approx(4 * plain.numbers / (2 if parallel == "fsdp2" else 1))
+
+
 def test_logits_in_chunks_are_planned():
     changes = [*SMALL, "data.vocab_size=4096"]
     peaks = []

@@ -16,6 +16,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.checkpoint import load_weights
 from l2r.training.health import NonFiniteError
+from l2r.training.language import LanguageTask
 from l2r.training.step import TrainingStep
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
@@ -134,6 +135,25 @@ def test_a_run_stopped_between_records_loses_no_loss(unbroken, tiny_changes, tmp
     assert steps == (2, 4) and sum(sums) == pytest.approx(sum(losses), rel=1e-12)
 
 
+def test_every_token_of_the_vocabulary_is_trained(unbroken, tiny_changes, tmp_path):
+    """Rows are packed: no id stands for padding, nor did it in the model that training starts from.
+
+    Models of version 0.2.0 and before have a row for padding, the second.
+    """
+    padded = load_pretrained(unbroken, pad_token_id=1)
+    assert padded.get_input_embeddings().padding_idx == 1
+    padded.save_pretrained(tmp_path / "padded")
+    padded = tmp_path / "padded"
+    for extra in ([], [f"model.init_from={padded}"]):
+        task = LanguageTask(load_recipe("demo/l2r-sips", [*tiny_changes, *extra]), print)
+        model = task.build_model()
+        ids = torch.arange(model.config.vocab_size)[None]
+        LanguageTask.loss(model, {"input_ids": ids}).backward()
+        reached = model.get_input_embeddings().weight.grad.abs().sum(1) > 0
+        assert reached[:-1].all()  # of the last token nothing is asked
+        assert model.config.pad_token_id is None
+
+
 def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):
     before = (unbroken / "model" / "model.safetensors").stat().st_mtime_ns
     assert run(unbroken, tiny_changes).finished
@@ -151,6 +171,20 @@ def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes
     for one, two in zip(first, second, strict=True):
         for loss in ("ce", "balance", "z"):
             assert one[loss] == pytest.approx(two[loss], rel=ORDER)
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "step"])
+def test_loads_on_record_are_of_the_whole_step(scope, tiny_changes, tmp_path):
+    """Rows of a step are the same however it is cut, and so are the experts they go to."""
+    one = [*tiny_changes, "training.steps=1", f"losses.balance_scope={scope}"]
+    records = []
+    for rows in (8, 1):
+        run(tmp_path / str(rows), one, f"training.micro_batch={rows}")
+        records += RunFolder(tmp_path / str(rows)).read_metrics("train")
+    whole, parts = records
+    assert parts["dead_experts"] == whole["dead_experts"]
+    for name in ("load_entropy", "max_over_mean"):
+        assert parts[name] == pytest.approx(whole[name], rel=ORDER)
 
 
 def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):

@@ -7,6 +7,12 @@ import torch
 
 from l2r import build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
 from l2r.recipes.schema import LossSection, OptimizerSection
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_weights, save_checkpoint
@@ -59,6 +65,45 @@ def test_weight_decay_groups(changes, kept):
     for name, parameter in model.named_parameters():
         kind = "anchors" if name.endswith("anchors") else "norm" if parameter.dim() < 2 else "other"
         assert (id(parameter) in decayed) == (kind not in kept), name
+
+
+def vit():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+    experts = {"intermediate_size": 16, "num_experts": 4, "moe_layers": [1], "patch_size": 4}
+    return L2rViTForImageClassification(L2rViTConfig(**sizes, **experts))
+
+
+def olmoe():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    router = {"kind": "l2r_sips"}
+    return L2rOlmoeForCausalLM(
+        L2rOlmoeConfig(vocab_size=32, pad_token_id=None, **sizes, **experts, router=router)
+    )
+
+
+@pytest.mark.parametrize("build", [vit, olmoe])
+@pytest.mark.parametrize("decay_anchors", [True, False])
+def test_norms_biases_and_the_tokens_of_the_model_do_not_decay(build, decay_anchors):
+    """As timm and DeiT have it, and by what a parameter is: expert biases are [N, F]."""
+    model = build()
+    section = OptimizerSection(decay_norms=False, decay_anchors=decay_anchors)
+    optimizer = build_optimizer(model, section)
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    matrices = {  # of every layer that multiplies its input, and what is looked up in a table
+        id(parameter)
+        for module in model.modules()
+        if not type(module).__name__.endswith(("Norm", "Embeddings", "NormGain"))
+        for name, parameter in module.named_parameters(recurse=False)
+        if not name.endswith("bias") and (decay_anchors or name != "anchors")
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[i] for i in decayed} == {names[i] for i in matrices}
+    kept = set(names.values()) - {names[i] for i in decayed}
+    assert any(name.endswith("norm.weight") for name in kept)
+    if build is vit:
+        ends = (".up_bias", ".down_bias", ".cls_token", ".position_embeddings", "classifier.bias")
+        assert all(any(name.endswith(end) for name in kept) for end in ends), kept
 
 
 def test_a_learned_temperature_never_decays():

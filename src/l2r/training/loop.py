@@ -45,7 +45,8 @@ from l2r.training.task import Task, build_task
 class RunResult:
     """How a run ended: ``finished`` is false when a signal stopped it early.
 
-    signal: that came, also where it was too late to stop this run.
+    signal: that came, also where it was too late to stop this run. first: whether this process is
+    the one of its ranks that prints.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class RunResult:
     steps: int
     finished: bool
     signal: int | None = None
+    first: bool = True
 
 
 def train(
@@ -164,9 +166,13 @@ class _Trainer:
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
                 if stopping and step < self.steps:
-                    return RunResult(self.run.path, step, self.steps, False, stop.signal)
+                    return self._result(step, finished=False, number=stop.signal)
         self._export()
-        return RunResult(self.run.path, step, self.steps, True, stop.signal)
+        return self._result(step, finished=True, number=stop.signal)
+
+    def _result(self, step: int, *, finished: bool, number: int | None) -> RunResult:
+        first = self.ranks.first
+        return RunResult(self.run.path, step, self.steps, finished, number, first)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

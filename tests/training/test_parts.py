@@ -15,7 +15,7 @@ from l2r.models import (
 )
 from l2r.recipes.schema import LossSection, OptimizerSection
 from l2r.runs.folder import RunFolder
-from l2r.training.checkpoint import load_weights, save_checkpoint
+from l2r.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.ranks import Ranks
@@ -42,6 +42,16 @@ def test_learning_rate_follows_the_papers_schedule():
     assert learning_rate(section, 300_000_000, end) == pytest.approx(4e-4)
     assert learning_rate(section, (end + 300_000_000) // 2, end) == pytest.approx(4e-4 * 0.55)
     assert learning_rate(section, end, end) == pytest.approx(4e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_learning_rate_between_warmup_and_end(share):
+    """The power-reduced cosine: cos^2(x / 2) in place of (1 + cos x) / 2."""
+    section = OptimizerSection(lr=3e-4, warmup=2000, warmup_start=0.25, final=0.05)
+    warm = learning_rate(section, round(share * 2000), 10_000)
+    assert warm == pytest.approx(3e-4 * (0.25 + 0.75 * share))
+    falling = learning_rate(section, round(2000 + share * 8000), 10_000)
+    assert falling == pytest.approx(3e-4 * (0.05 + 0.95 * math.cos(math.pi * share / 2) ** 2))
 
 
 def test_warmup_longer_than_the_run_is_cut():
@@ -127,6 +137,17 @@ def test_a_learned_temperature_loads_whether_fsdp2_saved_it_or_not(lifted, tmp_p
     assert load_weights(folder, loaded) == 3
     assert loaded.log_temperature.item() == 0.25
     torch.testing.assert_close(loaded.weight, saved.weight, rtol=0, atol=0)
+
+
+def test_a_checkpoint_brings_back_the_random_state(tmp_path):
+    model, ranks = Layers(), Ranks(0, 1, torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimizerSection())
+    torch.manual_seed(5)
+    folder = save_checkpoint(RunFolder(tmp_path), 1, model, optimizer, ranks, keep=1)
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    assert load_checkpoint(folder, model, optimizer, ranks) == 1
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_auxiliary_losses_are_the_weighted_means_over_layers():

@@ -251,6 +251,18 @@ def test_constrained_anchors_keep_their_norm(tiny_changes, tmp_path):
         torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
 
 
+def test_a_router_larger_than_the_linear_one_says_so(tiny_changes, tmp_path):
+    """Two layers of W_q [R, 32], a gain [32] and anchors [8, H, R], against [8, 32]."""
+    lines = {}
+    for heads in (1, 16):
+        lines[heads] = []
+        changes = ["training.steps=1", "router.rank=2", f"router.heads={heads}"]
+        run(tmp_path / str(heads), tiny_changes, *changes, report=lines[heads].append)
+    larger = "the routers have 704 parameters, more than the 512 of linear routers in their place"
+    assert larger in lines[16]
+    assert not any("parameters" in line for line in lines[1])
+
+
 def test_routers_share_initial_weights_and_batches(tiny_changes, tmp_path):
     for recipe in ("demo/linear", "demo/l2r-sips"):
         run(tmp_path / recipe, tiny_changes, "optimizer.lr=1e-12", recipe=recipe)

@@ -5,24 +5,20 @@ is a function of the step, so a run resumes to the same bits from weights, optim
 state and one integer.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from l2r.checkpoints.run_card import write_run_card
-from l2r.machine import describe_machine
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
-from l2r.routers import Router
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim
+from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
 from l2r.training.memory import keep_freed_memory
@@ -87,6 +83,8 @@ def train(
         with lock, progress_bar(show=show_progress and ranks.first) as progress:
             task = build_task(recipe, report)
             trainer = _Trainer(recipe, run, task, ranks, on_step)
+            if trainer.size_note:
+                report(trainer.size_note)
             position = (task.unit, trainer.units_per_step)
             own = run if ranks.first else None
             with closing(Monitor(own, progress, label, trainer.steps, position)) as monitor:
@@ -123,9 +121,11 @@ class _Trainer:
             checkpoint_activations(model)
         if training.compile:
             compile_blocks(model)
+        self.size_note = ""
         if ranks.first:
-            facts = _environment(model, recipe, task.describe(), ranks.world)
+            facts = environment(model, recipe, task.describe(), ranks.world)
             run.write_json(run.environment, facts)
+            self.size_note = size_note(facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.step = TrainingStep(recipe, task, self.model, self.optimizer, ranks)
@@ -234,21 +234,3 @@ def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
         return max(1, round(training.tokens / units_per_step))
     assert training.epochs is not None
     return max(1, round(training.epochs * (items // training.global_batch)))
-
-
-def _environment(
-    model: nn.Module, recipe: AnyRecipe, data: dict[str, Any], world: int
-) -> dict[str, Any]:
-    """Versions, hardware, command, data and parameter counts."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    return {
-        **describe_machine(),
-        "command": " ".join(sys.argv),
-        "ranks": world,
-        "router": recipe.router_config().kind,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "router_parameters": sum(p.numel() for r in routers for p in r.parameters()),
-        "linear_router_parameters": sum(r.num_experts * r.hidden_size for r in routers),
-        "moe_layers": len(routers),
-        "data": data,
-    }

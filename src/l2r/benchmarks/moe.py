@@ -11,6 +11,7 @@ from l2r.benchmarks.contenders import forward_step, training_step
 from l2r.benchmarks.results import Bench, Settings
 from l2r.benchmarks.timing import Step
 from l2r.recipes.load import load_recipe
+from l2r.recipes.vision import VisionRecipe
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ def shapes(settings: Settings) -> list[Shape]:
 
 
 def _vit_s(images: int) -> Shape:
-    vit = load_recipe("vit-s/l2r-sips").model_options()
+    recipe = load_recipe("vit-s/l2r-sips")
+    assert isinstance(recipe, VisionRecipe)
+    vit = recipe.model_options()
     tokens = (vit["image_size"] // vit["patch_size"]) ** 2 + 1
     sizes = ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
     return Shape("vit-s", images * tokens, *(vit[name] for name in sizes))

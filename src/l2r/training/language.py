@@ -26,7 +26,7 @@ class LanguageTask:
     unit = "tokens"
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
-        self.recipe = recipe
+        self.recipe, self.report = recipe, report
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.

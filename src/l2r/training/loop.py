@@ -17,7 +17,7 @@ from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim
+from l2r.training.claim import claim, resumed
 from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
@@ -81,14 +81,19 @@ def train(
         ranks.wait()
         lock = run.lock() if ranks.first else nullcontext()
         with lock, progress_bar(show=show_progress and ranks.first) as progress:
-            task = build_task(recipe, report)
-            trainer = _Trainer(recipe, run, task, ranks, on_step)
+            task = build_task(resumed(run, recipe), report if ranks.first else _silent)
+            task.report = report  # what one rank meets later, the others do not see
+            trainer = _Trainer(task.recipe, run, task, ranks, on_step)
             if trainer.size_note:
                 report(trainer.size_note)
             position = (task.unit, trainer.units_per_step)
             own = run if ranks.first else None
             with closing(Monitor(own, progress, label, trainer.steps, position)) as monitor:
                 return trainer.fit(monitor)
+
+
+def _silent(line: str) -> None:
+    del line
 
 
 class _Trainer:

@@ -46,7 +46,7 @@ def make_images(root, mode="RGB", size=(32, 32), count=10, seed=0):
                 shift = np.arange(channels) * 20
                 pixels = rng.normal(level + shift, 30, (*size[::-1], channels))
                 pixels = pixels.clip(0, 255).astype(np.uint8)
-                image = Image.fromarray(pixels.squeeze(), mode)
+                image = Image.fromarray(pixels.squeeze())
                 image.save(root / part / name / f"{number}.png")
                 if part == "train":
                     kept.append(pixels)
@@ -98,6 +98,7 @@ def test_a_value_that_is_set_is_kept_and_what_it_does_is_said(colored, tmp_path)
         (["data.mean=[0.5]", "model.num_channels=3"], "data.mean must have model.num_channels=3"),
         (["data.mean=[0.5]", "data.deviation=[1,1,1]"], "as many numbers as data.deviation"),
         (["model.patch_size=64"], "patch_size=64 is larger than the images, 32 x 32"),
+        (["data.mean=[0.5, 0.5]"], "num_channels: Input should be 1 or 3; got 2"),
         (["model.image_size=31"], "image_size=31 cannot be cut into 4 to 16 patches"),
     ],
 )

@@ -146,7 +146,7 @@ def _load_swapped(
     options: Mapping[str, Any],
 ) -> Any:
     name = config.architectures[0]
-    architecture = getattr(models, name, None) or getattr(transformers, name, None)
+    architecture = getattr(models if name in models.__all__ else transformers, name, None)
     if architecture is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
     # from_pretrained builds the model itself, so the swap has to happen in a constructor.

@@ -13,10 +13,7 @@ PIXELS = {
     "model": ("image_size", "patch_size", "num_channels"),
     "data": ("mean", "deviation"),
 }
-BUILT_IN_IMAGES = (
-    "digits",
-    "fashion-mnist",
-)  # other names are places, where the same images may be
+BUILT_IN_IMAGES = ("digits", "fashion-mnist")  # other names are places, which may move
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 

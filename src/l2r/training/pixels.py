@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from l2r.data.image_facts import ImageFacts, image_facts, mean_and_deviation
 from l2r.data.image_sources import ImageSource, open_images
 from l2r.data.images import CenterCrop, ImageDataset
 from l2r.recipes.changes import BUILT_IN_IMAGES
-from l2r.recipes.load import AnyRecipe
+from l2r.recipes.load import AnyRecipe, first_problem
 from l2r.recipes.vision import VisionRecipe, VitSection
 
 _LARGEST = 224  # larger images are scaled down to ViT-S's size
@@ -57,7 +59,10 @@ def _read(recipe: VisionRecipe, train: ImageSource, facts: ImageFacts) -> Vision
         crop = CenterCrop(share=data.center)
         dataset = ImageDataset(train, size=size, channels=channels, crop=crop)
         values["data.mean"], values["data.deviation"] = mean_and_deviation(dataset)
-    return recipe.completed(values)
+    try:
+        return recipe.completed(values)
+    except ValidationError as error:
+        raise ValueError(first_problem(error, VisionRecipe)) from error
 
 
 def _image_size(model: VitSection, facts: ImageFacts) -> int:

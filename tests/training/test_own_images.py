@@ -98,7 +98,7 @@ def test_a_value_that_is_set_is_kept_and_what_it_does_is_said(colored, tmp_path)
         (["data.mean=[0.5]", "model.num_channels=3"], "data.mean must have model.num_channels=3"),
         (["data.mean=[0.5]", "data.deviation=[1,1,1]"], "as many numbers as data.deviation"),
         (["model.patch_size=64"], "patch_size=64 is larger than the images, 32 x 32"),
-        (["data.mean=[0.5, 0.5]"], "num_channels: Input should be 1 or 3; got 2"),
+        (["data.mean=[0.5, 0.5]"], "must have 1 or 3 numbers; got"),
         (["model.image_size=31"], "image_size=31 cannot be cut into 4 to 16 patches"),
     ],
 )

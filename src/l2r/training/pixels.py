@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
-
 from l2r.data.image_facts import ImageFacts, image_facts, mean_and_deviation
 from l2r.data.image_sources import ImageSource, open_images
 from l2r.data.images import CenterCrop, ImageDataset
 from l2r.recipes.changes import BUILT_IN_IMAGES
-from l2r.recipes.load import AnyRecipe, first_problem
+from l2r.recipes.load import AnyRecipe
 from l2r.recipes.vision import VisionRecipe, VitSection
 
 _LARGEST = 224  # larger images are scaled down to ViT-S's size
@@ -50,6 +48,8 @@ def _read(recipe: VisionRecipe, train: ImageSource, facts: ImageFacts) -> Vision
     size = model.image_size or _image_size(model, facts)
     given = data.mean or data.deviation
     channels = model.num_channels or (len(given) if given else 3 if facts.color else 1)
+    if channels not in (1, 3):
+        raise ValueError(f"data.mean and data.deviation must have 1 or 3 numbers; got {given}")
     values: dict[str, Any] = {
         "model.image_size": size,
         "model.patch_size": model.patch_size or _patch_size(size),
@@ -59,10 +59,7 @@ def _read(recipe: VisionRecipe, train: ImageSource, facts: ImageFacts) -> Vision
         crop = CenterCrop(share=data.center)
         dataset = ImageDataset(train, size=size, channels=channels, crop=crop)
         values["data.mean"], values["data.deviation"] = mean_and_deviation(dataset)
-    try:
-        return recipe.completed(values)
-    except ValidationError as error:
-        raise ValueError(first_problem(error, VisionRecipe)) from error
+    return recipe.completed(values)
 
 
 def _image_size(model: VitSection, facts: ImageFacts) -> int:

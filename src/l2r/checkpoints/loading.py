@@ -24,6 +24,8 @@ def load_causal_lm(
     Raises ValueError when the folder holds no readable checkpoint.
     """
     folder = checkpoint_folder(path)
+    if is_image_classifier(folder):
+        raise ValueError(f"{path} holds an image classifier, not a language model")
     model = load_pretrained(folder, dtype=dtype)
     return model.eval(), load_tokenizer(folder)
 

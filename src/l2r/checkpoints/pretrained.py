@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
+from l2r import models
 from l2r.models import olmoe
 from l2r.models.card import write_card
 from l2r.swap.swap import replay_swaps
@@ -21,7 +22,7 @@ _SIZES = (
 
 
 def load_pretrained(path: str | Path, **options: Any) -> Any:
-    """Load a language model in Hugging Face format, in evaluation mode.
+    """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
     ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
     ``l2r_swap`` the routers are swapped before the weights are read, and every tensor must be
@@ -29,14 +30,16 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
     folder = checkpoint_folder(path)
+    kind = "a language model"
     try:
         config = AutoConfig.from_pretrained(folder)
+        kind = "an image classifier" if _classifies_images(config) else kind
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
-            return AutoModelForCausalLM.from_pretrained(folder, **options)
+            return _auto_class(config).from_pretrained(folder, **options)
         return _load_swapped(folder, config, swaps, options)
     except Exception as error:  # transformers lets any error of a damaged folder through
-        raise ValueError(f"cannot load a language model from {folder}: {error}") from error
+        raise ValueError(f"cannot load {kind} from {folder}: {error}") from error
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
@@ -116,6 +119,26 @@ def checkpoint_folder(path: str | Path) -> Path:
     )
 
 
+def _classifies_images(config: Any) -> bool:
+    return any("ImageClassification" in name for name in config.architectures or [])
+
+
+def _auto_class(config: Any) -> Any:
+    """The Auto class of what a configuration describes.
+
+    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    """
+    if _classifies_images(config):
+        return AutoModelForImageClassification
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    if known or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
+    raise ValueError(
+        f"neither a causal language model nor an image classifier: model_type "
+        f"{config.model_type!r}, architectures {config.architectures}"
+    )
+
+
 def _load_swapped(
     folder: Path,
     config: Any,
@@ -123,7 +146,7 @@ def _load_swapped(
     options: Mapping[str, Any],
 ) -> Any:
     name = config.architectures[0]
-    architecture = getattr(olmoe, name, None) or getattr(transformers, name, None)
+    architecture = getattr(models if name in models.__all__ else transformers, name, None)
     if architecture is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
     # from_pretrained builds the model itself, so the swap has to happen in a constructor.

@@ -23,13 +23,14 @@ def swap(
     ] = "family",
     as_json: AsJson = False,
 ) -> None:
-    """Replace the routers of a Hugging Face MoE checkpoint; everything else stays.
+    """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
 
     Prints what stands in every layer.
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=2 heads=16 --out my-l2r
     """
-    from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints import load_pretrained
+    from l2r.checkpoints.loading import load_tokenizer
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.swap import swap_routers
@@ -37,7 +38,7 @@ def swap(
 
     config = read_router(changes)
     check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+    model, tokenizer = load_pretrained(checkpoint, dtype="auto"), load_tokenizer(checkpoint)
     before = router_sites(model)
     swap_routers(model, config, layers=read_layers(layers), selection=selection)
     made = (

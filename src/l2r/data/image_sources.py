@@ -18,6 +18,8 @@ from l2r.data.shuffling import epoch_order
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+# What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
 _IDX_BYTE = 0x08
 

@@ -103,8 +103,7 @@ def evaluate_images(
     accuracy = evaluate_accuracy(
         model,
         images.dataset,
-        mean=images.section.mean,
-        deviation=images.section.deviation,
+        **images.section.standard._asdict(),
         batch_size=batch_size,
         max_images=limit,
         progress=on_progress,

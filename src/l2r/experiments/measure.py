@@ -172,7 +172,7 @@ def _vision_batches(task: Any, recipe: VisionRecipe, rows: int, device: torch.de
     """Images spread evenly, with the class as the domain."""
     from l2r.checkpoints.image_input import ImageInput
 
-    images = ImageInput(task.validation, recipe.data)
+    images = ImageInput(task.validation, task.recipe.data)
     return partial(images.batches, rows, recipe.evaluation.batch_size, device), images.domains
 
 

@@ -163,8 +163,9 @@ class OptimizerSection(Section):
     """AdamW with a warmup and a cosine.
 
     warmup: in tokens (or samples for images), from warmup_start * lr to lr; then a cosine to
-    final * lr at the end. decay_anchors, decay_norms: whether weight decay touches the anchors,
-    and the norms and biases (OLMoE decays everything; the paper does not say for anchors).
+    final * lr at the end. decay_anchors: whether weight decay touches the anchors (the paper does
+    not say). decay_norms: whether it touches the gains of norms, every bias, the class token and
+    the position embeddings; OLMoE decays everything, DeiT none of these.
     """
 
     read_with: ClassVar = {
@@ -255,11 +256,15 @@ class LanguageRecipe(Recipe):
     data: TextSection = TextSection()
 
     def model_options(self, vocab_size: int) -> dict[str, Any]:
-        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none."""
+        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none.
+
+        Rows are packed, so that no id stands for padding: its embedding would never be trained.
+        """
         options = self.model.model_dump(exclude={"init_from", "rope_theta"})
         return {
             **options,
             "vocab_size": self.model.vocab_size or vocab_size,
+            "pad_token_id": None,
             "max_position_embeddings": self.data.sequence_length,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.model.rope_theta},
             "router": self.router_config().to_dict(),

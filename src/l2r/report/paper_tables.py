@@ -23,6 +23,9 @@ def parameter_table(
         title, caption = "Router cost", "Multiply-adds of matrix products for one token, all layers"
     caption += f"; in parentheses the share of the linear router's {linear:,}."
     caption += " Norms, tanh and pooling come on top." if cost else ""
+    if not cost and max(cells.values()) > linear:
+        caption += " Where it is above 100% a router has more parameters than the linear one in its"
+        caption += " place."
     ranks = sorted({rank for rank, _ in cells})
     heads = sorted({head for _, head in cells})
     rows = tuple(

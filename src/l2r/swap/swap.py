@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from l2r.models import L2rOlmoeConfig, L2rViTConfig
 from l2r.models.initialize import attach_router
-from l2r.models.olmoe import L2rOlmoeConfig
 from l2r.routers import Router, RouterConfig
 from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
@@ -91,7 +91,8 @@ def record_swap(
     """Write into the model's configuration which routers now sit where."""
     model_config: Any = model.config
     everywhere = len(sites) == len(router_sites(model))
-    if isinstance(model_config, L2rOlmoeConfig) and everywhere and selection == "family":
+    ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
+    if ours and everywhere and selection == "family":
         model_config.router = config.to_dict()  # says it all by itself
         if hasattr(model_config, "l2r_swap"):
             del model_config.l2r_swap

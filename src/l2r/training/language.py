@@ -26,7 +26,7 @@ class LanguageTask:
     unit = "tokens"
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
-        self.recipe = recipe
+        self.recipe, self.report = recipe, report
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.
@@ -58,6 +58,8 @@ class LanguageTask:
         start = self.recipe.model.init_from
         config = self.model_config()
         model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
+        # A model to start from may have a row for padding, which no gradient would reach.
+        model.config.pad_token_id = model.get_input_embeddings().padding_idx = None
         model.set_experts_implementation(register())  # ours: fewer passes (docs/performance.md)
         return model
 
@@ -67,7 +69,6 @@ class LanguageTask:
         return L2rOlmoeConfig(
             **self.recipe.model_options(identity.vocab_size),
             eos_token_id=identity.eos_token_id,
-            pad_token_id=1,
         )
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[dict[str, Tensor]]:

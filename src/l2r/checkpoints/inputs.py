@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
 from l2r.data.sources import folder_sources
 from l2r.data.tokens import TokenDataset, read_documents
@@ -96,6 +96,8 @@ def open_text(
 ) -> Text:
     """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
 
+    ``report`` gets a line for every domain that has no whole row.
+
     ``source``: a folder of token files, a folder of *.txt (a sub-folder per domain), a text
     file, or None for the held-out files of the embedded corpus.
 
@@ -103,7 +105,7 @@ def open_text(
     a tokenizer where text must be tokenized, or too little text.
     """
     if source is not None and (Path(source) / "manifest.json").is_file():
-        return _from_token_files(Path(source), vocab_size, instances, length)
+        return _from_token_files(Path(source), vocab_size, instances, length, report)
     if tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
@@ -111,17 +113,24 @@ def open_text(
     texts = _embedded(report) if source is None else _text_sources(Path(source))
     share = max(1, instances // len(texts))
     packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
-    rows = [(row, domain) for domain, part in enumerate(packed) for row in part]
+    rows = []
+    for domain, (name, part) in enumerate(zip(texts, packed, strict=True)):
+        of_domain = [(row, domain) for row in part]
+        if not of_domain:
+            report(too_small(name, length))
+        rows += of_domain
     if not rows:
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
-    domain = torch.tensor([domain for _, domain in rows])
-    return torch.stack([row for row, _ in rows]), domain, tuple(texts)
+    labels = torch.tensor([domain for _, domain in rows])
+    return torch.stack([row for row, _ in rows]), labels, tuple(texts)
 
 
-def _from_token_files(folder: Path, vocab_size: int, instances: int, length: int) -> Text:
+def _from_token_files(
+    folder: Path, vocab_size: int, instances: int, length: int, report: Callable[[str], None]
+) -> Text:
     dataset = TokenDataset(folder, length)
-    chosen = np.linspace(0, len(dataset) - 1, min(len(dataset), instances)).astype(np.int64)
-    rows = dataset.rows(chosen)
+    name_domains_without_rows(dataset, report)
+    rows = dataset.rows(balanced_rows(dataset, instances))
     largest = int(rows["input_ids"].max())
     if largest >= vocab_size:
         raise ValueError(

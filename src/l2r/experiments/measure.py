@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints.run_card import update_card
+from l2r.data.rows import spread_evenly
 from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
@@ -151,11 +152,13 @@ def _silent(line: str) -> None:
 def _language_batches(
     task: Any, recipe: LanguageRecipe, rows: int, device: torch.device
 ) -> Batches:
-    """Instances spread evenly over the held-out tokens."""
+    """Instances spread evenly over the held-out tokens, domains by their size.
+
+    Not balanced: registered studies were measured on these rows.
+    """
     dataset, size = task.validation, recipe.evaluation.batch_size
-    count = min(len(dataset), rows)
-    chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    parts = np.array_split(chosen, max(1, count // size))
+    chosen = spread_evenly(len(dataset), rows)
+    parts = np.array_split(chosen, max(1, len(chosen) // size))
 
     def batches() -> Iterator[Batch]:
         for part in parts:

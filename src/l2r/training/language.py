@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from l2r.checkpoints.loading import hugging_face_tokenizer
 from l2r.checkpoints.pretrained import model_like
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.rows import name_domains_without_rows
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
@@ -48,6 +49,7 @@ class LanguageTask:
             train, validation, self.tokenizer = corpus.train, corpus.validation, corpus.tokenizer
         self.train = TokenDataset(train, data.sequence_length)
         self.validation = TokenDataset(validation, data.sequence_length)
+        name_domains_without_rows(self.validation, report)
         self.item_size = data.sequence_length
         self.items = len(self.train)
         if recipe.evaluation.tasks:  # nor should it cost training that no tokenizer fits

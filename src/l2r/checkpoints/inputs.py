@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
+from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
@@ -71,6 +72,7 @@ def open_subject(
     rows, domain, domains = open_text(
         data,
         tokenizer,
+        checkpoint=checkpoint,
         vocab_size=model.config.vocab_size,
         instances=instances,
         length=length,
@@ -89,6 +91,7 @@ def open_text(
     source: str | None,
     tokenizer: Any,
     *,
+    checkpoint: str | Path | None = None,
     vocab_size: int,
     instances: int,
     length: int,
@@ -99,7 +102,8 @@ def open_text(
     ``report`` gets a line for every domain that has no whole row.
 
     ``source``: a folder of token files, a folder of *.txt (a sub-folder per domain), a text
-    file, or None for the held-out files of the embedded corpus.
+    file, or None for the held-out files of the embedded corpus. Of text that ``checkpoint``, a
+    run, was trained on, the part is taken that it held out.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.
@@ -110,7 +114,8 @@ def open_text(
         raise ValueError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
-    texts = _embedded(report) if source is None else _text_sources(Path(source))
+    corpus = unseen_part(checkpoint, source)
+    texts = _text_sources(Path(str(source))) if corpus is None else _held_out(corpus, report)
     share = max(1, instances // len(texts))
     packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
     rows = []
@@ -140,11 +145,11 @@ def _from_token_files(
     return rows["input_ids"], rows["domain"], dataset.domains
 
 
-def _embedded(report: Callable[[str], None]) -> dict[str, Iterable[str]]:
+def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str, Iterable[str]]:
     """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
     from tokenizers import Tokenizer
 
-    corpus = build_corpus(CorpusOptions(), report=report)
+    corpus = build_corpus(options, report=report)
     decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
     texts: dict[str, list[str]] = {}
     for domain, ids in read_documents(corpus.validation):

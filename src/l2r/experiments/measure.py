@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints.run_card import update_card
-from l2r.data.rows import spread_evenly
 from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
@@ -152,12 +151,9 @@ def _silent(line: str) -> None:
 def _language_batches(
     task: Any, recipe: LanguageRecipe, rows: int, device: torch.device
 ) -> Batches:
-    """Instances spread evenly over the held-out tokens, domains by their size.
-
-    Not balanced: registered studies were measured on these rows.
-    """
+    """Instances of the held-out tokens, chosen as for validation."""
     dataset, size = task.validation, recipe.evaluation.batch_size
-    chosen = spread_evenly(len(dataset), rows)
+    chosen = task.choose_rows(dataset, rows)
     parts = np.array_split(chosen, max(1, len(chosen) // size))
 
     def batches() -> Iterator[Batch]:

@@ -105,7 +105,7 @@ def test_changed_shards_are_another_corpus(write_shard, documents, tmp_path):
 
 
 BROKEN = [
-    ("a.jsonl", b'{"text": "x"}\n\n{"body": "x", "id": 1}\n', r"line 3: no field 'text'; it has body, id"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"body": "x", "id": 1}\n', r"line 3: no field 'text'; it has 'body', 'id'"),
     ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', "line 2: field 'text' must be a string; got int"),
     ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: a document must be an object; got list"),
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', "truncated or corrupt after document 1: line 2: "),
@@ -142,7 +142,9 @@ def test_a_single_file_may_have_any_ending(tmp_path):
     assert list(text_documents(tmp_path / "notes.md")) == [("notes.md", "plain text")]
 
 
-def test_tokens_of_files_that_changed_are_not_kept(write_shard, documents, tokenizer_file, tmp_path):
+def test_tokens_of_files_that_changed_are_not_kept(
+    write_shard, documents, tokenizer_file, tmp_path
+):
     """Else more text in the folder would be left out in silence."""
     write(write_shard, tmp_path / "text", ".txt", documents(0, 3))
 

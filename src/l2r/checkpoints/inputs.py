@@ -13,7 +13,7 @@ from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
-from l2r.data.sources import folder_sources
+from l2r.data.sources import folder_sources, text_documents
 from l2r.data.tokens import TokenDataset, read_documents
 
 if TYPE_CHECKING:
@@ -159,5 +159,5 @@ def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str
 
 def _text_sources(path: Path) -> dict[str, Iterable[str]]:
     if path.is_file():
-        return {path.stem: [path.read_text(encoding="utf-8", errors="replace")]}
+        return {path.stem: (text for _, text in text_documents(path))}
     return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}

@@ -21,6 +21,7 @@ from l2r.data.sources import (
     Files,
     embedded_sources,
     embedded_versions,
+    folder_files,
     folder_sources,
     package_version,
 )
@@ -54,7 +55,7 @@ class CorpusOptions:
         """Domain name to a function that yields its files."""
         if self.folder is None:
             return embedded_sources(self.version)
-        return folder_sources(Path(self.folder))
+        return folder_sources(Path(self.folder), self.version)
 
 
 class Corpus(NamedTuple):
@@ -161,7 +162,7 @@ def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]
         parts.append(
             [
                 (str(p), p.stat().st_size, p.stat().st_mtime_ns)
-                for p in sorted(folder.rglob("*.txt"))
+                for p in folder_files(folder, options.version)
             ]
         )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

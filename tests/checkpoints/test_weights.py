@@ -194,7 +194,7 @@ def test_a_missing_last_expert_is_a_shape_that_differs(copied):
         ({"intermediate_size": 10**9}, r"config.json describes [\d,]+ parameters.* hold [\d,]+"),
         ({"num_experts_per_tok": 9}, "experts per token|num_experts_per_tok|top_k"),
         ({"num_experts_per_tok": 0}, "experts per token|num_experts_per_tok|top_k"),
-        ({"num_hidden_layers": 1}, r"not in the model .*model\.layers\.1\."),
+        ({"num_hidden_layers": 1}, r"not in the model .*layers\.1\.|layers must name .* got 1"),
         ({"num_hidden_layers": 3}, r"missing .*model\.layers\.2\."),
     ],
 )
@@ -220,7 +220,7 @@ def test_sizes_of_images_are_refused_too(copied):
 
 def test_averaged_weights_and_other_doors_refuse_them(copied, tmp_path):
     for kind in ("own", "images", "dense"):
-        change_weights(copied(kind), without("layers.1."))
+        change_weights(copied(kind), without(".1."))
     (tmp_path / "run").mkdir()
     (tmp_path / "images").rename(tmp_path / "run" / "model-ema")
     with pytest.raises(ValueError, match=r"missing .*layers\.1\."):

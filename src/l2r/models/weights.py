@@ -65,9 +65,9 @@ def read_weights(
                 for name, stored, built in sorted(info["mismatched_keys"])
             ],
             "unreadable": [str(message) for message in info["error_msgs"]],
-            "not finite": not_finite(model.state_dict(keep_vars=True).items()),
         }
     )
+    check_finite(model.state_dict().items())
     return model
 
 
@@ -83,12 +83,12 @@ def read_config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors that hold NaN or an infinity, by one pass over each."""
+def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where tensors hold NaN or an infinity, by one pass over each."""
     names = []
     for name, tensor in tensors:
         # FSDP2 and expert parallelism: every rank looks at its own part.
-        value = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # Offloaded tensors are on meta and have no numbers here; what is packed or in eight bits
         # is a code of a quantizer, for which torch has no arithmetic; no number has no extremes.
         if (
@@ -100,7 +100,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
             continue
         if not torch.stack(torch.aminmax(value)).isfinite().all():
             names.append(name)
-    return names
+    _refuse({"not finite": names})
 
 
 def _stored_shapes(folder: Path) -> Shapes | None:

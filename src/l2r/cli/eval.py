@@ -56,7 +56,7 @@ def eval(
     full-results rows, with paired differences from the first (run again to resume after a kill), or
     an image classifier on its validation images.
 
-    Accuracies are in percent, with standard errors; evaluation.json has them too.
+    Accuracies are in percent, with 95% intervals; evaluation.json has them too.
 
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
@@ -113,7 +113,7 @@ def _language(
     rows = {name: paper_row(tasks) for name, tasks in results.items()}
     table = downstream_table(
         COLUMNS,
-        {name: (row.accuracy, row.standard_error) for name, row in rows.items()},
+        {name: row.interval for name, row in rows.items()},
         {f"{name} - {first}": paired_row(results[first], results[name]) for name in others},
     )
     print_table(table, as_json=as_json)

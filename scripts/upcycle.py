@@ -19,6 +19,7 @@ import torch
 
 from l2r import L2RConfig
 from l2r.checkpoints import load_causal_lm
+from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.sample_text import sample_batches
 from l2r.report.tables import Table
 from l2r.training.upcycle import FitOptions, perplexity, train_jointly, upcycle
@@ -50,6 +51,7 @@ def main() -> None:
     model, tokenizer = load_causal_lm(args.checkpoint)
     batches, held_out = sample_batches(
         tokenizer,
+        corpus=unseen_part(args.checkpoint),
         tokens=args.tokens,
         held_out_tokens=args.held_out,
         sequence_length=args.sequence_length,

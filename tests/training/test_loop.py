@@ -335,7 +335,7 @@ def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
         (["training.micro_batch=3"], "global_batch must be a multiple of micro_batch"),
         (["training={steps: 5, tokens: 100}"], "exactly one of steps, tokens, epochs"),
         (["data.sequence_length=1000000"], "lower sequence_length"),
-        (["data.corpus=/nonexistent"], "corpus folder must exist"),
+        (["data.corpus=/nonexistent"], "text folder must exist"),
     ],
 )
 def test_bad_recipes_are_named(changes, message, tiny_changes, tmp_path):

@@ -48,7 +48,9 @@ def upcycle(
     """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.pretrained import check_new_folder, save_model
+    from l2r.checkpoints.seen_text import unseen_part
     from l2r.cli.console import print_table, progress_bars
+    from l2r.data.corpus import CorpusOptions
     from l2r.data.sample_text import sample_batches
     from l2r.training import upcycle as upcycling
 
@@ -63,7 +65,7 @@ def upcycle(
         raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
     fit_batches, other = sample_batches(
         tokenizer,
-        folder=data,
+        corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),
         tokens=tokens,
         held_out_tokens=held_out,
         sequence_length=length,

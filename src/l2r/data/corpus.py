@@ -8,18 +8,20 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from l2r.data.held_out import NEWEST, split_files
 from l2r.data.manifest import TokenizerIdentity, file_sha256
 from l2r.data.sources import (
     Files,
     embedded_sources,
     embedded_versions,
+    folder_files,
     folder_sources,
     package_version,
 )
@@ -28,8 +30,6 @@ from l2r.data.tokens import write_token_files
 from l2r.runs.cache import cache_folder
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
-_HELD_OUT = 10  # one file in ten goes to validation
-_VERSION = 1  # part of the cache key: raise it when the text selection changes
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,25 @@ class CorpusOptions:
     """folder: a user's text folder, None for the embedded text.
 
     vocab_size: of the byte-level BPE. characters_per_domain: domains are cut to this many
-    characters, so that the mixture is even.
+    characters, so that the mixture is even. version: of the rules by which text is chosen and held
+    out (l2r.data.held_out, l2r.data.sources); part of the cache key, raised when they change.
     """
 
     folder: str | None = None
     vocab_size: int = 4096
     characters_per_domain: int = 4_000_000
+    version: int = NEWEST
+
+    def described(self) -> dict[str, Any]:
+        """Options as the corpus keeps them; version 1 had no such field."""
+        fields = asdict(self)
+        return {n: v for n, v in fields.items() if n != "version"} if self.version == 1 else fields
+
+    def sources(self) -> dict[str, Callable[[], Files]]:
+        """Domain name to a function that yields its files."""
+        if self.folder is None:
+            return embedded_sources(self.version)
+        return folder_sources(Path(self.folder), self.version)
 
 
 class Corpus(NamedTuple):
@@ -69,7 +82,7 @@ def build_corpus(
 
     Raises ValueError for an empty or missing text folder.
     """
-    sources = embedded_sources() if options.folder is None else folder_sources(Path(options.folder))
+    sources = options.sources()
     cache = cache or cache_folder()
     target = cache / f"corpus-{_fingerprint(options, sources)}"
     if not (target / "corpus.json").is_file():
@@ -93,12 +106,12 @@ def _build(
     report: Callable[[str], None],
 ) -> None:
     splits: dict[str, dict[str, list[str]]] = {"train": {}, "validation": {}}
+    cut = options.characters_per_domain
     for domain, files in sources.items():
         report(f"reading {domain}")
-        train, validation = split_texts(files(), options.characters_per_domain)
-        if not train or not validation:
-            raise ValueError(f"domain {domain!r} must hold at least two text files; got fewer")
-        splits["train"][domain], splits["validation"][domain] = train, validation
+        parts = split_files(files(), cut, domain=domain, version=options.version)
+        for split, part in zip(splits.values(), parts, strict=True):
+            split[domain] = [text for _, text in part]
     report(f"training a tokenizer of {options.vocab_size} tokens")
     tokenizer = _train_tokenizer(splits["train"], options.vocab_size)
     (folder / "tokenizer").mkdir(parents=True)
@@ -116,27 +129,8 @@ def _build(
             domain: (encoding.ids for encoding in tokenizer.encode_batch_fast(texts))
             for domain, texts in domains.items()
         }
-        write_token_files(folder / split, encoded, tokenizer=identity, source=asdict(options))
-    (folder / "corpus.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
-
-
-def split_texts(files: Files, characters: int) -> tuple[list[str], list[str]]:
-    """Training and validation texts of a domain cut to ``characters``, by whole files.
-
-    Every tenth file, in the order of a hash, goes to validation.
-    """
-    ranked = sorted(_cut(files, characters), key=lambda f: hashlib.sha256(f[0].encode()).digest())
-    held_out = max(1, len(ranked) // _HELD_OUT)
-    return [text for _, text in ranked[held_out:]], [text for _, text in ranked[:held_out]]
-
-
-def _cut(files: Files, characters: int) -> Iterator[tuple[str, str]]:
-    """Files in hash order until ``characters`` are reached, so that a cut domain stays mixed."""
-    for name, text in sorted(files, key=lambda f: hashlib.sha256(f"cut {f[0]}".encode()).digest()):
-        if characters <= 0:
-            return
-        yield name, text[:characters]
-        characters -= len(text)
+        write_token_files(folder / split, encoded, tokenizer=identity, source=options.described())
+    (folder / "corpus.json").write_text(json.dumps(options.described(), indent=2) + "\n")
 
 
 def _train_tokenizer(train: dict[str, list[str]], vocab_size: int) -> Tokenizer:
@@ -159,7 +153,8 @@ def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]
     The embedded text is the packages' own, and the same text can give another vocabulary under
     another tokenizers.
     """
-    parts: list[Any] = [_VERSION, asdict(options), sorted(sources), package_version("tokenizers")]
+    described = options.described()
+    parts: list[Any] = [options.version, described, sorted(sources), package_version("tokenizers")]
     if options.folder is None:
         parts.append(embedded_versions())
     else:
@@ -167,7 +162,7 @@ def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]
         parts.append(
             [
                 (str(p), p.stat().st_size, p.stat().st_mtime_ns)
-                for p in sorted(folder.rglob("*.txt"))
+                for p in folder_files(folder, options.version)
             ]
         )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -217,7 +217,7 @@ class _Receipts:
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""
         for part, entry in parts.items():
-            values = {"shard": task.file, "tokenizer": asdict(self.identity)}
+            values = {"shard": task.file, "tokenizer": asdict(self.identity), **_size(task)}
             if self.split != EVERYTHING:
                 values["split"] = asdict(self.split)
             path = _receipt(self.folders[part], task)
@@ -234,6 +234,12 @@ class _Receipts:
                 f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
                 f"write {task.file} by {self.identity.name!r} to another folder"
             )
+        size = _size(task)
+        if values.get("bytes", size.get("bytes")) != size.get("bytes"):
+            raise ValueError(
+                f"{task.file} has changed since its tokens were written to {folder}; write them "
+                f"to another folder"
+            )
         split = Split(**values.get("split", {}))
         if split != self.split:
             raise ValueError(
@@ -244,6 +250,11 @@ class _Receipts:
         entry = TokenFile(**values["entry"])
         check_file(folder, entry, tokenizer, verify=False)
         return entry
+
+
+def _size(task: ShardTask) -> dict[str, int]:
+    """Bytes of a local shard; those of the hub do not change within a commit."""
+    return {} if "://" in task.url else {"bytes": shard_bytes(task.url)}
 
 
 def _receipt(folder: Path, task: ShardTask) -> Path:

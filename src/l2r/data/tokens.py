@@ -185,6 +185,14 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 
+    def domain_rows(self, domain: str) -> list[range]:
+        """Rows of a domain, a range for each of its files."""
+        return [
+            range(int(self._starts[position]), int(self._starts[position + 1]))
+            for position, (_, file) in enumerate(self._files)
+            if file.domain == domain
+        ]
+
     def batch(
         self, step: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
     ) -> Int[np.ndarray, " rows"]:

@@ -151,11 +151,10 @@ def _silent(line: str) -> None:
 def _language_batches(
     task: Any, recipe: LanguageRecipe, rows: int, device: torch.device
 ) -> Batches:
-    """Instances spread evenly over the held-out tokens."""
+    """Instances of the held-out tokens, chosen as for validation."""
     dataset, size = task.validation, recipe.evaluation.batch_size
-    count = min(len(dataset), rows)
-    chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    parts = np.array_split(chosen, max(1, count // size))
+    chosen = task.choose_rows(dataset, rows)
+    parts = np.array_split(chosen, max(1, len(chosen) // size))
 
     def batches() -> Iterator[Batch]:
         for part in parts:

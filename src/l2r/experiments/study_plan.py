@@ -16,8 +16,8 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationEr
 
 from l2r import __version__
 from l2r.experiments.cells import Cell, as_word
-from l2r.recipes.load import first_problem, load_recipe
-from l2r.recipes.schema import Section
+from l2r.recipes.load import AnyRecipe, first_problem, load_recipe
+from l2r.recipes.schema import CorpusVersion, LanguageRecipe, Section
 from l2r.routers.config import nearest
 from l2r.runs.contrasts import Contrast
 from l2r.runs.effects import design
@@ -108,6 +108,8 @@ class Plan(Section):
     deviation of the least seeds, is this narrow, or to the most. sd: expected deviation of the
     paired differences of the primary contrasts, from which the page says what the study can find.
     sample: held-out tokens or images for routing gain and routing metrics; losses are over all.
+    corpus_version: of the text of recipes that do not give one; a plan that does not either has
+    the first, whatever version of the package runs it.
     """
 
     title: str
@@ -121,6 +123,7 @@ class Plan(Section):
     half_width: PositiveFloat | None = None
     sd: PositiveFloat | None = None
     sample: PositiveInt = 65_536
+    corpus_version: CorpusVersion = 1
     arms: dict[str, Changes] = Field({})
     screens: dict[str, Screen] = Field({})
     contrasts: list[Contrast] = Field([])
@@ -165,12 +168,20 @@ class Plan(Section):
             Cell(
                 arm,
                 f"{as_word(arm)}{SEED_MARK}{seed}",
-                recipe.model_copy(update={"seed": seed}),
+                self._with_corpus(recipe).model_copy(update={"seed": seed}),
                 {},
             )
             for seed in range(self.seeds.first, self.seeds.first + seeds)
             for arm, recipe in recipes.items()
         ]
+
+    def _with_corpus(self, recipe: AnyRecipe) -> AnyRecipe:
+        if not isinstance(recipe, LanguageRecipe) or recipe.data.tokens:
+            return recipe
+        if "corpus_version" in recipe.data.model_fields_set:
+            return recipe
+        data = recipe.data.model_copy(update={"corpus_version": self.corpus_version})
+        return recipe.model_copy(update={"data": data})
 
 
 @dataclass(frozen=True)

@@ -220,13 +220,13 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
         (["--text", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
         (["--text", "a.txt", "--limit", "0"], "limit must be >= 1"),
         (["--text", "a.txt", "--batch-size", "0"], "batch_size must be >= 1"),
-        (["--text", "empty.txt"], "text must not be empty; got empty.txt"),
+        (["--text", "empty.jsonl"], "text must not be empty; got empty.jsonl"),
     ],
 )
 def test_what_does_not_fit_text_is_one_line(
     l2r, checkpoint, text, monkeypatch, arguments, message, tmp_path
 ):
-    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     monkeypatch.chdir(tmp_path)
     assert message in l2r("eval", checkpoint, *arguments).refusal()
 

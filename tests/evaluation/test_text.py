@@ -5,8 +5,10 @@ import json
 import math
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from scipy import stats
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
@@ -37,11 +39,13 @@ def small(small_tokenizer):
 
 @pytest.fixture
 def files(tmp_path):
-    """A folder with one file per text, in the order of their names."""
+    """A folder with one file per text, in the order of their names; the empty one as a line."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    (folder / "1.txt").unlink()
+    (folder / "1.jsonl").write_text(json.dumps({"text": TEXTS[1]}) + "\n")
     return folder
 
 
@@ -136,13 +140,15 @@ def test_bits_per_byte_are_all_log_probabilities_by_all_bytes(checkpoint, files,
         )
     size = sum(len(text.encode()) for text in TEXTS)
     losses = text_losses(scored)
-    assert list(losses) == [*(f"texts/{number}.txt" for number in range(len(TEXTS))), ALL]
+    names = ["0.txt", "1.jsonl", "2.txt", "3.txt", "4.txt"]
+    assert list(losses) == [*(f"texts/{name}" for name in names), ALL]
     whole = losses[ALL]
     assert (whole.documents, whole.empty, whole.bytes) == (5, 1, size)
     assert whole.bits_per_byte.value == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert whole.nats_per_token.value == pytest.approx(nats / whole.tokens, rel=1e-5)
     assert whole.perplexity == pytest.approx(math.exp(nats / whole.tokens), rel=1e-4)
-    assert losses["texts/1.txt"].bits_per_byte is None and losses["texts/1.txt"].perplexity is None
+    empty = losses["texts/1.jsonl"]
+    assert empty.bits_per_byte is None and empty.perplexity is None
     assert math.isnan(losses["texts/2.txt"].bits_per_byte.error)
     record = json.loads(written.read_text())
     assert record["texts"][ALL]["bits_per_byte"]["value"] == whole.bits_per_byte.value
@@ -192,21 +198,26 @@ def test_nats_per_token_of_other_tokens_are_not_compared():
             text_differences(documents([8.0, 9.0]), other)
 
 
-def test_bytes_that_are_no_utf8_and_lone_surrogates_are_read(checkpoint, tmp_path, monkeypatch):
+def test_bytes_that_are_no_utf8_and_lone_surrogates_are_read(checkpoint, tmp_path):
     (tmp_path / "odd.txt").write_bytes(b"caf\xe9 \xff\xfe bar")
     (document,), _ = score(checkpoint, [tmp_path / "odd.txt"], tmp_path)
     assert document.bytes == len("caf\ufffd \ufffd\ufffd bar".encode()) and document.nats > 0
-    monkeypatch.setattr(text_module, "text_documents", lambda path: [("a:1", "x\ud800y")])
-    assert [text for *_, text in Texts([tmp_path / "a.jsonl"])] == ["x?y"]
+    (tmp_path / "odd.jsonl").write_bytes(b'{"text": "x\\ud800y"}\n')
+    assert [text for *_, text in Texts([tmp_path / "odd.jsonl"])] == ["x?y"]
 
 
-def test_documents_of_a_file_are_together_and_the_limit_is_of_each_file(monkeypatch, tmp_path):
-    names = ["a/x.jsonl:1", "a/x.jsonl:2", "a/x.jsonl:3", "b.txt"]
-    monkeypatch.setattr(text_module, "text_documents", lambda path: [(n, "text") for n in names])
-    assert [file for file, _, _ in Texts([tmp_path])] == [
-        *[f"{tmp_path.name}/a/x.jsonl"] * 3, f"{tmp_path.name}/b.txt"
-    ]  # fmt: skip
-    assert [name for _, name, _ in Texts([tmp_path], 2)] == [names[0], names[1], names[3]]
+def test_documents_of_a_file_are_together_and_the_limit_is_of_each_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.jsonl").write_text('{"text": "text"}\n' * 3)
+    (tmp_path / "b.txt").write_text("text")
+    parquet.write_table(pyarrow.table({"text": ["text", "more"]}), tmp_path / "c.parquet")
+    folder = tmp_path.name
+    files = [f"{folder}/a/x.jsonl"] * 3 + [f"{folder}/b.txt"] + [f"{folder}/c.parquet"] * 2
+    assert [file for file, _, _ in Texts([tmp_path])] == files
+    names = [name for _, name, _ in Texts([tmp_path], 2)]
+    assert names == ["a/x.jsonl:1", "a/x.jsonl:2", "b.txt", "c.parquet:1", "c.parquet:2"]
+    single = [(file, name) for file, name, _ in Texts([tmp_path / "a" / "x.jsonl"], 1)]
+    assert single == [("x.jsonl", "x.jsonl:1")]
     with pytest.raises(ValueError, match="limit must be >= 1; got 0"):
         Texts([tmp_path], 0)
 

@@ -137,21 +137,6 @@ def _folder_sources_1(folder: Path) -> dict[str, Callable[[], Files]]:
     return {name: _text_files(path) for name, path in domains.items()}
 
 
-def text_documents(path: Path) -> Files:
-    """(name, text) of every document in a file or in the ``*.txt`` files of a folder.
-
-    Bytes that are no UTF-8 become U+FFFD. Raises ValueError where there is no text.
-    """
-    if path.is_file():
-        yield path.name, path.read_text(encoding="utf-8", errors="replace")
-        return
-    if not path.is_dir():
-        raise ValueError(f"text must be a file or a folder; got {path}")
-    if not any(path.rglob("*.txt")):
-        raise ValueError(f"{path} must hold text files, ending in .txt")
-    yield from _text_files(path)()
-
-
 def _text_files(folder: Path) -> Callable[[], Files]:
     def read() -> Files:
         for path in sorted(folder.rglob("*.txt")):

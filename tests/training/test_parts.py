@@ -150,6 +150,32 @@ def test_a_checkpoint_brings_back_the_random_state(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("fewer", r"Missing key .*model\.1\."),
+        ("more", r"no place .*model\.1\."),
+        ("nan", r"not finite .*model\.0\.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_not_loaded(change, message, tmp_path):
+    def model(parts):
+        router = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+        return torch.nn.Sequential(*(build_router("linear", **router) for _ in range(parts)))
+
+    saved, loaded = model(2 if change == "more" else 1), model(2 if change == "fewer" else 1)
+    if change == "nan":
+        with torch.no_grad():
+            saved[0].weight[1, 2] = torch.nan
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    optimizers = [build_optimizer(part, OptimizerSection()) for part in (saved, loaded)]
+    folder = save_checkpoint(RunFolder(tmp_path), 3, saved, optimizers[0], ranks, keep=1)
+    with pytest.raises(ValueError, match=message):
+        load_weights(folder, loaded)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(folder, loaded, optimizers[1], ranks)
+
+
 def test_auxiliary_losses_are_the_weighted_means_over_layers():
     model = Layers()
     with capture(model) as captured:

@@ -83,10 +83,12 @@ def as_l2r_olmoe(model: Any) -> L2rOlmoeForCausalLM:
         values.pop(name, None)
     ours = L2rOlmoeForCausalLM(L2rOlmoeConfig(**values, router=router.to_dict()))
     ours.generation_config = model.generation_config
-    weights = model.state_dict()
-    for name, parameter in [*ours.named_parameters(), *ours.named_buffers()]:
-        if name in weights:
-            parameter.data = weights[name].clone()
+    weights, places = model.state_dict(), ours.state_dict(keep_vars=True)
+    odd = sorted(weights.keys() ^ places.keys())
+    if odd:
+        raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
+    for name, place in places.items():
+        place.data = weights[name].clone()
     return ours.train(model.training)
 
 

@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
+from l2r.models.weights import read_weights
 
 
 def load_causal_lm(
@@ -52,7 +53,7 @@ def load_image_classifier(
     else:
         folder = checkpoint_folder(path)
     try:
-        model = AutoModelForImageClassification.from_pretrained(folder, dtype=dtype)
+        model = read_weights(AutoModelForImageClassification, folder, dtype=dtype)
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise ValueError(f"cannot load an image classifier from {folder}: {error}") from error
     return model.eval()

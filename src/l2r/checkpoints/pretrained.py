@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from l2r import models
 from l2r.models import olmoe
 from l2r.models.card import write_card
-from l2r.swap.swap import replay_swaps
+from l2r.models.weights import read_config, read_weights
+from l2r.swap.swap import find_sites, replay_swaps
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -25,19 +26,23 @@ def load_pretrained(path: str | Path, **options: Any) -> Any:
     """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
     ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
-    ``l2r_swap`` the routers are swapped before the weights are read, and every tensor must be
-    there. ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``l2r_swap`` the routers are swapped before the weights are read. Every tensor must be there,
+    have its place in the model and be finite.
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
     folder = checkpoint_folder(path)
     kind = "a language model"
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
         kind = "an image classifier" if _classifies_images(config) else kind
         swaps = getattr(config, "l2r_swap", None)
-        if not swaps:
-            return _auto_class(config).from_pretrained(folder, **options)
-        return _load_swapped(folder, config, swaps, options)
+        if swaps:
+            model = _load_swapped(folder, config, swaps, options)
+        else:
+            model = read_weights(_auto_class(config), folder, **options)
+        _check_choices(model)
+        return model
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise ValueError(f"cannot load {kind} from {folder}: {error}") from error
 
@@ -139,6 +144,17 @@ def _auto_class(config: Any) -> Any:
     )
 
 
+def _check_choices(model: Any) -> None:
+    """Refuse a router that would choose more experts than there are, or none."""
+    for site in find_sites(model):
+        chosen, experts = site.sizes["top_k"], site.sizes["num_experts"]
+        if not 1 <= chosen <= experts:
+            raise ValueError(
+                f"experts per token must lie between 1 and the {experts} of {site.path}; "
+                f"got {chosen}"
+            )
+
+
 def _load_swapped(
     folder: Path,
     config: Any,
@@ -150,13 +166,7 @@ def _load_swapped(
     if architecture is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
     # from_pretrained builds the model itself, so the swap has to happen in a constructor.
-    model, info = _swapping_class(architecture, swaps).from_pretrained(
-        folder, config=config, output_loading_info=True, **options
-    )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(problem):
-            names = ", ".join(map(str, sorted(info[problem])[:3]))
-            raise ValueError(f"the weights in {folder} do not fit its config.json: {names}")
+    model = read_weights(_swapping_class(architecture, swaps), folder, config=config, **options)
     model.__class__ = architecture
     return model
 

@@ -3,7 +3,7 @@
 Every number comes from a file of the run; one that is not there is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +116,24 @@ def _evaluation(run: RunFolder, *, averaged: bool) -> str:
     if not record or bool(record.get("averaged", False)) != averaged:
         return ""
     if "accuracy" in record:
-        errors = record.get("standard_error") or {}
+        intervals = record.get("interval") or {}
         rows = [
-            (task, f"{value:.1f}" + (f" ± {errors[task]:.1f}" if errors.get(task) else ""))
+            (task, f"{value:.1f}" + _from_to(intervals.get(task)))
             for task, value in record["accuracy"].items()
             if value is not None
         ]
         settings = record.get("settings") or {}
         set_ = ", ".join(f"{n} {v}" for n, v in settings.items() if v is not None)
-        caption = f"Accuracy in percent with its standard error, by `l2r eval` ({set_})."
+        caption = f"Accuracy in percent with its 95% interval, by `l2r eval` ({set_})."
     else:
         names = {"top1": "top-1", "top5": "top-5", "ce": "cross-entropy", "images": "images"}
         rows = [(name, record[field]) for field, name in names.items() if field in record]
         caption = "Accuracy as a share of the validation images, by `l2r eval`."
     return f"## Evaluation\n\n{caption}\n\n{table(rows, ('', 'value'))}" if rows else ""
+
+
+def _from_to(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" ({interval[0]:.1f} to {interval[1]:.1f})"
 
 
 def _words(value: Any) -> Any:

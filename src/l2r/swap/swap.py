@@ -123,19 +123,15 @@ def router_sites(model: nn.Module) -> list[Site]:
     Raises ValueError where there is none, with the reason for families known not to fit, and
     where PEFT has put adapters on them.
     """
-    found = [
-        Site(path, _layer_index(path), module)
-        for path, module in model.named_modules()
-        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
-    ]
-    adapted = [site.path for site in found if site.path.endswith(".base_layer")]
+    sites = find_sites(model)
+    adapted = [site.path for site in sites if site.path.endswith(".base_layer")]
     if adapted:
         raise ValueError(
             f"routers carry adapters ({adapted[0].removesuffix('.base_layer')}); merge them or "
             "swap first"
         )
-    if found:
-        return found
+    if sites:
+        return sites
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     reason = REFUSED.get(kind.removesuffix("_text"))
     if reason:
@@ -143,6 +139,15 @@ def router_sites(model: nn.Module) -> list[Site]:
     raise ValueError(
         f"{kind!r} has no router of a supported family; supported: {', '.join(FAMILIES)}"
     )
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """The same, or an empty list."""
+    return [
+        Site(path, _layer_index(path), module)
+        for path, module in model.named_modules()
+        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
+    ]
 
 
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:

@@ -25,9 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from l2r.models.weights import check_finite
 from l2r.runs.atomic import publish, write_json
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
+
+_MODEL = "model."
 
 
 def save_checkpoint(
@@ -106,7 +109,7 @@ def load_weights(folder: Path, model: nn.Module) -> int:
     ranks = Ranks(0, 1, next(model.parameters()).device)
     step, _ = _verified(folder, ranks)
     values: dict[str, Any] = get_model_state_dict(model)
-    _read(folder, {f"model.{name}": value for name, value in values.items()}, ranks)
+    _read(folder, {_MODEL + name: value for name, value in values.items()}, ranks)
     return step
 
 
@@ -132,6 +135,9 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             reader = HuggingFaceStorageReader(path=str(folder))
             saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+            left = sorted(name for name in saved.keys() - state.keys() if name.startswith(_MODEL))
+            if left:
+                raise ValueError(f"the model has no place for {', '.join(left[:3])}")
             numbers = {
                 name: torch.empty(saved[name].size, dtype=value.dtype, device=value.device)
                 for name, value in state.items()
@@ -141,6 +147,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
         for name, number in numbers.items():
             mine = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
             mine.view(-1).copy_(number.view(-1)[: mine.numel()])
+        check_finite((name, value) for name, value in state.items() if name.startswith(_MODEL))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
 
@@ -157,7 +164,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """
     values, optimized = get_state_dict(model, optimizer)
     slots: Any = optimized["state"]
-    state: dict[str, Any] = {f"model.{name}": value for name, value in values.items()}
+    state: dict[str, Any] = {_MODEL + name: value for name, value in values.items()}
     for name, own in slots.items():
         state |= {f"optimizer.{name}.{slot}": value for slot, value in own.items()}
     return state

@@ -146,6 +146,20 @@ def test_a_single_file_may_have_any_ending(tmp_path):
     assert list(text_documents(tmp_path / "notes.md")) == [("notes.md", "plain text")]
 
 
+def test_empty_files_do_not_stop_the_others(documents, tokenizer_file, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = ["", *documents(0, 5), ""]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    assert [text for _, text in text_documents(folder)] == texts
+    train, held = split_files(text_documents(folder), 10**6)
+    assert sorted(text for _, text in train + held) == sorted(documents(0, 5))
+    tasks = shard_tasks(folder_listing(folder), f"{folder}/")
+    manifests = prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    assert manifests["train"].files[0].documents == 5
+
+
 def test_tokens_of_files_that_changed_are_refused(write_shard, documents, tokenizer_file, tmp_path):
     """Else more text in the folder would be left out in silence."""
     write(write_shard, tmp_path / "text", ".txt", documents(0, 3))

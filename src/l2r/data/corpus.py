@@ -131,13 +131,8 @@ def _fingerprint(options: CorpusOptions) -> str:
     The embedded text is the packages' own, and the same text can give another vocabulary under
     another tokenizers.
     """
-    described = options.described()
-    parts: list[Any] = [
-        options.version,
-        described,
-        sorted(options.sources()),
-        package_version("tokenizers"),
-    ]
+    domains, tokenizers = sorted(options.sources()), package_version("tokenizers")
+    parts: list[Any] = [options.version, options.described(), domains, tokenizers]
     if options.folder is None:
         parts.append(embedded_versions())
     else:

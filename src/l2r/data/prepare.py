@@ -217,7 +217,8 @@ class _Receipts:
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""
         for part, entry in parts.items():
-            values = {"shard": task.file, "tokenizer": asdict(self.identity), **_size(task)}
+            size = shard_bytes(task.url)
+            values = {"shard": task.file, "tokenizer": asdict(self.identity), "bytes": size}
             if self.split != EVERYTHING:
                 values["split"] = asdict(self.split)
             path = _receipt(self.folders[part], task)
@@ -234,8 +235,7 @@ class _Receipts:
                 f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
                 f"write {task.file} by {self.identity.name!r} to another folder"
             )
-        size = _size(task)
-        if values.get("bytes", size.get("bytes")) != size.get("bytes"):
+        if values.get("bytes") not in (None, shard_bytes(task.url)):  # 0.2.0 wrote none
             raise ValueError(
                 f"{task.file} has changed since its tokens were written to {folder}; write them "
                 f"to another folder"
@@ -250,11 +250,6 @@ class _Receipts:
         entry = TokenFile(**values["entry"])
         check_file(folder, entry, tokenizer, verify=False)
         return entry
-
-
-def _size(task: ShardTask) -> dict[str, int]:
-    """Bytes of a local shard; those of the hub do not change within a commit."""
-    return {} if "://" in task.url else {"bytes": shard_bytes(task.url)}
 
 
 def _receipt(folder: Path, task: ShardTask) -> Path:

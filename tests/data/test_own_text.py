@@ -6,10 +6,12 @@ from pyarrow import parquet
 
 from l2r.checkpoints import inputs
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.held_out import split_files
 from l2r.data.listing import folder_listing
 from l2r.data.manifest import read_manifest
 from l2r.data.prepare import prepare, shard_tasks
 from l2r.data.sources import text_documents
+from l2r.data.tokenizer import load_tokenizer
 from l2r.data.tokens import read_documents
 
 ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".json.zst", ".parquet")
@@ -104,15 +106,17 @@ def test_changed_shards_are_another_corpus(write_shard, documents, tmp_path):
     assert len(found) == 2
 
 
+FIRST = b'{"text": "x"}\n'
+CORRUPT = "truncated or corrupt after document"
 BROKEN = [
-    ("a.jsonl", b'{"text": "x"}\n\n{"body": "x", "id": 1}\n', r"line 3: no field 'text'; it has 'body', 'id'"),
-    ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', "line 2: field 'text' must be a string; got int"),
-    ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: a document must be an object; got list"),
-    ("a.jsonl", b'{"text": "x"}\n{"text": \n', "truncated or corrupt after document 1: line 2: "),
-    ("a.jsonl", b'{"text": ' + b"[" * 100_000, "truncated or corrupt after document 0: line 1: "),
+    ("a.jsonl", FIRST + b'\n{"body": 1, "i": 1}\n', "line 3: no field 'text'; it has 'body', 'i'"),
+    ("a.jsonl", FIRST + b'{"text": 5}\n', "line 2: field 'text' must be a string; got int"),
+    ("a.jsonl", FIRST + b"[1]\n", "line 2: a document must be an object; got list"),
+    ("a.jsonl", FIRST + b'{"text": \n', f"{CORRUPT} 1: line 2: "),
+    ("a.jsonl", b'{"text": ' + b"[" * 100_000, f"{CORRUPT} 0: line 1: "),
     ("a.jsonl", b"", "holds no documents"),
-    ("a.json.gz", b"no gzip", "truncated or corrupt after document 0: "),
-]  # fmt: skip
+    ("a.json.gz", b"no gzip", f"{CORRUPT} 0: "),
+]
 
 
 @pytest.mark.parametrize(("name", "data", "message"), BROKEN)
@@ -142,9 +146,21 @@ def test_a_single_file_may_have_any_ending(tmp_path):
     assert list(text_documents(tmp_path / "notes.md")) == [("notes.md", "plain text")]
 
 
-def test_tokens_of_files_that_changed_are_not_kept(
-    write_shard, documents, tokenizer_file, tmp_path
-):
+def test_empty_files_do_not_stop_the_others(documents, tokenizer_file, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = ["", *documents(0, 5), ""]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    assert [text for _, text in text_documents(folder)] == texts
+    train, held = split_files(text_documents(folder), 10**6)
+    assert sorted(text for _, text in train + held) == sorted(documents(0, 5))
+    tasks = shard_tasks(folder_listing(folder), f"{folder}/")
+    manifests = prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    assert manifests["train"].files[0].documents == 5
+
+
+def test_tokens_of_files_that_changed_are_refused(write_shard, documents, tokenizer_file, tmp_path):
     """Else more text in the folder would be left out in silence."""
     write(write_shard, tmp_path / "text", ".txt", documents(0, 3))
 
@@ -156,3 +172,27 @@ def test_tokens_of_files_that_changed_are_not_kept(
     (tmp_path / "text" / "more.txt").write_text("one more")
     with pytest.raises(ValueError, match=r"\*.txt has changed since .* to another folder"):
         run()
+
+
+def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
+    """A word of the held-out text alone would be a token if it were read."""
+    folder, out = tmp_path / "text", tmp_path / "bpe"
+    folder.mkdir()
+    for word in ("ebony", "ivory", "zinnia", "quartz", "umbra", "yonder"):
+        (folder / f"{word}.txt").write_text(f"{word} " * 40)
+    made = l2r("data", "tokenizer", folder, "--out", out, "--vocab-size", 400)
+    tokenizer, identity = load_tokenizer(out)
+    size = identity.vocab_size
+    assert (made.code, made.out) == (
+        0, f"{out}: {size} tokens; use it with l2r data prepare --tokenizer {out}\n"
+    )  # fmt: skip
+    assert 280 < size == tokenizer.get_vocab_size() and identity.eos_token_id == 0
+    tokens = {tokenizer.decode([i]).strip() for i in range(size)}
+    train, held = split_files(text_documents(folder), 4_000_000)
+    words = [{text.split()[0] for _, text in part} for part in (train, held)]
+    assert words[0] <= tokens and not words[1] & tokens
+    again = l2r("data", "tokenizer", folder, "--out", out)
+    assert again.refusal() == f"error: out must be a new folder; got {out}"
+    small = l2r("data", "tokenizer", folder, "--out", tmp_path / "b", "--vocab-size", 299)
+    assert small.refusal() == "error: vocab_size must be >= 300; got 299"
+    assert not (tmp_path / "b").exists()

@@ -82,3 +82,11 @@ def test_shares_differ_by_one_at_most_but_for_domains_that_gave_all(tmp_path_fac
 def test_evenly_spread_positions_have_both_ends(size, count, wanted):
     assert spread_evenly(size, count).tolist() == wanted
     assert spread_evenly(size, count).dtype == np.int64
+
+
+def test_domains_are_in_the_order_of_the_alphabet_whatever_that_of_the_files(tmp_path):
+    """Their numbers are kept in results: those of another process must mean the same."""
+    names = list("hcfbgade")
+    dataset = write(tmp_path, [(name, 1) for name in names])
+    assert dataset.domains == tuple("abcdefgh")
+    assert [dataset.domains[d] for d in dataset.rows(range(8))["domain"].tolist()] == names

@@ -99,11 +99,10 @@ def open_text(
 ) -> Text:
     """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
 
-    ``report`` gets a line for every domain that has no whole row.
-
-    ``source``: a folder of token files, a folder of *.txt (a sub-folder per domain), a text
-    file, or None for the held-out files of the embedded corpus. Of text that ``checkpoint``, a
-    run, was trained on, the part is taken that it held out.
+    ``source``: a folder of token files, a file or a folder of text (l2r.data.sources), or None
+    for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
+    on, the part is taken that it held out. ``report`` gets a line for every domain that has no
+    whole row.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.

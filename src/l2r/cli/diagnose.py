@@ -24,7 +24,7 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text file, folder of *.txt, or token files (default: the embedded corpus); for "
+            help="File or folder of text, or token files (default: the embedded corpus); for "
             "image classifiers digits, fashion-mnist or a folder (default: the run's own images)."
         ),
     ] = None,

@@ -27,7 +27,7 @@ def upcycle(
     changes: RouterChanges = None,
     layers: Layers = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of *.txt (default: embedded text).")
+        Path | None, typer.Option(help="Folder of text (default: embedded text).")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 200_000,
     held_out: Annotated[int, typer.Option(help="Tokens to measure on.")] = 50_000,

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from l2r.data.held_out import NEWEST, split_files
-from l2r.data.manifest import TokenizerIdentity, file_sha256
+from l2r.data.new_tokenizer import write_new_tokenizer
 from l2r.data.sources import (
     Files,
     embedded_sources,
@@ -25,11 +23,8 @@ from l2r.data.sources import (
     folder_sources,
     package_version,
 )
-from l2r.data.tokenizer import write_tokenizer_config
 from l2r.data.tokens import write_token_files
 from l2r.runs.cache import cache_folder
-
-END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 
 
 @dataclass(frozen=True)
@@ -82,14 +77,13 @@ def build_corpus(
 
     Raises ValueError for an empty or missing text folder.
     """
-    sources = options.sources()
     cache = cache or cache_folder()
-    target = cache / f"corpus-{_fingerprint(options, sources)}"
+    target = cache / f"corpus-{_fingerprint(options)}"
     if not (target / "corpus.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
             folder = Path(temporary) / "corpus"
-            _build(folder, options, sources, report)
+            _build(folder, options, report)
             try:
                 folder.rename(target)
             except OSError:  # refused where a folder with files is: another process's, or ruins
@@ -99,30 +93,28 @@ def build_corpus(
     return Corpus(target / "tokenizer", target / "train", target / "validation")
 
 
-def _build(
-    folder: Path,
-    options: CorpusOptions,
-    sources: dict[str, Callable[[], Files]],
-    report: Callable[[str], None],
-) -> None:
-    splits: dict[str, dict[str, list[str]]] = {"train": {}, "validation": {}}
+def split_corpus(
+    options: CorpusOptions, report: Callable[[str], None] = lambda line: None
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Training and held-out texts of every domain.
+
+    Raises ValueError for an empty or missing text folder, and a domain that cannot be split.
+    """
+    train: dict[str, list[str]] = {}
+    validation: dict[str, list[str]] = {}
     cut = options.characters_per_domain
-    for domain, files in sources.items():
+    for domain, files in options.sources().items():
         report(f"reading {domain}")
         parts = split_files(files(), cut, domain=domain, version=options.version)
-        for split, part in zip(splits.values(), parts, strict=True):
-            split[domain] = [text for _, text in part]
+        train[domain], validation[domain] = ([text for _, text in part] for part in parts)
+    return train, validation
+
+
+def _build(folder: Path, options: CorpusOptions, report: Callable[[str], None]) -> None:
+    splits = dict(zip(("train", "validation"), split_corpus(options, report), strict=True))
     report(f"training a tokenizer of {options.vocab_size} tokens")
-    tokenizer = _train_tokenizer(splits["train"], options.vocab_size)
-    (folder / "tokenizer").mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    write_tokenizer_config(folder / "tokenizer", END_OF_TEXT, PADDING)
-    identity = TokenizerIdentity(
-        name=f"bpe-{options.vocab_size}",
-        vocab_size=tokenizer.get_vocab_size(),
-        eos_token_id=int(tokenizer.token_to_id(END_OF_TEXT) or 0),
-        sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"),
-    )
+    texts = (text for domain in splits["train"].values() for text in domain)
+    tokenizer, identity = write_new_tokenizer(folder / "tokenizer", texts, options.vocab_size)
     for split, domains in splits.items():
         report(f"tokenizing {split}")
         encoded = {
@@ -133,28 +125,14 @@ def _build(
     (folder / "corpus.json").write_text(json.dumps(options.described(), indent=2) + "\n")
 
 
-def _train_tokenizer(train: dict[str, list[str]], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((t for texts in train.values() for t in texts), trainer)
-    return tokenizer
-
-
-def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]) -> str:
+def _fingerprint(options: CorpusOptions) -> str:
     """Changes with the options, with names and sizes of a user's files, and with the packages.
 
     The embedded text is the packages' own, and the same text can give another vocabulary under
     another tokenizers.
     """
-    described = options.described()
-    parts: list[Any] = [options.version, described, sorted(sources), package_version("tokenizers")]
+    domains, tokenizers = sorted(options.sources()), package_version("tokenizers")
+    parts: list[Any] = [options.version, options.described(), domains, tokenizers]
     if options.folder is None:
         parts.append(embedded_versions())
     else:

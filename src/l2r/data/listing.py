@@ -1,9 +1,8 @@
 """Which shard files exist: on the Hugging Face hub or in a local folder.
 
-Both follow the hub's layout, ``data/DOMAIN/FILE`` (a local folder may leave ``data/`` out, and
-DOMAIN where it is one). File
-names inside a domain follow no single pattern on the hub (open-web-math mixes two), so they are
-always listed, never made up.
+Both follow the hub's layout, ``data/DOMAIN/FILE``; a local folder may leave ``data/`` out, and
+``DOMAIN/`` where it is one. File names inside a domain follow no single pattern on the hub
+(open-web-math mixes two), so they are always listed, never made up.
 """
 
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 WORDS = 13
-_LIMIT = 0.1
+_LIMIT = 0.02
 
 
 def without_near_copies(

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.data.corpus import CorpusOptions
-from l2r.data.held_out import split_files
+from l2r.data.corpus import CorpusOptions, split_corpus
 
 
 def sample_batches(
@@ -33,18 +32,11 @@ def sample_batches(
     ):
         if value < least:
             raise ValueError(f"{name} must be >= {least}; got {value}")
-    corpus = corpus or CorpusOptions()
-    splits = [
-        split_files(files(), corpus.characters_per_domain, domain=domain, version=corpus.version)
-        for domain, files in corpus.sources().items()
-    ]
     parts = []
-    for split, budget in ((0, tokens), (1, held_out_tokens)):
-        per_domain = max(budget // len(splits), sequence_length)
-        rows = [
-            list(packed_rows(tokenizer, (t for _, t in parts[split]), per_domain, sequence_length))
-            for parts in splits
-        ]
+    splits = split_corpus(corpus or CorpusOptions())
+    for domains, budget in zip(splits, (tokens, held_out_tokens), strict=True):
+        share = max(budget // len(domains), sequence_length)
+        rows = [list(packed_rows(tokenizer, t, share, sequence_length)) for t in domains.values()]
         mixed = [row for row in chain.from_iterable(zip_longest(*rows)) if row is not None]
         if not mixed:
             raise ValueError(f"the text must give at least {sequence_length} tokens; got fewer")

@@ -128,8 +128,11 @@ class _TextFiles:
 
 
 def _whole_files(stream: BinaryFile) -> Documents:
-    while data := stream.read():
+    data = stream.read()  # of a file without text, too
+    while True:
         yield 0, {"text": data.decode("utf-8", errors="replace")}
+        if not (data := stream.read()):
+            return
 
 
 def _lines(stream: Any) -> Documents:

@@ -1,21 +1,28 @@
 """Every way of loading refuses weights that are missing, left over, of other shapes, not finite."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM, ViTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 from transformers import ViTForImageClassification as ViT
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier, load_pretrained
 from l2r.checkpoints.export import as_l2r_olmoe
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.checkpoints.pretrained import model_like
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTForImageClassification
+from l2r.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTForImageClassification,
+    weights,
+)
 from l2r.models.vit import L2rViTConfig
+from l2r.models.weights import check_finite
 from l2r.routers import L2RConfig
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES, TINY
@@ -206,6 +213,35 @@ def test_sizes_that_the_files_cannot_hold_are_refused(copied, kind, values, mess
     assert "\n" not in str(error.value)
 
 
+def test_a_length_that_no_tensor_has_is_not_refused(copied):
+    folder = copied("stock")
+    change_config(folder, max_position_embeddings=10**9)
+    assert load_pretrained(folder).config.max_position_embeddings == 10**9
+
+
+def test_a_router_that_the_files_cannot_hold_is_refused(copied):
+    for changes in ({"rank": 10**9}, {"heads": 10**9}):
+        folder = copied("own")
+        config = json.loads((folder / "config.json").read_text())
+        change_config(folder, router=config["router"] | changes)
+        with pytest.raises(ValueError, match=r"must be|config\.json describes"):
+            load_pretrained(folder)
+        shutil.rmtree(folder)
+
+
+def test_quantized_files_may_pack_their_parameters(copied, monkeypatch):
+    """Sixteen parameters to a number are no reason to refuse; without a quantizer they are."""
+    monkeypatch.setattr("l2r.models.weights._SPARE", 0)
+    folder = copied("stock")
+    shapes = weights._stored_shapes(folder)
+    few = {"packed": (sum(math.prod(shape) for shape in shapes.values()) // 12,)}
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"config\.json describes"):
+        weights._check_parameters(AutoModelForCausalLM, config, few)
+    config.quantization_config = {"quant_method": "gptq"}
+    weights._check_parameters(AutoModelForCausalLM, config, few)
+
+
 def test_sizes_of_images_are_refused_too(copied):
     for values, message in (
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be <="),
@@ -262,6 +298,20 @@ def test_a_model_in_memory_is_exported_whole_or_not_at_all():
     model.model.layers[1].mlp.gate.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate\.extra"):
         as_l2r_olmoe(model)
+
+
+def test_tensors_without_numbers_of_their_own_are_not_looked_at():
+    """Offloaded, packed, or in a quantizer's eight bits; others beside them are."""
+    meta = torch.full((2,), torch.nan, device="meta")
+    eight = torch.full((2,), torch.nan).to(torch.float8_e4m3fn)
+    fine = {"meta": meta, "eight": eight, "packed": torch.ones(2, dtype=torch.int32)}
+    fine |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "bool": torch.tensor([True])}
+    check_finite(fine.items())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            broken = torch.tensor([1.0, value], dtype=dtype)
+            with pytest.raises(ValueError, match=r"^weights are not finite \(broken\)$"):
+                check_finite({**fine, "broken": broken}.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -120,7 +120,8 @@ def test_what_comes_before_a_text(small_tokenizer, small):
     assert start_token(small_tokenizer, small.config) == small_tokenizer.eos_token_id == 0
     assert start_token(Begins(), small.config) == 5 and start_token(Plain(), small.config) == 6
     assert start_token(Bare(), OlmoeConfig(eos_token_id=7)) == 7
-    assert start_token(Bare(), OlmoeConfig(eos_token_id=None)) is None
+    for config in (OlmoeConfig(eos_token_id=None), OlmoeConfig(eos_token_id=50304)):
+        assert start_token(Bare(), config) is None
 
 
 def score(checkpoint, paths, tmp_path, *, batch_size=8, **settings):
@@ -290,5 +291,7 @@ def test_a_model_that_gives_no_numbers_is_refused(small, rows):
         document_losses(
             broken, rows, start=0, windows=Windows(8, 4), vocab_size=small.config.vocab_size
         )
+    with pytest.raises(ValueError, match="end-of-text must be below vocab_size 9; got 9"):
+        document_losses(small, rows, start=9, windows=Windows(8, 4), vocab_size=9)
     with pytest.raises(ValueError, match="batch_size must be >= 1; got 0"):
         document_losses(small, rows, start=0, windows=Windows(8, 4), vocab_size=9, batch_size=0)

@@ -66,7 +66,7 @@ def start_token(tokenizer: Any, config: Any) -> int | None:
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
     eos = config.eos_token_id
-    return eos if isinstance(eos, int) else None
+    return eos if isinstance(eos, int) and eos < config.get_text_config().vocab_size else None
 
 
 def read_tokens(tokenizer: Any, text: str, vocab_size: int) -> Tokens:
@@ -102,6 +102,8 @@ def document_losses(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+    if start is not None and start >= vocab_size:
+        raise ValueError(f"end-of-text must be below vocab_size {vocab_size}; got {start}")
     device = next(model.parameters()).device
     prefix = torch.tensor([] if start is None else [start], dtype=torch.int32)
     rows = [torch.cat([prefix, ids]) for ids in documents]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from routing_cases import Case
 from torch import Tensor
 
-from l2r.kernels import checks, cpu, dispatch, operation
-from l2r.kernels.checks import DTYPES
+from l2r.kernels import checks, cpu, dispatch
 from l2r.kernels.contract import GIVEN, Score, Tensors
 from l2r.kernels.native.build import library
 
@@ -30,7 +29,7 @@ STAGES = [  # what is given, and whether experts are selected
     (("anchors", "query"), True),
     ((*PROJECT, "anchors"), False),
     ((*PROJECT, "anchors"), True),
-    (("x", "weight", "anchors", "rho_hat"), True),
+    (("x", "weight", "anchors"), True),
 ]
 
 
@@ -81,19 +80,18 @@ def test_right_calls_pass_forward_and_backward(name, stages, selects):
         assert grad.shape == (given[key].shape if key in given else (0, 0, 0))
 
 
-def wrong(name: str, tensor: Tensor) -> list[tuple[str, Any]]:
-    """Tensors that must not be taken in the place of a right one, and a word of the refusal."""
-    more = torch.randn(*[size + 1 for size in tensor.shape])
+def wrong(tensor: Tensor) -> list[Tensor]:
+    """Tensors that must not be taken in the place of a right one; the first is of its rank."""
     return [
-        ("must be", more),
-        ("must be", torch.randn(0)) if tensor.dim() > 1 else ("must be", torch.randn(3, 0)),
-        ("must be", tensor[None]),
-        ("must be", tensor[None][:, :0]),
-        ("must be", tensor[0] if tensor.dim() > 1 else torch.tensor(1.0)),
-        ("must be", tensor.to("meta")),
-        ("must be", tensor.double()),
-        ("must be", tensor.int()),
-        ("must be", torch.complex(tensor, tensor)),
+        torch.randn(*[size + 1 for size in tensor.shape]),
+        torch.randn(0, 3) if tensor.dim() == 1 else torch.randn(0),
+        tensor[None],
+        tensor[None][:, :0],
+        tensor[0] if tensor.dim() > 1 else torch.tensor(1.0),
+        tensor.to("meta"),
+        tensor.double(),
+        tensor.int(),
+        torch.complex(tensor, tensor),
     ]
 
 
@@ -104,13 +102,12 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, stages, selects
     given = {key: tensors[key] for key in stages}
     for key in stages:
         label = "projection" if key == "weight" else key
-        for word, bad in wrong(key, given[key]):
-            if len(stages) == 1 and bad.shape[1:] and bad.dim() == 2 and bad.dtype in DTYPES:
-                if bad.device.type == "cpu" and bad.shape[1] >= 2:
-                    continue  # logits alone have the size they have
-            call = {**given, key: bad}
-            with pytest.raises(ValueError, match=word) as refused:
-                forward(call, 2 if selects else 0, name)
+        alone = stages == ("logits",)  # have the size and the device they have
+        for bad in wrong(given[key]):
+            if alone and (bad.shape == (4, 5) or bad.is_meta):
+                continue
+            with pytest.raises(ValueError, match="must be") as refused:
+                forward({**given, key: bad}, 2 if selects else 0, name)
             names = [label, *("projection" if k == "weight" else k for k in stages)]
             assert any(n in str(refused.value) for n in names)
 
@@ -151,7 +148,8 @@ def test_public_calls_refuse_what_does_not_fit_in_every_form(call, name):
         ({"x"}, 0, "projection must be given with x"),
         ({"weight"}, 0, "x must be given with projection"),
         ({"gain", "anchors", "query"}, 0, "x must be given with gain"),
-        ({"rho_hat", "logits"}, 2, "anchors must be given with rho_hat"),
+        ({"rho_hat", "logits"}, 2, "query must be given with rho_hat"),
+        ({"x", "weight", "anchors", "rho_hat"}, 2, "query must be given with rho_hat"),
         ({"anchors"}, 0, "x or query must be given with anchors"),
         ({"query"}, 0, "anchors must be given with query"),
         ({"x", "weight"}, 2, "anchors must be given with x and top_k=2"),
@@ -180,7 +178,7 @@ def test_options_of_the_operation_are_checked():
         forward(given, 0, scoring="dot")
     with pytest.raises(ValueError, match="backend must be one of cpu, triton; got 'cuda'"):
         forward(given, 0, "cuda")
-    with pytest.raises(ValueError, match="constants must be 6 numbers; got 2"):
+    with pytest.raises(ValueError, match="constants must be 6 numbers; got"):
         torch.ops.l2r.route(*Tensors(**given)[:GIVEN], "sips", [1.0, 2.0], 0, False, "cpu")
 
 
@@ -206,7 +204,7 @@ def test_sizes_beyond_the_gpu_kernels_run_plain_code_and_are_refused_by_the_oper
     name, most = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}[letter]
     with pytest.raises(ValueError, match=f"{name} must be <= {most} for triton; got"):
         forward({key: tensors[key] for key in ("x", "weight", "anchors")}, 0, "triton")
-    inside = Case(1, 2, **{"experts": 1024, "heads": 1, "rank": 64, "top_k": 1})
+    inside = Case(1, 2, 1024, 1, 64, 1)
     fits = everything(inside)
     dispatch.routing_query(fits["x"], fits["weight"])
     assert len(launched) == 1
@@ -239,7 +237,7 @@ def test_a_backward_refuses_what_its_forward_did_not_give(name, stages, selects)
         for bad in (tensor[:1], tensor.half(), tensor.to("meta"), tensor[None]):
             with pytest.raises(ValueError, match=f"the gradient of {key} must be"):
                 backward(done, {**up, key: bad}, top_k, name)
-    with pytest.raises(ValueError, match="the gradient of .* must be given"):
+    with pytest.raises(ValueError, match=r"the gradient of .* must be given"):
         backward(done, {}, top_k, name)
 
 
@@ -267,7 +265,7 @@ def test_memory_that_was_given_back_is_not_read():
     """As a parameter looks that FSDP has put away: its size is there, its storage is not."""
     x, *parts = CASE.inputs("cpu").values()
     parts[1].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="anchors must have memory; got a freed storage"):
+    with pytest.raises(ValueError, match="gain must have memory; got a freed storage"):
         dispatch.route(x, tuple(parts), Score("sips"), top_k=2)
 
 
@@ -337,8 +335,8 @@ def test_any_call_is_answered_or_refused(problem, damage, place):
     torch.set_num_threads(threads)
     if damage < 14:
         key = stages[place % len(stages)]
-        bad = wrong(key, given[key])
-        given[key] = bad[damage % len(bad)][1]
+        bad = wrong(given[key])
+        given[key] = bad[damage % len(bad)]
     try:
         done = forward(given, top_k)
     except ValueError:
@@ -362,7 +360,7 @@ def test_the_quick_look_and_the_walk_agree(problem, damage, place, top_k):
     given = {key: everything(case)[key] for key in stages}
     key = stages[place % len(stages)]
     if damage < 6:
-        given[key] = wrong(key, given[key])[damage][1]
+        given[key] = wrong(given[key])[damage]
     tensors, wanted = Tensors(**given), top_k if selects else None
     try:
         checks.walk(tensors, wanted)

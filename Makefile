@@ -24,7 +24,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines matrix lint workflows fuzz peers serve-test docs dist clean
+.PHONY: help demo demo-vision test engines matrix lint workflows fuzz sanitize peers serve-test docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ workflows: $(VENV)/.test ## Check .github against its schemas
 
 fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
+
+sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn calls (gcc's libasan)
+	$(BIN)/python scripts/sanitize.py --cases 1000
 
 peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
 	$(BIN)/python scripts/peers --markdown docs/peers.md

@@ -176,8 +176,8 @@ def two_anchors(share: float, distance: float) -> tuple[Moments, float]:
 
 @pytest.mark.parametrize(
     ("share", "distance"),
-    [(0.5, 0.05), (0.5, 400.0), (0.01, 3.0), (0.002, 5.0)],
-    ids=["Hoeffding", "range", "Bennett", "Bennett, far"],
+    [(0.5, 0.001), (0.5, 0.05), (0.5, 400.0), (0.01, 3.0), (0.002, 5.0)],
+    ids=["Bennett, near", "Hoeffding", "range", "Bennett", "Bennett, far"],
 )
 def test_the_bound_above_the_tangent_is_reached(share, distance):
     moments, exact = two_anchors(share, distance)

@@ -9,7 +9,7 @@ from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.routers.selection import Selection
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES, TINY
-from l2r.swap.swap import old_weight, router_sites
+from l2r.swap.swap import new_router, old_weight, router_sites
 
 EXPERTS, TOKENS = 8, 300
 # Logits of every size: usual ones, and sigmoids so small that what is added to their sum counts.
@@ -31,27 +31,41 @@ def table(output: tuple[Tensor, ...]) -> Tensor:
     return torch.zeros(TOKENS, EXPERTS).scatter(1, indices, weights.float())
 
 
+def settings_of(router: nn.Module) -> list[dict[str, object]]:
+    """The router as it is, and with every setting that its family's rule may read changed."""
+    scales = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
+    scaled = {name: 1.7 for name in scales if hasattr(router, name)}
+    choices = {
+        "norm_topk_prob": (True, False),
+        "expert_selection_fn": ("softmax", "sigmoid"),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    }
+    there = {name: values for name, values in choices.items() if hasattr(router, name)}
+    return [{}, scaled, *[{name: value} for name, values in there.items() for value in values]]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_keeps_its_choice_and_its_weights(name):
     model = tiny_model(FAMILIES[name])
     site = router_sites(model)[0]
-    with torch.no_grad():  # the logits are the first entries of the input
-        old_weight(site).copy_(torch.eye(EXPERTS, TINY["hidden_size"]))
+    weight = torch.eye(EXPERTS, TINY["hidden_size"])  # the logits are the first entries of x
+    with torch.no_grad():
+        old_weight(site).copy_(weight)
     hidden, *more = passed_to(model, site.path)
-    draw, wanted, inputs = torch.Generator().manual_seed(0), {}, {}
-    for level, (mean, std) in LEVELS.items():
+    draw, inputs = torch.Generator().manual_seed(0), []
+    for mean, std in LEVELS.values():
         x = torch.zeros(TOKENS, TINY["hidden_size"])
         x[:, :EXPERTS] = mean + std * torch.randn(TOKENS, EXPERTS, generator=draw)
-        inputs[level] = x.expand(1, -1, -1) if hidden.dim() == 3 else x
-        wanted[level] = table(site.router(inputs[level], *more))
-    weight = old_weight(site).detach().clone()
-    swap_routers(model, LinearConfig(), layers=[site.layer])
-    router = model.get_submodule(site.path)
-    with torch.no_grad():
-        router.weight.copy_(weight)
-    for level, x in inputs.items():
-        found = table(router(x, *more))
-        torch.testing.assert_close(found, wanted[level], rtol=2e-5, atol=1e-9)
+        inputs.append(x.expand(1, -1, -1) if hidden.dim() == 3 else x)
+    for changed in settings_of(site.router):
+        for key, value in changed.items():
+            setattr(site.router, key, value)
+        router = new_router(site, LinearConfig())
+        with torch.no_grad():
+            router.weight.copy_(weight)
+        for x in inputs:
+            found, wanted = table(router(x, *more)), table(site.router(x, *more))
+            torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-9)
 
 
 def test_a_group_is_as_good_as_its_best_or_its_best_two():

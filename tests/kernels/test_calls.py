@@ -210,6 +210,16 @@ def test_sizes_beyond_the_gpu_kernels_run_plain_code_and_are_refused_by_the_oper
     assert len(launched) == 1
 
 
+def test_sizes_that_gpu_kernels_cannot_count_are_beyond_them():
+    """No memory is behind these tensors, as none is behind an expanded one."""
+    one, row = torch.zeros(1, 1), torch.zeros(1, 2)
+    assert not checks.beyond_triton(Tensors(row.expand(2**30, 2), row))
+    assert "tokens must be <=" in checks.beyond_triton(Tensors(row.expand(2**31 - 5, 2), row))
+    assert "tokens must be <=" in checks.beyond_triton(Tensors(logits=row.expand(2**40, 2)))
+    wide = one.expand(64, 2**26)
+    assert "projection must have <=" in checks.beyond_triton(Tensors(one.expand(1, 2**26), wide))
+
+
 def saved(stages: tuple[str, ...], selects: bool) -> tuple[Tensors, dict[str, Tensor], int]:
     """What a backward is given."""
     tensors, top_k = everything(CASE), 2 if selects else 0

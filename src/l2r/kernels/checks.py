@@ -20,7 +20,9 @@ _RESULTS = {"rstd": torch.float32, "weights": torch.float32, "indices": torch.in
 _RESULTS["lse"] = torch.float32
 # Of the Triton kernels: name and largest size by letter.
 _MOST = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}
-_MOST_NUMBERS = 2**31 - 1  # of a parameter, whose entries they count in 32 bits
+# They count blocks of tokens and the entries of a parameter in 32 bits.
+_MOST["T"] = ("tokens", 2**31 - 2**10)
+_MOST_NUMBERS = 2**31 - 1
 
 
 def check(given: Tensors, top_k: int | None) -> None:
@@ -106,16 +108,16 @@ def check_operation(given: Tensors, rule: tuple[Any, ...]) -> None:
 
 def beyond_triton(given: Tensors) -> str:
     """Why the Triton kernels do not take these sizes; empty where they do."""
-    _, weight, _, anchors, _, _, logits, *_ = given
     sizes: dict[str, Any] = {}
-    for letters, tensor in (("RD", weight), ("NHR", anchors), ("TN", logits)):
+    for letters, tensor in zip(_LAYOUT, given, strict=True):
         if tensor is not None:
             sizes.update(zip(letters, tensor.shape, strict=True))
     for letter, (name, most) in _MOST.items():
         if sizes.get(letter, 0) > most:
             return f"{name} must be <= {most} for triton; got {name}={sizes[letter]}"
-    if weight is not None and weight.numel() > _MOST_NUMBERS:
-        return f"projection must have <= {_MOST_NUMBERS} numbers; got {list(weight.shape)}"
+    if sizes.get("R", 0) * sizes.get("D", 0) > _MOST_NUMBERS:
+        shape = [sizes["R"], sizes["D"]]
+        return f"projection must have <= {_MOST_NUMBERS} numbers for triton; got {shape}"
     return ""
 
 

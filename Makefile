@@ -24,7 +24,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants peers serve-test docs dist clean
+.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 mutants: $(VENV)/.test ## Change one place of the source at a time, see whether tests notice (hours); SAMPLE=60 a room
 	$(INSTALL) -c constraints.txt -e '.[mutants]'
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py $(ROOM) --sample $(or $(SAMPLE),60)
+
+sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn calls (gcc's libasan)
+	$(BIN)/python scripts/sanitize.py --cases 1000
 
 peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
 	$(BIN)/python scripts/peers --markdown docs/peers.md

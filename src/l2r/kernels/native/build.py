@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, types in _TYPES.items():
         function = getattr(kernels, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, ctypes.c_int32
     return kernels
 
 

@@ -102,6 +102,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def check_new_folder(out: Path) -> None:
     """Raise ValueError when ``out`` holds something already."""
+    if out.is_symlink():
+        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder; got {out}")
 

@@ -77,6 +77,7 @@ def diagnose(
     from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
     from l2r.report.diagnosis import write_diagnosis
     from l2r.report.text_view import text_sections
+    from l2r.runs.atomic import make_folder
 
     least = {"instances": (instances, 1), "length": (length, 1), "batch-size": (batch_size, 1)}
     for option, (value, bound) in {**least, "gain": (gain, 0)}.items():
@@ -86,6 +87,7 @@ def diagnose(
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
+        folder = make_folder(out, name)
         subject = open_subject(checkpoint, data, instances=instances, length=length, report=say)
         model = subject.model.to(torch.device(device))
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
@@ -117,20 +119,20 @@ def diagnose(
             if trace is not None:
                 counted = partial(bars, f"{name}: text", total=len(records))
                 texts[name] = trace.result(subject.tokenizer, counted)
-                texts[name].save(out / name / "text.npz")
+                texts[name].save(folder / "text.npz")
         if subject.images is not None:
-            typer.echo(f"patches: {_patches(out / name, model, subject.images)}", err=as_json)
+            typer.echo(f"patches: {_patches(folder, model, subject.images)}", err=as_json)
         if earlier:
             with progress_bars() as bars:
                 done = partial(bars, f"{name}: checkpoints", total=len(earlier))
                 over = within_run(earlier, subject, batches, choices, done)
             diagnosis.info["over_time"] = over
         diagnosis.info["checkpoint"] = checkpoint
-        diagnosis.save(out / name)
+        diagnosis.save(folder)
         views[name] = diagnosis
     if over_time and not earlier:
         diagnosis.info["over_time"] = of_list(views)
-        diagnosis.save(out / name)
+        diagnosis.save(folder)
     page = out / "index.html"
     write_diagnosis(views, page, opening=text_sections(texts, page))
     _show(views, as_json)

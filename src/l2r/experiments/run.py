@@ -11,6 +11,7 @@ import torch
 
 from l2r.experiments.cells import Cell
 from l2r.recipes.load import AnyRecipe
+from l2r.runs.atomic import refuse_link
 from l2r.runs.folder import RunFolder
 from l2r.training.claim import claim, has_recipe
 from l2r.training.loop import train
@@ -47,6 +48,7 @@ def run_cells(
         run = cell.run(root)
         label = f"[{number}/{len(cells)}] {cell.name}"
         try:
+            refuse_link(run.path)
             if is_finished(run, cell.recipe):
                 outcome = Outcome(cell, run)
             elif launch is None:

@@ -4,7 +4,6 @@ Every process of a study walks the same list and takes what nobody has done or h
 one loses its cell alone, and a second command, here or on a shared disk, helps the first.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from l2r.experiments.measure import measure
 from l2r.experiments.run import run_cells
 from l2r.experiments.study_plan import Registered
 from l2r.machine import describe_machine
+from l2r.runs.atomic import hold, make_folder
 from l2r.runs.folder import RunFolder
 from l2r.runs.study import CellResult
 from l2r.training.signals import stop_on_signals
@@ -136,11 +136,6 @@ def _counts(run: RunFolder, environment: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
     """Whether this process holds the cell inside the block; a lock dies with its process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+    make_folder(path.parent.parent, path.parent.name)
+    with hold(path) as mine:
+        yield mine

@@ -20,23 +20,26 @@ _SIZES = (
 )  # fmt: skip
 
 
-def load_pretrained(path: str | Path, **options: Any) -> Any:
+def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Load a language model in Hugging Face format, in evaluation mode.
 
     ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
     ``l2r_swap`` the routers are swapped before the weights are read, and every tensor must be
     there. ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
+    transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
     folder = checkpoint_folder(path)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
+            options["trust_remote_code"] = trust_remote_code
             return AutoModelForCausalLM.from_pretrained(folder, **options)
         return _load_swapped(folder, config, swaps, options)
     except Exception as error:  # transformers lets any error of a damaged folder through
-        raise ValueError(f"cannot load a language model from {folder}: {error}") from error
+        raise cannot_load("a language model", folder, error) from error
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
@@ -106,6 +109,16 @@ def check_new_folder(out: Path) -> None:
         raise ValueError(f"out must be a new or empty folder; got {out}, a link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder; got {out}")
+
+
+def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
+    """The error of a folder that cannot be loaded; transformers' own words say why."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"cannot load {what} from {folder}: it needs code that the folder brings; read that "
+            "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
+        )
+    return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.experiment import say
-from l2r.cli.options import AsJson, BatchSize, Device
+from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
 
 if TYPE_CHECKING:
     from l2r.checkpoints.inputs import Subject
@@ -58,6 +58,7 @@ def diagnose(
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.
@@ -88,7 +89,14 @@ def diagnose(
     views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
-        subject = open_subject(checkpoint, data, instances=instances, length=length, report=say)
+        subject = open_subject(
+            checkpoint,
+            data,
+            instances=instances,
+            length=length,
+            report=say,
+            trust_remote_code=trust_remote_code,
+        )
         model = subject.model.to(torch.device(device))
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
         traced = text != 0 and subject.images is None
@@ -125,8 +133,7 @@ def diagnose(
         if earlier:
             with progress_bars() as bars:
                 done = partial(bars, f"{name}: checkpoints", total=len(earlier))
-                over = within_run(earlier, subject, batches, choices, done)
-            diagnosis.info["over_time"] = over
+                diagnosis.info["over_time"] = within_run(earlier, subject, batches, choices, done)
         diagnosis.info["checkpoint"] = checkpoint
         diagnosis.save(folder)
         views[name] = diagnosis

@@ -6,6 +6,7 @@ Each hostile file would write ``ran``, a file that must not appear.
 import json
 import pickle
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from l2r.checkpoints import load_causal_lm, load_image_classifier, load_pretrain
 from l2r.checkpoints.export import MODULE, export_remote_code
 from l2r.checkpoints.loading import hugging_face_tokenizer, load_tokenizer
 from l2r.checkpoints.pretrained import save_model
+from l2r.experiments.cells import folder_cells
+from l2r.experiments.run import run_cells
+from l2r.experiments.study import run_processes
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.models.vit import L2rViTForImageClassification
 from l2r.runs.folder import RunFolder
@@ -247,6 +251,20 @@ def test_the_git_configuration_of_a_plans_folder_runs_nothing(inside, l2r, ran, 
     ended = l2r("evidence", path, "--judge-only", "--results", tmp_path, "--out", tmp_path / "out")
     assert ended.code in (0, 2), ended
     assert not ran.exists()
+
+
+def test_processes_of_a_study_import_nothing_from_the_folder_they_are_started_in(
+    ran, tmp_path, monkeypatch
+):
+    """python -m puts the current folder before the packages that are installed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stranger.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    codes, _ = run_processes([sys.executable, "-m", "stranger"], 1, 1)
+    assert codes == [1]
+    cell = next(iter(folder_cells("demo", [], ["linear"], 1)))
+    launch = f"{sys.executable} -c 'import stranger'"
+    (outcome,) = run_cells([cell], tmp_path / "runs", launch=launch)
+    assert outcome.error == "its process ended with code 1"
 
 
 def test_an_image_classifier_of_a_known_type_needs_no_code(tmp_path, ran):

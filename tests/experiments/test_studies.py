@@ -219,7 +219,11 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     folder = tmp_path / "results" / "evidence" / "small"
     assert len(list(folder.glob("*.json"))) == 4
     page = (tmp_path / "runs" / "evidence" / "small" / "report.html").read_text()
-    for words in ("Is L2R better?", "not registered: no git commit", "2 whole seeds of 2 to 3"):
+    for words in (
+        "Is L2R better?",
+        "not registered: no plan of the package",
+        "2 whole seeds of 2 to 3",
+    ):
         assert words in page and words in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
     assert l2r("evidence", "small.yaml", "--judge-only").code == 0

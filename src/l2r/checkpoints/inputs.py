@@ -52,6 +52,7 @@ def open_subject(
     instances: int,
     length: int,
     report: Callable[[str], None],
+    trust_remote_code: bool = False,
 ) -> Subject:
     """Load a checkpoint and the text or the images that it reads.
 
@@ -60,7 +61,7 @@ def open_subject(
     if is_image_classifier(checkpoint):
         from l2r.checkpoints.image_input import open_image_input  # text needs no image package
 
-        model = load_image_classifier(checkpoint)
+        model = load_image_classifier(checkpoint, trust_remote_code=trust_remote_code)
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))
 
@@ -68,7 +69,7 @@ def open_subject(
             return images.batches(count, size, device)
 
         return Subject(model, batches, count, images.domains, {}, images)
-    model, tokenizer = load_causal_lm(checkpoint)
+    model, tokenizer = load_causal_lm(checkpoint, trust_remote_code=trust_remote_code)
     rows, domain, domains = open_text(
         data,
         tokenizer,

@@ -22,29 +22,32 @@ _SIZES = (
 )  # fmt: skip
 
 
-def load_pretrained(path: str | Path, **options: Any) -> Any:
+def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
     ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
     ``l2r_swap`` the routers are swapped before the weights are read. Every tensor must be there,
     have its place in the model and be finite.
     ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
+    transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
     folder = checkpoint_folder(path)
     kind = "a language model"
     try:
-        config = read_config(folder)
+        config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if _classifies_images(config) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps:
             model = _load_swapped(folder, config, swaps, options)
         else:
+            options["trust_remote_code"] = trust_remote_code
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
         return model
     except Exception as error:  # transformers lets any error of a damaged folder through
-        raise ValueError(f"cannot load {kind} from {folder}: {error}") from error
+        raise cannot_load(kind, folder, error) from error
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
@@ -110,8 +113,20 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def check_new_folder(out: Path) -> None:
     """Raise ValueError when ``out`` holds something already."""
+    if out.is_symlink():
+        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder; got {out}")
+
+
+def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
+    """The error of a folder that cannot be loaded; transformers' own words say why."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"cannot load {what} from {folder}: it needs code that the folder brings; read that "
+            "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
+        )
+    return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -57,6 +57,8 @@ def update_card(run: RunFolder | None, model: Any, *, averaged: bool = False) ->
     if run is not None:
         folder = run.averaged_model if averaged else run.model
         card = folder / CARD
+        if folder.is_symlink():
+            return  # another run's weights, or a stranger's: their card is not this run's to write
         if card.is_file() and is_untouched(card.read_text(encoding="utf-8", errors="replace")):
             write_run_card(run, folder, model, averaged=averaged)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.options import AsJson, BatchSize, Device
+from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
@@ -61,6 +61,7 @@ def eval(
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the paper's
@@ -87,6 +88,7 @@ def eval(
     if images and len(checkpoints) > 1:
         raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
     common: Any = {"batch_size": batch_size, "device": device}
+    common["trust_remote_code"] = trust_remote_code
     if images:
         _refuse(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
         common |= {"limit": limit, "dtype": dtype, "data": data, "averaged": average}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import Device
+from l2r.cli.options import Device, TrustRemoteCode
 
 
 def serve(
@@ -31,6 +31,7 @@ def serve(
             min=1,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a language model with transformers' OpenAI-compatible server.
 
@@ -50,5 +51,6 @@ def serve(
         dtype=dtype,
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
+        trust_remote_code=trust_remote_code,
     )
     raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from l2r.cli.options import NEW_FOLDER, AsJson, Layers, RouterChanges, read_layers, read_router
+from l2r.cli.options import (
+    NEW_FOLDER,
+    AsJson,
+    Layers,
+    RouterChanges,
+    TrustRemoteCode,
+    read_layers,
+    read_router,
+)
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -21,6 +29,7 @@ def swap(
     selection: Annotated[
         str, typer.Option(help="family: keep the family's rule; router: the router's own.")
     ] = "family",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
@@ -38,7 +47,9 @@ def swap(
 
     config = read_router(changes)
     check_new_folder(out)
-    model, tokenizer = load_pretrained(checkpoint, dtype="auto"), load_tokenizer(checkpoint)
+    trusted = {"trust_remote_code": trust_remote_code}
+    model = load_pretrained(checkpoint, dtype="auto", **trusted)
+    tokenizer = load_tokenizer(checkpoint, **trusted)
     before = router_sites(model)
     swap_routers(model, config, layers=read_layers(layers), selection=selection)
     made = (

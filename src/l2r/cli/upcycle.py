@@ -13,6 +13,7 @@ from l2r.cli.options import (
     BatchSize,
     Layers,
     RouterChanges,
+    TrustRemoteCode,
     read_layers,
     read_router,
 )
@@ -38,6 +39,7 @@ def upcycle(
     train_steps: Annotated[int, typer.Option(help="Steps of joint training afterwards.")] = 0,
     train_lr: Annotated[float, typer.Option(help="Learning rate of joint training.")] = 1e-4,
     out: Annotated[Path | None, NEW_FOLDER] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Replace the routers of a checkpoint by ones fitted to the old ones' decisions.
@@ -60,7 +62,7 @@ def upcycle(
     )
     if out is not None:
         check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+    model, tokenizer = load_causal_lm(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
     fit_batches, other = sample_batches(

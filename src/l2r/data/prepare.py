@@ -20,7 +20,7 @@ from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
 from l2r.data.tokens import check_file
 from l2r.data.workers import ShardTask, tokenize_shards
-from l2r.runs.atomic import write_json
+from l2r.runs.atomic import make_folder, remove, write_json
 
 RECEIPTS = "receipts"
 OnBadShard = Literal["refuse", "skip"]
@@ -103,9 +103,10 @@ def prepare(
     _, identity = load_tokenizer(tokenizer)
     folders = split.folders(out)
     for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(out, *folder.relative_to(out).parts, RECEIPTS)
         for stale in folder.glob(".*.part"):
-            stale.unlink(missing_ok=True)
+            remove(stale)
+    make_folder(out, TOKENIZER)
     receipts = _Receipts(folders, identity, split)
     done = receipts.read(tasks)
     save_tokenizer(out / TOKENIZER, tokenizer)

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from l2r.data.manifest import (
     write_manifest,
 )
 from l2r.data.shuffling import batch_indices
-from l2r.runs.atomic import publish
+from l2r.runs.atomic import new_file, publish
 
 _ENDS = np.dtype("<u8")
 
@@ -245,9 +245,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # The process number keeps a left-over process of a killed run out of our file.
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._stream: BinaryIO = self._temporary.open("wb")
+        self._temporary, self._stream = new_file(path)
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> None:

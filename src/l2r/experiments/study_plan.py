@@ -1,7 +1,9 @@
 """Plans of studies: which arms are compared, by what, over how many seeds, said before the runs.
 
-A plan is YAML, one of ``plans/`` or a file of one's own. It is registered when git has it as it
-stands (or it came with the package) and its results were made with the same text.
+A plan is YAML, one of ``plans/`` or a file of one's own. One of ``plans/`` is registered when git
+has it as it stands (or it came with an installed package) and its results were made with the same
+text. A file of one's own is known by the digest of its text; git is not asked about it, because
+git runs programs that the configuration of a folder names.
 """
 
 import hashlib
@@ -25,6 +27,7 @@ from l2r.runs.folder import SEED_MARK
 from l2r.runs.study import MEASURES, OF_IMAGES
 
 _FOLDER = Path(__file__).parent / "plans"
+_CHECKOUT = _FOLDER.parents[3]  # of this package, where it is one: src/l2r/experiments/plans
 # All held-out tokens, once, at the end; every step is in some point of the curve.
 _ALWAYS = (
     "evaluation.every=0",
@@ -190,8 +193,8 @@ class Plan(Section):
 class Registered:
     """A plan, its name, and where its text stands.
 
-    digest: of the text. commit: that last changed the file, or the package's version; None where
-    the file is in no repository or was changed since. state: that in words.
+    digest: of the text. commit: that last changed a plan of the package, or the package's version;
+    None for a file of one's own and for one that was changed since. state: that in words.
     """
 
     plan: Plan
@@ -223,28 +226,35 @@ def read_plan(name: str) -> Registered:
         raise ValueError(f"plan {name} is not valid YAML: {error}") from error
     except ValidationError as error:
         raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
-    return Registered(plan, path.stem, hashlib.sha256(text).hexdigest()[:16], *_registration(path))
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    if path.resolve().parent == _FOLDER.resolve():
+        return Registered(plan, path.stem, digest, *_registration(path.name))
+    state = f"not registered: no plan of the package; the digest of its text is {digest}"
+    return Registered(plan, path.stem, digest, None, state)
 
 
-def _registration(path: Path) -> tuple[str | None, str]:
-    """Commit or version, and the state in words."""
-    known = _git(path, "log", "-1", "--format=%H %cs", "--", path.name)
+def _registration(name: str) -> tuple[str | None, str]:
+    """Commit or version of a file in ``plans/``, and the state in words."""
+    known = _git("log", "-1", "--format=%H %cs", "--", name)
+    changed = _git("status", "--porcelain", "--", name)
     if known:
         commit, _, date = known.partition(" ")
-        if _git(path, "status", "--porcelain", "--", path.name):
+        if changed:
             return None, f"not registered: the file was changed after commit {commit} of {date}"
         return commit, f"registered in commit {commit} of {date}"
-    if path.parent == _FOLDER and _git(path, "status", "--porcelain", "--", path.name) in (
-        None,
-        "",
-    ):
-        return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
-    return None, "not registered: no git commit has the file"
+    if changed:
+        return None, "not registered: no git commit has the file"
+    return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
 
 
-def _git(path: Path, *args: str) -> str | None:
-    """Output of a git command in the folder of a file; None outside a repository."""
-    command = ["git", "-C", str(path.absolute().parent), *args]
+def _git(*args: str) -> str | None:
+    """Output of a git command in the package's own checkout; None where it is none.
+
+    An installed package may lie in anybody's repository, whose configuration is not ours.
+    """
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:

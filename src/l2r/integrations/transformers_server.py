@@ -28,6 +28,7 @@ def serve(
     continuous_batching: bool = False,
     num_blocks: int | None = None,
     non_blocking: bool = False,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Serve until interrupted; with ``non_blocking`` return transformers' ``Serve``, running.
 
@@ -47,7 +48,7 @@ def serve(
     from transformers.cli import serve as command
     from transformers.cli.serving import model_manager
 
-    if load_tokenizer(checkpoint) is None:
+    if load_tokenizer(checkpoint, trust_remote_code=trust_remote_code) is None:
         raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     socket.create_server((host, port), family=family).close()  # before minutes of loading
@@ -55,7 +56,7 @@ def serve(
         num_blocks = _CPU_BLOCKS
     name = name or checkpoint.resolve().name
     usual = model_manager.ModelManager
-    model_manager.ModelManager = _loading(usual, checkpoint, name)
+    model_manager.ModelManager = _loading(usual, checkpoint, name, trust_remote_code)
     try:
         return _ending(command.Serve)(
             force_model=name,
@@ -86,16 +87,18 @@ def _ending(usual: type) -> type:
     return Ending
 
 
-def _loading(usual: type, checkpoint: Path, name: str) -> type:
+def _loading(usual: type, checkpoint: Path, name: str, trust_remote_code: bool) -> type:
     """transformers' manager of models for this checkpoint alone."""
 
     class OneCheckpoint(usual):
         def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-            model = load_pretrained(checkpoint, dtype=self.dtype)
+            model = load_pretrained(
+                checkpoint, dtype=self.dtype, trust_remote_code=trust_remote_code
+            )
             return model.eval().to(self.device)
 
         def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
-            return load_tokenizer(checkpoint)
+            return load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
         def get_gen_models(self) -> list[dict[str, Any]]:
             created = int(checkpoint_folder(checkpoint).stat().st_mtime)

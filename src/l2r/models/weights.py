@@ -35,18 +35,26 @@ _NAMED = 3
 
 
 def read_weights(
-    architecture: Any, folder: Path, *, optional: tuple[str, ...] = (), **options: Any
+    architecture: Any,
+    folder: Path,
+    *,
+    optional: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Any:
     """The model in ``folder``, built by ``architecture``: an Auto class or a class of transformers.
 
     ``optional`` are parts of names that may be missing, and then are drawn at random, or left over.
-    ``options`` go to ``from_pretrained``. Raises ValueError, naming up to three tensors of a kind,
-    for weights that are missing, left over, of other shapes or not finite, and for sizes in
-    config.json that the files cannot hold.
+    ``options`` go to ``from_pretrained``; ``trust_remote_code`` is for Auto classes. Raises
+    ValueError, naming up to three tensors of a kind, for weights that are missing, left over, of
+    other shapes or not finite, and for sizes in config.json that the files cannot hold.
     """
-    config, shapes = options.get("config") or read_config(folder), _stored_shapes(folder)
+    trusted = {"trust_remote_code": trust_remote_code}
+    config, shapes = options.get("config") or read_config(folder, **trusted), _stored_shapes(folder)
+    if hasattr(architecture, "from_config"):  # an Auto class
+        options |= trusted
     if shapes is not None:
-        _check_parameters(architecture, config, shapes)
+        _check_parameters(architecture, config, shapes, **trusted)
     try:
         model, info = architecture.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -71,7 +79,7 @@ def read_weights(
     return model
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration in a folder, whose sizes are compared with the files of weights first.
 
     transformers makes lists and modules by their number: 10**9 layers would take minutes and all
@@ -80,7 +88,7 @@ def read_config(folder: Path) -> Any:
     shapes = _stored_shapes(folder)
     if shapes is not None:
         _check_fields(folder, shapes)
-    return AutoConfig.from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -139,11 +147,16 @@ def _check_fields(folder: Path, shapes: Shapes) -> None:
                 raise ValueError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
 
 
-def _check_parameters(architecture: Any, config: Any, shapes: Shapes) -> None:
+def _check_parameters(
+    architecture: Any, config: Any, shapes: Shapes, *, trust_remote_code: bool
+) -> None:
     """Refuse a config.json whose model, built without memory, is larger than the files."""
-    build = getattr(architecture, "from_config", None) or architecture._from_config
     with torch.device("meta"):
-        model = build(copy.deepcopy(config))
+        if hasattr(architecture, "from_config"):
+            options = {"trust_remote_code": trust_remote_code}
+            model = architecture.from_config(copy.deepcopy(config), **options)
+        else:
+            model = architecture._from_config(copy.deepcopy(config))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     packed = getattr(config, "quantization_config", None) is not None
     if parameters > _SPARE + _numbers(shapes) * _TIED * (_PACKED if packed else 1):

@@ -17,15 +17,15 @@ tensorboard/         the same numbers as metrics.jsonl; wandb/ where that is the
 loggers.json         logger -> what it calls this run, of wandb and trackio
 """
 
-import fcntl
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import append_text, hold, refuse_link, write_json, write_text
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
@@ -46,6 +46,13 @@ class RunFolder:
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
         self.loggers = self.path / "loggers.json"
+        self.folders = (
+            self.checkpoints,
+            self.model,
+            self.averaged_model,
+            self.tensorboard,
+            *(self.path / name for name in ("evaluation", "wandb")),
+        )
         self._parsed: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
 
     @property
@@ -54,14 +61,19 @@ class RunFolder:
         return self.path.name
 
     def create(self) -> None:
-        """Make the folder. Raises OSError, naming the path, when that is not possible."""
+        """Make the folder.
+
+        Raises OSError, naming the path, when that is not possible, and ValueError where a folder
+        that a run has is a link; the run folder itself may be one.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            probe.write_text("")
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
         except OSError as error:
             raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+        for folder in self.folders:
+            refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
         """Fields of the recipe as plain values. Raises ValueError for a file that is none."""
@@ -88,11 +100,9 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder for one process. Raises ValueError when another run holds it."""
-        with (self.path / ".lock").open("w") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(f"output folder {self.path} is in use by another run") from error
+        with hold(self.path / ".lock") as mine:
+            if not mine:
+                raise ValueError(f"output folder {self.path} is in use by another run")
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
@@ -144,9 +154,7 @@ class RunFolder:
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one record and hand it to the operating system."""
-        with self.metrics.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
-            stream.flush()
+        append_text(self.metrics, json.dumps(record) + "\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run, or an empty dictionary where there is none."""

@@ -6,7 +6,6 @@ flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads 
 
 import json
 import os
-import shutil
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from l2r.models.weights import check_finite
-from l2r.runs.atomic import publish, write_json
+from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 
@@ -50,8 +49,9 @@ def save_checkpoint(
     target = run.checkpoints / f"step-{step:08d}"
     temporary = run.checkpoints / f".{target.name}.part"
     if ranks.first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        remove(temporary)
+        make_folder(run.path, run.checkpoints.name)
+        temporary.mkdir()  # it must not exist, so that it is no link either
     ranks.wait()
     state = {**_tensors(model, optimizer), **(extra or {}), **_random_state(ranks)}
     try:
@@ -62,7 +62,7 @@ def save_checkpoint(
             save(state, storage_writer=writer, no_dist=ranks.world == 1)
     except BaseException as error:
         if ranks.first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
         if isinstance(error, OSError | CheckpointException | RuntimeError):
             raise OSError(f"cannot write checkpoint {target}: {_cause(error)}") from error
         raise
@@ -74,10 +74,10 @@ def save_checkpoint(
             sums[shard.name] = _checksum(shard)
         facts = {"step": step, "world": ranks.world, "crc32": sums}
         write_json(temporary / "state.json", facts)
-        shutil.rmtree(target, ignore_errors=True)
+        remove(target)
         publish(temporary, target)
         for old in run.complete_checkpoints()[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
     ranks.wait()
     return target
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from l2r.checkpoints.pretrained import new_folder
 from l2r.checkpoints.run_card import write_run_card
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
+from l2r.runs.atomic import remove
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim, resumed
@@ -215,9 +217,10 @@ class _Trainer:
             torch.manual_seed(self.recipe.seed)
             model = self.task.build_model()
             model.load_state_dict(weights)
-            temporary = folder.with_name(f".{folder.name}.part")
-            self.task.export(model, temporary)
-            temporary.replace(folder)
+            for stale in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed
+                remove(stale)
+            with new_folder(folder) as part:
+                self.task.export(model, part)
             write_run_card(self.run, folder, model, averaged=folder == self.run.averaged_model)
         self.ranks.wait()
 

@@ -214,7 +214,7 @@ def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(
         def batches(step, ranks):
             if step == 3:
                 with torch.no_grad():
-                    trainer_model[0].model.layers[1].mlp.experts.down_proj[2, 0, 0] = float("inf")
+                    trainer_model[0].model.layers[1].mlp.experts.down_proj[:, 0, 0] = float("inf")
             return original(step, ranks)
 
         task.micro_batches = batches

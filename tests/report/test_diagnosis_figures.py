@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2r.report import geometry, landscape, routing, specialization
+from l2r.report import geometry, landscape, routing
 from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
@@ -92,38 +92,3 @@ def test_landscapes_hold_every_rule():
     flat = landscape.landscapes_2d(axis, {"a": grids["a"]}, (2.0, 2.0))
     assert [trace.type for trace in flat.data] == ["contour", "scatter"]
     np.testing.assert_allclose(flat.data[0].z, grids["a"], atol=1e-4)  # four decimals
-
-
-def test_layers_are_counted_as_the_model_counts_them():
-    """A model with experts in its blocks 2 and 3 alone, as a ViT of the demo."""
-    names = [{"name": f"vit.layers.{block}.mlp.router"} for block in (2, 3)]
-    usage = {kind: RNG.random(4) for kind in ("top1", "topk", "importance")}
-    layer = {
-        **usage,
-        "usage_by_domain": RNG.random((1, 4)),
-        "coactivation": RNG.random((4, 4)),
-        "sample_x": RNG.normal(size=(30, 5)),
-        "sample_first": np.arange(30) % 4,
-    }
-    arrays = {f"{number}.{name}": values for number in range(2) for name, values in layer.items()}
-    view = Diagnosis({"experts": 4, "domains": ["all"]}, names, arrays)
-    assert [view.label(0), view.label(1)] == ["2", "3"]
-    views = {"vit": view}
-    assert list(routing.usage_by_layer(views, "topk").data[0].y) == ["2", "3"]
-    assert list(routing.usage_by_domain(views).data[0].y) == ["2 · all", "3 · all"]
-    over_time = {"checkpoints": [1, 2], "top1": [[0.5, 0.6]] * 2, "topk": [[0.5, 0.6]] * 2}
-    figures = (
-        geometry.pca_scatter(view, [0, 1]),
-        specialization.domain_shares(view, [0, 1], "vit"),
-        specialization.coactivation_heatmaps(view, [0, 1], "vit"),
-        specialization.saturation_curves(view, over_time),
-    )
-    for figure in figures:
-        text = figure.to_json()
-        assert "layer 2" in text and "layer 3" in text
-        assert "layer 0" not in text and "layer 1" not in text
-
-
-def test_layers_without_a_number_are_counted_from_zero():
-    view = Diagnosis({}, [{"name": "router"}, {"name": "gate"}], {})
-    assert [view.label(0), view.label(1)] == ["0", "1"]

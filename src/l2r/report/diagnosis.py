@@ -138,7 +138,7 @@ def write_diagnosis(
         *analysis_sections(views, details=True),
     ]
     for name, view in views.items():
-        rows = {f"{view.label(i)} {row['name']}": row for i, row in enumerate(view.layers)}
+        rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
         why = {row["certificate"] for row in view.layers if "certificate" in row}  # there is none
         sections.append(Section(f"Layers of {name}", "; ".join(sorted(why)), tables))

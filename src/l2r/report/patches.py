@@ -11,7 +11,6 @@ from plotly.subplots import make_subplots
 
 from l2r.report.page import Section, write_page
 from l2r.report.style import expert_axis, layout
-from l2r.runs.diagnosis import block_number
 from l2r.runs.folder import RunFolder
 from l2r.runs.patches import PatchRouting
 
@@ -147,5 +146,5 @@ def _class_name(routing: PatchRouting, label: int) -> str:
 
 def _short(name: str) -> str:
     """``vit.layers.8.mlp.router`` as ``layer 8``."""
-    number = block_number(name)
-    return f"layer {number}" if number else name
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return f"layer {numbers[0]}" if numbers else name

@@ -54,11 +54,6 @@ class Diagnosis:
         """The first, the middle and the last, for what is drawn of each."""
         return sorted({0, len(self.layers) // 2, len(self.layers) - 1})
 
-    def label(self, layer: int) -> str:
-        """Number of a layer as the model counts its blocks, else its position."""
-        name = str(self.layers[layer].get("name", "")) if layer < len(self.layers) else ""
-        return block_number(name) or str(layer)
-
     def array(self, layer: int, name: str) -> Array:
         """One array of a layer."""
         return self.arrays[f"{layer}.{name}"]
@@ -72,11 +67,6 @@ class Diagnosis:
         write_bytes(folder / _ARRAYS, save(self.arrays))
         text = {"schema": SCHEMA, "info": self.info, "layers": self.layers, "mean": self.mean()}
         write_json(folder / _NUMBERS, text)
-
-
-def block_number(module: str) -> str | None:
-    """``8`` of ``vit.layers.8.mlp.router``; None for a module without a number."""
-    return next((part for part in module.split(".") if part.isdigit()), None)
 
 
 def is_diagnosed(folder: Path) -> bool:

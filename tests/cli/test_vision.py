@@ -51,7 +51,7 @@ def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
     page = (root / "report.html").read_text(encoding="utf-8")
     for words in ("Top-1 and top-5 accuracy", "Which expert each patch goes to", "L2R (SIPS)"):
         assert words in page
-    assert "Validation top-1 accuracy" in page and " images." in page
+    assert "Validation top-1 accuracy" in page and "images each" in page
     assert "seed-1</td>" not in page  # repeats have no row of their own
     assert (root / "linear" / "patches.npz").is_file()
     assert not (root / "linear.seed-1" / "patches.npz").exists()

@@ -52,9 +52,9 @@ def test_the_page_follows_the_run_and_the_command_ends_with_it(l2r, finished, go
     first = page.read_text()
     assert RELOADS in first and "Still training" in first and first.endswith("</html>")
     tokens = [r["tokens"] for r in RunFolder(finished).read_metrics("train")]
-    assert f"trained on {tokens[1]:,} tokens" in first
+    assert f"{tokens[1]:,} tokens each" in first
     shutil.copy(finished / "metrics.jsonl", going / "metrics.jsonl")
-    wait_for(lambda: f"trained on {tokens[-1]:,} tokens" in page.read_text())
+    wait_for(lambda: f"{tokens[-1]:,} tokens each" in page.read_text())
     assert RELOADS in page.read_text() and not ended
     shutil.copytree(finished / "model", going / "model")
     watching.join(60)

@@ -15,7 +15,6 @@ from l2r.report.text_view import text_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
-from l2r.runs.progress import comparable_validations, label
 from l2r.runs.statistics import mean_interval
 from l2r.runs.text_routing import TextRouting
 
@@ -46,9 +45,9 @@ def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
-    """A table of accuracy, mean and interval over finished repeats of a run; none for language."""
+    """A table of accuracy, mean and interval over repeats of a run; none for language."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for run in (run for run in runs if run.is_finished()):
+    for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
         if "top1" in last:
             arm = run.name.partition(SEED_MARK)[0]
@@ -63,65 +62,41 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
 
 
 def comparison_table(runs: Sequence[RunFolder]) -> Table:
-    """One row per run: validation CE per domain, balance, routing metrics, router parameters.
-
-    Losses of runs that were trained on different numbers of tokens have no best one; beside an
-    unfinished run all losses are of the last step that every run has.
-    """
-    records, note = comparable_validations(runs)
-    unit = unit_of(runs)
-    first = next(iter(records.values()), (runs[0].read_metrics("validation") or [{}])[-1])
+    """One row per run: validation CE per domain, balance, routing metrics, router parameters."""
+    last = {run.name: (run.read_metrics("validation") or [{}])[-1] for run in runs}
+    first = next(iter(last.values()), {})
     domains = [key for key in first if key.startswith("ce/")]
     accuracies = [key for key in ("top1", "top5") if key in first]
-    learned: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
-    learned += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
-    fixed = [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
-    rows, empty = [], []
+    columns: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
+    columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
+    columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
+    rows = []
     for run in runs:
-        record = records.get(run.name, {})
         mean = read_diagnosis(run.path).numbers() if is_diagnosed(run.path) else {}
-        if not mean:
-            empty.append(run)
-        end = record.get("step", 0 if note else None)
         rows.append(
             (
-                label(run),
-                record.get(unit),
-                *(record.get(field) for field in (*accuracies, *domains)),
-                last_tenth(run, "balance", end=end),
+                run.name,
+                *(last[run.name].get(field) for field in (*accuracies, *domains)),
+                last_tenth(run, "balance"),
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
-    equal = len({record.get(unit) for record in records.values()}) <= 1
-    if not equal:
-        note = f"Runs were trained on different numbers of {unit}: no loss is marked as the best."
-    columns = (*learned, *fixed)
     return Table(
         "Routers compared",
-        ("router", unit, *(name for name, _ in columns)),
+        ("router", *(name for name, _ in columns)),
         tuple(rows),
-        caption=" ".join(filter(None, (note, _CAPTION, _how_to_fill(empty)))),
-        best=columns if equal else tuple(fixed),
+        caption=(
+            "CE: validation cross-entropy in nats per token; top1, top5: share of validation "
+            "images whose label is among the first guesses. Balance loss: mean over the last "
+            "tenth of training, k when balanced. Margins are gaps between the two largest "
+            "logits; raw gaps of different scorings are not comparable, margin / spread divides "
+            "by the standard deviation of a token's logits. Stability and overlap: under noise "
+            "of sigma 0.02 on router inputs. Routing gain: rise of the cross-entropy, in nats, "
+            "with random experts. Routing metrics are means over layers."
+        ),
+        best=tuple(columns),
     )
-
-
-_CAPTION = (
-    "CE: validation cross-entropy in nats per token; top1, top5: share of validation images whose "
-    "label is among the first guesses. Balance loss: mean over the last tenth of training, k when "
-    "balanced. Margins are gaps between the two largest logits; raw gaps of different scorings "
-    "are not comparable, margin / spread divides by the standard deviation of a token's logits. "
-    "Stability and overlap: under noise of sigma 0.02 on router inputs. Routing gain: rise of the "
-    "cross-entropy, in nats, with random experts. Routing metrics are means over layers."
-)
-
-
-def _how_to_fill(runs: Sequence[RunFolder]) -> str:
-    """The command that measures the routing of runs without a diagnosis."""
-    if not runs:
-        return ""
-    paths = " ".join(str(run.path) for run in runs)
-    return f"Empty routing columns are filled by: l2r diagnose {paths} --out {runs[0].path.parent}"
 
 
 def write_report(
@@ -158,27 +133,14 @@ def write_report(
     if views:
         sections += [*routing_sections(views), *analysis_sections(views, details=False)]
     sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
-    trained = [(run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs]
-    sizes = [fact.get("parameters", 0) for fact in facts.values()]
-    summary = (
-        f"{len(runs)} run(s) of a model with {_range(sizes)} parameters, trained on "
-        f"{_range(trained)} {unit}."
-    )
-    unfinished = [run.name for run in runs if not run.is_finished()]
-    if unfinished:
-        verb = "is" if len(unfinished) == 1 else "are"
-        summary += f" {len(unfinished)} of {len(runs)} {verb} unfinished: {', '.join(unfinished)}."
+    seen = max((run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs)
+    parameters = facts[runs[0].name].get("parameters", 0)
+    summary = f"{len(runs)} run(s) of a model with {parameters:,} parameters, {seen:,} {unit} each."
     if reload is not None:
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
     write_page(path, title=title, summary=summary, sections=sections, reload=reload)
     return tables[0], path
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """A number that all share, or the smallest and the largest."""
-    least, most = min(numbers), max(numbers)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:

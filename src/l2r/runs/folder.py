@@ -76,26 +76,10 @@ class RunFolder:
             refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
-        """Fields of the recipe as plain values. Raises ValueError for a file that is none."""
+        """Fields of the recipe as plain values."""
         import yaml  # the rest of this module needs no package
 
-        try:
-            fields = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.recipe} is not valid YAML: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{self.recipe} must hold the fields of a recipe; got {fields!r}")
-        return fields
-
-    def _training(self, field: str) -> Any:
-        """A field of the recipe's section ``training``, or None."""
-        section = self.read_recipe().get("training")
-        return section.get(field) if isinstance(section, dict) else None
-
-    def planned_steps(self) -> int | None:
-        """Steps that the run is to have, where the environment or the recipe gives them."""
-        steps = self.read_json(self.environment).get("steps") or self._training("steps")
-        return steps if isinstance(steps, int) else None
+        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -179,7 +163,7 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the final weights are there, and their average where the recipe keeps one."""
         exports = [self.model]
-        if self._training("ema_decay"):
+        if self.read_recipe()["training"].get("ema_decay"):
             exports.append(self.averaged_model)
         return all((folder / "config.json").is_file() for folder in exports)
 

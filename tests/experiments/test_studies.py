@@ -308,6 +308,34 @@ def test_the_stopping_rule_asks_for_narrow_primary_intervals():
     assert not is_decided(registered().plan, judged)
 
 
+def test_one_wide_primary_interval_asks_for_more_seeds():
+    """Of two primary contrasts one is narrow; a third, secondary one is as wide and counts not."""
+    arms = {**SMALL["arms"], "l2r-2": ["router.kind=l2r_sips", "router.heads=4"]}
+    names = {"narrow": ("l2r", True), "wide": ("l2r-2", True)}
+
+    def study(kinds):
+        contrasts = [
+            {"first": first, "second": "linear", "metric": "validation_ce", "primary": primary}
+            for first, primary in kinds
+        ]
+        plan = registered(arms=arms, contrasts=contrasts, half_width=0.1)
+
+        def value(arm, seed, metric, trained):
+            return 5 + 0.001 * seed + (arm == "l2r-2") * trained * float(seed % 2)
+
+        return study_of(plan, made_up(plan, 3, value))
+
+    narrow, wide = (names[name] for name in ("narrow", "wide"))
+    for kinds, open_ in (
+        ([narrow], False),
+        ([wide], True),
+        ([narrow, wide], True),
+        ([wide, narrow], True),
+        ([narrow, (wide[0], False)], False),
+    ):
+        assert study(kinds).open is open_, kinds
+
+
 def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
     plan = registered().plan
     results = made_up(registered(), 1, values(), seconds=900)  # both arms of the first seed

@@ -1,5 +1,6 @@
 """The text page in a browser, with real clicks and keys."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -107,6 +108,21 @@ def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
             assert float(shown) == pytest.approx(value, rel=5e-4)  # four digits
     page.locator("#token h2").hover()  # away from the text: the token that has the focus again
     assert rows_of(page) == expected_rows(ONE, 0, 0)
+
+
+def test_weight_bars_of_two_checkpoints_have_one_scale(browser, tmp_path):
+    faint = random_text(seed=3)
+    faint = dataclasses.replace(faint, weights=faint.weights / 4)
+    tab = browser.new_page()
+    tab.goto(write_text_page({"one": ONE, "faint": faint}, tmp_path / "page.html").as_uri())
+    token(tab, 25).hover()
+    lengths = tab.locator("#token .bar i").evaluate_all("bars => bars.map(b => b.offsetWidth)")
+    weights = [weight for pane in (0, 1) for _, weight in rows_of(tab, pane)]
+    tab.close()
+    scale = max(lengths) / max(weights)
+    # A width is rounded to a pixel, at either end of the scale.
+    assert lengths == [pytest.approx(weight * scale, abs=2) for weight in weights]
+    assert min(lengths) > 4
 
 
 def test_keys_walk_through_the_text_and_choose_experts(page):

@@ -69,7 +69,7 @@ def test_every_figure_numbers_layers_by_their_blocks():
         "top1": [[0.2, 0.4], [1, 1]],
         "topk": [[0.5, 0.6], [1, 1]],
     }
-    lines = saturation_curves(over_time, view.blocks()).data
+    lines = saturation_curves(view, over_time).data
     assert [line.name for line in lines[:2]] == ["layer 2", "layer 3"]
     view.info["over_time"] = over_time
     (section,) = (s for s in analysis_sections({"a": view}, details=False) if "Satur" in s.title)
@@ -86,6 +86,7 @@ def test_the_page_of_patches_and_that_of_the_diagnosis_count_alike(tmp_path):
         predictions=np.zeros(1, np.int64),
         classes=np.array(["zero"]),
         num_experts=np.array(EXPERTS),
+        class_token=np.zeros((2, 1, 1), np.int16),
     )
     assert titles(patch_figure(routing))[1:3] == ["layer 2", "layer 3"]
     page = write_diagnosis({"a": view_of()}, tmp_path / "index.html").read_text()
@@ -96,12 +97,13 @@ def test_the_page_of_patches_and_that_of_the_diagnosis_count_alike(tmp_path):
 @pytest.mark.parametrize(
     ("names", "numbers"),
     [
-        (["model.layers.1.mlp.gate", "model.layers.11.mlp.gate"], [1, 11]),
-        (["gate"], [0]),
-        (["", ""], [0, 1]),
+        (["model.layers.1.mlp.gate", "model.layers.11.mlp.gate"], ["1", "11"]),
+        (["gate"], ["0"]),
+        (["", ""], ["0", "1"]),
         # of an encoder and of a decoder, which count apart
-        ([f"{part}.block.1.layer.1.mlp.router" for part in ("encoder", "decoder")], [0, 1]),
+        ([f"{part}.block.1.layer.1.mlp.router" for part in ("encoder", "decoder")], ["0", "1"]),
     ],
 )
 def test_layers_without_a_block_of_their_own_are_counted_from_0(names, numbers):
-    assert view_of(names).blocks() == numbers
+    view = view_of(names)
+    assert [view.label(layer) for layer in range(len(names))] == numbers

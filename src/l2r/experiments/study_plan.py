@@ -142,6 +142,8 @@ class Plan(Section):
                 )
             if contrast.primary and contrast.metric not in self.margins:
                 raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")
+        if self.half_width is not None and not any(c.primary for c in self.contrasts):
+            raise ValueError("half_width: needs a primary contrast, whose interval it bounds")
         return self
 
     def all_arms(self) -> dict[str, Changes]:

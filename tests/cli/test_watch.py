@@ -122,7 +122,7 @@ def test_the_command_under_the_table_fills_the_columns_of_routing(l2r, finished,
     shown = l2r("report", root).out
     (row,) = json.loads(l2r("report", root, "--json").out)
     assert row["stability"] is None and "fills the columns of routing" in " ".join(shown.split())
-    command = re.search(r"l2r (diagnose .*?) fills", comparison_table(find_runs(root)).caption)[1]
+    command = re.search(r"`l2r (diagnose .*?)` fills", comparison_table(find_runs(root)).caption)[1]
     few = ("--instances", 4, "--length", 16, "--certify", 0, "--gain", 2, "--text", 0)
     assert l2r(*shlex.split(command), *few).code == 0
     (row,) = json.loads(l2r("report", root, "--json").out)

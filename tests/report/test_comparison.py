@@ -124,7 +124,7 @@ def test_the_same_batches_are_claimed_of_runs_of_one_recipe_only(ended, tmp_path
 def test_the_table_says_how_to_fill_the_columns_of_routing(ended, tmp_path):
     table = comparison_table(ended)
     names = f"{tmp_path / 'dot'} {tmp_path / 'xmoe'}"
-    assert f"l2r diagnose {names} --out {tmp_path} fills the columns" in table.caption
+    assert f"l2r diagnose {names} --out {tmp_path}` fills the columns" in table.caption
     layer = {"mean_margin": 0.5, "name": "layers.0.gate"}
     arrays = {f"0.{kind}": np.ones(1) for kind in USAGE}
     for run in ended:

@@ -39,8 +39,8 @@ def test_what_is_no_number_is_never_best(missing):
         assert bold(table_of(rows, best=(("loss", direction),))) == {"loss": [name]}
 
 
-def test_one_value_is_no_best():
-    rows = (("a", 1.0, None, 0), ("b", None, None, 0))
+def test_one_value_and_values_that_are_all_alike_have_no_best():
+    rows = (("a", 1.0, 7, 0), ("b", None, 7, 0))
     best = (("loss", "min"), ("gain", "max"))
     assert bold(table_of(rows, best=best)) == {}
     assert bold(table_of(rows[:1], best=best)) == {}
@@ -59,6 +59,11 @@ def test_values_are_shown_with_their_digits_and_words():
     assert {value: table.show(value) for value in shown} == shown
     assert table.show(False) == "no" and table.show(1234567) == "1,234,567"
     assert table.show(math.inf) == "inf" and table.show("text") == "text"
+
+
+def test_names_in_backticks_are_code_under_a_table_too():
+    caption = "see `l2r diagnose a<b`"
+    assert "see <code>l2r diagnose a&lt;b</code>" in table_of((), caption=caption).to_html()
 
 
 def test_records_and_markdown_have_every_value_under_its_column():

@@ -116,7 +116,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     if undiagnosed:
         command = shlex.join(["l2r", "diagnose", *map(str, undiagnosed)])
         out = shlex.quote(str(undiagnosed[0].parent))
-        notes.append(f"{command} --out {out} fills the columns of routing that are empty.")
+        notes.append(f"`{command} --out {out}` fills the columns of routing that are empty.")
     return Table(
         "Routers compared",
         ("router", "steps", *(name for name, _ in columns)),

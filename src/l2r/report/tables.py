@@ -13,8 +13,8 @@ _NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyph
 class Table:
     """Columns and rows of plain values; floats are shown with ``digits`` decimals.
 
-    ``best`` marks, per column name, whether "max" or "min" is best among at least two rows; the
-    page prints it bold. Rows whose number is in ``unranked`` are compared with no other.
+    ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold where
+    rows differ. Rows whose number is in ``unranked`` are compared with no other.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Table:
                 kind = " class='number'" if _NUMBER.match(text) else ""
                 cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
-        caption = f"<p class='caption'>{html.escape(self.caption)}</p>" if self.caption else ""
+        caption = f"<p class='caption'>{prose(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
 
     def to_markdown(self) -> str:
@@ -69,6 +69,11 @@ class Table:
             position = self.columns.index(column)
             values = [r[position] for r in ranked if isinstance(r[position], int | float)]
             values = [v for v in values if not math.isnan(v)]
-            if len(values) > 1:
+            if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)
         return best
+
+
+def prose(text: str) -> str:
+    """Text as HTML, with names in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from l2r.report.comparison import accuracy_over_seeds, comparison_table, write_report
+from l2r.report.comparison import (
+    accuracy_over_seeds,
+    comparison_table,
+    first_seeds,
+    in_paper_order,
+    write_report,
+)
 from l2r.runs.diagnosis import USAGE, Diagnosis
 from l2r.runs.folder import RunFolder
 from tests.report.runs import PER_STEP, bold, made_run
@@ -145,3 +151,16 @@ def test_unfinished_runs_are_no_seeds_of_an_accuracy(tmp_path):
     assert row["seeds"] == 2 and row["Top-1 (%)"] == pytest.approx(60.0)
     assert "Unfinished and not counted: linear.seed-2, xmoe." in table.caption
     assert accuracy_over_seeds([late]) == []
+
+
+def test_repeats_with_other_seeds_have_no_row_unless_all_are_repeats(tmp_path):
+    names = ("linear", "linear.seed-1", "xmoe.seed-2")
+    runs = [RunFolder(tmp_path / name) for name in names]
+    assert [run.name for run in first_seeds(runs)] == ["linear"]
+    assert first_seeds(runs[1:]) == runs[1:]
+
+
+def test_runs_named_after_routers_come_in_the_papers_order_and_others_by_name(tmp_path):
+    names = ("zeta", "l2r_sips", "alpha", "linear")
+    runs = in_paper_order([RunFolder(tmp_path / name) for name in names])
+    assert [run.name for run in runs] == ["linear", "l2r_sips", "alpha", "zeta"]

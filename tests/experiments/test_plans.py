@@ -67,6 +67,7 @@ def test_the_screen_tunes_nobody_less_and_tells_its_effects_apart():
         ({"seeds": {"least": 4, "most": 3}}, "least must be <= most; got 4 and 3"),
         ({"arms": {}}, "give at least 1"),
         ({"margins": {}}, "a primary contrast needs one of validation_ce"),
+        ({"half_width": 0.01, "contrasts": []}, "half_width: needs a primary contrast"),
         ({"alpha": 0.7}, "alpha: Input should be less than 0.5"),
         ({"contrasts": [{"first": "l2r", "second": "lnear", "metric": "balance"}]},
          r"unknown arm 'lnear' \(did you mean 'linear'\?\)"),

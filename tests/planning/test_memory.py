@@ -79,6 +79,20 @@ def test_logits_in_chunks_are_planned():
     assert peaks[0] - peaks[1] > 4 * 4096 * (16 * 64 - 64)  # a whole one at least is not there
 
 
+@pytest.mark.parametrize(("parallel", "gpus"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_moving_average_takes_the_weights_once_more(parallel, gpus):
+    cut = Cut(parallel, gpus, 16, 8, False)
+    recipes = [load_recipe("demo/l2r-sips", [*SMALL, f"training.ema_decay={d}"]) for d in (0, 0.9)]
+    without, with_average = (formula(read_sizes(recipe), cut) for recipe in recipes)
+    weights = 4 * read_sizes(recipes[0]).numbers / (gpus if parallel == "fsdp2" else 1)
+    assert without.weights == weights and with_average.weights == 2 * weights
+    assert with_average.peak - without.peak == weights
+    assert with_average.optimizer == without.optimizer == 2 * weights
+    expected = simulate(recipes[1], cut)
+    assert with_average.peak == pytest.approx(expected.peak, rel=WITHIN)
+    assert with_average.weights == pytest.approx(expected.weights, rel=1e-3)
+
+
 def test_a_vision_recipe_in_bf16_is_planned_too():
     recipe = load_recipe("demo-vision/l2r-sips", ["training.precision=bf16", "model.num_labels=10"])
     cut = Cut("ddp", 1, 64, 64, False)

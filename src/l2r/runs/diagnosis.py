@@ -54,6 +54,15 @@ class Diagnosis:
         """The first, the middle and the last, for what is drawn of each."""
         return sorted({0, len(self.layers) // 2, len(self.layers) - 1})
 
+    def label(self, layer: int) -> str:
+        """Number of a layer as the model counts its blocks; its position where two have the same.
+
+        An encoder and a decoder count their blocks separately, for example.
+        """
+        blocks = [block_number(str(row.get("name", ""))) for row in self.layers]
+        unique = layer < len(blocks) == len({*blocks} - {None})
+        return str(blocks[layer]) if unique else str(layer)
+
     def array(self, layer: int, name: str) -> Array:
         """One array of a layer."""
         return self.arrays[f"{layer}.{name}"]
@@ -67,6 +76,11 @@ class Diagnosis:
         write_bytes(folder / _ARRAYS, save(self.arrays))
         text = {"schema": SCHEMA, "info": self.info, "layers": self.layers, "mean": self.mean()}
         write_json(folder / _NUMBERS, text)
+
+
+def block_number(module: str) -> str | None:
+    """``8`` of ``vit.layers.8.mlp.router``; None for a module without a number."""
+    return next((part for part in module.split(".") if part.isdigit()), None)
 
 
 def is_diagnosed(folder: Path) -> bool:

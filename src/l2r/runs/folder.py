@@ -76,10 +76,26 @@ class RunFolder:
             refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
-        """Fields of the recipe as plain values."""
+        """Fields of the recipe as plain values. Raises ValueError for a file that is none."""
         import yaml  # the rest of this module needs no package
 
-        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
+        try:
+            fields = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.recipe} is not valid YAML: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{self.recipe} must hold the fields of a recipe; got {fields!r}")
+        return fields
+
+    def read_training(self, field: str) -> Any:
+        """A field of the recipe's section ``training``; None without it or without a recipe."""
+        section = self.read_recipe().get("training") if self.is_run() else None
+        return section.get(field) if isinstance(section, dict) else None
+
+    def planned_steps(self) -> int | None:
+        """Steps that the run is to have, where the environment or the recipe gives them."""
+        steps = self.read_json(self.environment).get("steps") or self.read_training("steps")
+        return steps if isinstance(steps, int) else None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -163,7 +179,7 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the final weights are there, and their average where the recipe keeps one."""
         exports = [self.model]
-        if self.read_recipe()["training"].get("ema_decay"):
+        if self.read_training("ema_decay"):
             exports.append(self.averaged_model)
         return all((folder / "config.json").is_file() for folder in exports)
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 
 import numpy as np
 import pyarrow
@@ -158,17 +159,18 @@ def test_bits_per_byte_are_all_log_probabilities_by_all_bytes(checkpoint, files,
     assert (record["settings"]["context"], record["settings"]["stride"]) == (CONTEXT, STRIDE)
 
 
-def test_errors_are_scipys_over_documents():
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_errors_are_scipys_over_documents(count):
     rng = np.random.default_rng(0)
-    sizes = rng.integers(10, 900, 40)
-    nats = sizes * rng.normal(1.2, 0.3, 40)
+    sizes = rng.integers(10, 900, count)
+    nats = sizes * rng.normal(1.2, 0.3, count)
     found = ratio_of_sums(nats.tolist(), sizes.tolist())
     value = nats.sum() / sizes.sum()
     error = stats.sem(nats - value * sizes) / sizes.mean()
     assert (found.value, found.error) == pytest.approx((value, error))
-    low, high = stats.t.interval(0.95, 39, loc=value, scale=error)
+    low, high = stats.t.interval(0.95, count - 1, loc=value, scale=error)
     assert (found.low, found.high) == pytest.approx((low, high), rel=1e-3)
-    equal = ratio_of_sums(nats.tolist(), [1] * 40)  # equal sizes: the error of a mean
+    equal = ratio_of_sums(nats.tolist(), [1] * count)  # equal sizes: the error of a mean
     assert equal.error == pytest.approx(stats.sem(nats))
     with pytest.raises(ValueError, match="sum above 0"):
         ratio_of_sums([0.0], [0])
@@ -191,9 +193,20 @@ def test_differences_are_the_second_less_the_first_by_pairs():
     assert found.bits_per_byte.error < text_losses(first)[ALL].bits_per_byte.error / 10
 
 
+def test_windows_overlap_by_half_unless_told_otherwise():
+    config = OlmoeConfig(max_position_embeddings=256)
+    assert TextSettings().windows(config) == Windows(256, 128)
+    assert TextSettings(length=9).windows(config) == Windows(9, 4)
+    assert TextSettings(length=9, stride=7).windows(config) == Windows(9, 7)
+    long = OlmoeConfig(max_position_embeddings=4096)
+    assert TextSettings().windows(long) == Windows(2048, 1024)
+
+
 def test_nats_per_token_of_other_tokens_are_not_compared():
     found = text_differences(documents([8.0, 9.0]), documents([7.0, 7.0], ids="y"))[ALL]
     assert found.nats_per_token is None and found.bits_per_byte.value < 0
+    one = [documents([8.0])[0], documents([8.0, 9.0], ids="y")[1]]  # of two, one is read otherwise
+    assert text_differences(documents([8.0, 9.0]), one)[ALL].nats_per_token is None
     for other in (documents([8.0]), documents([8.0, 9.0], size=9)):
         with pytest.raises(ValueError, match="same documents; got 2 and"):
             text_differences(documents([8.0, 9.0]), other)
@@ -232,6 +245,15 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     assert Texts(paths).digest != Texts(paths[:1]).digest
 
 
+def test_the_same_words_in_other_documents_are_another_text(tmp_path):
+    digests = set()
+    for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""]):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "a.jsonl").write_text(lines)
+        digests.add(Texts([tmp_path / "a.jsonl"]).digest)
+    assert len(digests) == 4
+
+
 def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
     checkpoint, files, tmp_path, monkeypatch
 ):
@@ -258,6 +280,10 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
     assert score(checkpoint, [files], tmp_path)[0] == whole
     with pytest.raises(TypeError):  # other settings are scored again
         score(checkpoint, [files], tmp_path, length=9)
+    assert score(checkpoint, [files], tmp_path / "whole")[0] == whole
+    os.utime(checkpoint / "model.safetensors")  # and so are weights that were written again
+    with pytest.raises(TypeError):
+        score(checkpoint, [files], tmp_path / "whole")
 
 
 def test_progress_ends_with_all_bytes(checkpoint, files, tmp_path, monkeypatch):

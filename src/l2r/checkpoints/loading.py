@@ -1,6 +1,5 @@
 """Load a language model with its tokenizer, or an image classifier, ours or Hugging Face's."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import (
 )
 
 from l2r.checkpoints.pretrained import cannot_load, checkpoint_folder, load_pretrained
+from l2r.runs.reading import read_json
 
 
 def load_causal_lm(
@@ -75,8 +75,11 @@ def is_image_classifier(path: str | Path) -> bool:
     Raises ValueError when there is no config.json.
     """
     folder = checkpoint_folder(path)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return any("ImageClassification" in name for name in config.get("architectures") or [])
+    config = read_json(
+        folder / "config.json", strict=False
+    )  # some of transformers' have infinities
+    names = config.get("architectures") or []
+    return isinstance(names, list) and any("ImageClassification" in str(name) for name in names)
 
 
 def hugging_face_tokenizer(path: Path) -> Any:

@@ -5,11 +5,12 @@ Hugging Face hub without storing the shard). Every document needs a string field
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from l2r.runs.reading import MAX_BYTES, parse_json
 
 # A readable binary file; the libraries that open shards share no class for it.
 BinaryFile = Any
@@ -56,7 +57,7 @@ def read_texts(stream: BinaryFile, name: str) -> Iterator[str]:
             count += 1
     except KeyError as error:
         raise BadShardError(f"shard {name}: document {count} has no field {error}") from error
-    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise BadShardError(
             f"shard {name} is truncated or corrupt after document {count}: {reason}"
@@ -66,8 +67,10 @@ def read_texts(stream: BinaryFile, name: str) -> Iterator[str]:
 
 
 def _json_lines(stream: Any) -> Iterator[dict[str, Any]]:
-    for line in stream:
-        yield json.loads(line)
+    while line := stream.readline(MAX_BYTES + 1):
+        if len(line) > MAX_BYTES:
+            raise ValueError(f"a document must have at most {MAX_BYTES:,} bytes")
+        yield parse_json(line, strict=False)
 
 
 def _gzip_lines(stream: BinaryFile) -> Iterator[dict[str, Any]]:

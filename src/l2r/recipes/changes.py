@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from l2r.routers.config import named, options_of
+from l2r.runs.reading import parse_yaml
 
+_SHOWN = 200  # characters of a value in an error
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
@@ -53,9 +53,10 @@ def read_change(change: str) -> tuple[str, Any]:
     if not separator or not field:
         raise ValueError(f"changes must look like key.sub=value; got {change!r}")
     try:
-        return field, yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
+        return field, parse_yaml(text)
+    except ValueError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{field} has a value that is not valid YAML: {shown!r}") from error
 
 
 def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import append_text, hold, refuse_link, write_json, write_text
+from l2r.runs.reading import files_of, parse_json, read_json, read_yaml
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
@@ -76,10 +77,8 @@ class RunFolder:
             refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
-        """Fields of the recipe as plain values."""
-        import yaml  # the rest of this module needs no package
-
-        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
+        """Fields of the recipe as plain values. Raises ValueError where it cannot be read."""
+        return read_yaml(self.recipe)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -121,12 +120,12 @@ class RunFolder:
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.metrics.read_bytes().splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                record = parse_json(line, strict=False)
+            except ValueError:
                 break
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not _is_record(record):
                 break
             records.append(record)
         return records
@@ -142,12 +141,7 @@ class RunFolder:
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run, or an empty dictionary where there is none."""
-        if not path.is_file():
-            return {}
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+        return read_json(path, strict=False) if path.is_file() else {}
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file whole or not at all."""
@@ -163,13 +157,23 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the final weights are there, and their average where the recipe keeps one."""
         exports = [self.model]
-        if self.read_recipe()["training"].get("ema_decay"):
+        with files_of(self.path):
+            averaged = self.read_recipe()["training"].get("ema_decay")
+        if averaged:
             exports.append(self.averaged_model)
         return all((folder / "config.json").is_file() for folder in exports)
 
     def is_run(self) -> bool:
         """Whether the folder looks like a run."""
         return self.recipe.is_file()
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
+    numbers = [v for name, v in record.items() if name != "kind"]
+    flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
+    known = all(n is None or isinstance(n, int | float) for n in flat)
+    return known and type(record.get("step")) is int and isinstance(record.get("kind"), str)
 
 
 def find_runs(path: str | Path) -> list[RunFolder]:

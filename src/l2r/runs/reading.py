@@ -11,15 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
 MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
 MAX_VALUES = 100_000  # of a YAML file whose aliases are written out
 _NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
-_NAMES = {dict: "object", list: "list"}
 
 
 def read_bytes(path: Path) -> bytes:
@@ -31,8 +28,8 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def parse_json(text: bytes, kind: type[T] = dict, *, strict: bool = True) -> T:  # type: ignore[assignment]
-    """The one value of a JSON text, of the type ``kind``; ``object`` takes any.
+def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
+    """The one value of a JSON text, of the type ``kind``: dict or list.
 
     ``strict`` refuses what JSON has no meaning for: a name twice in one object, NaN, infinities.
     Raises ValueError, in one line that does not name the file.
@@ -45,7 +42,8 @@ def parse_json(text: bytes, kind: type[T] = dict, *, strict: bool = True) -> T: 
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
     if not isinstance(value, kind):
-        raise ValueError(f"it must be a JSON {_NAMES[kind]}; got {type(value).__name__}")
+        name = "object" if kind is dict else "list"
+        raise ValueError(f"it must be a JSON {name}; got {type(value).__name__}")
     return value
 
 

@@ -24,7 +24,7 @@ def read(monkeypatch):
     """What a checkpoint with a vocabulary of 200 reads."""
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=200))
     monkeypatch.setattr(inputs, "is_image_classifier", lambda path: False)
-    monkeypatch.setattr(inputs, "load_causal_lm", lambda path: (model, Letters()))
+    monkeypatch.setattr(inputs, "load_causal_lm", lambda path, **_: (model, Letters()))
 
     def read(source, *, instances=4, length=5):
         return inputs.open_subject(

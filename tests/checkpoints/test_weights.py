@@ -237,9 +237,9 @@ def test_quantized_files_may_pack_their_parameters(copied, monkeypatch):
     few = {"packed": (sum(math.prod(shape) for shape in shapes.values()) // 12,)}
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"config\.json describes"):
-        weights._check_parameters(AutoModelForCausalLM, config, few)
+        weights._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
     config.quantization_config = {"quant_method": "gptq"}
-    weights._check_parameters(AutoModelForCausalLM, config, few)
+    weights._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
 
 
 def test_sizes_of_images_are_refused_too(copied):

@@ -114,7 +114,9 @@ def test_empty_corpus_folder_and_unwritable_output(l2r, tiny_changes, tmp_path):
     empty.mkdir()
     changes = [*tiny_changes, f"data.corpus={empty}"]
     out = tmp_path / "run"
-    assert_refused(l2r("train", "demo/linear", *changes, "--out", out), "*.txt files", str(empty))
+    assert_refused(
+        l2r("train", "demo/linear", *changes, "--out", out), "must hold text files", str(empty)
+    )
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert_refused(

@@ -111,7 +111,7 @@ CORRUPT = "truncated or corrupt after document"
 BROKEN = [
     ("a.jsonl", FIRST + b'\n{"body": 1, "i": 1}\n', "line 3: no field 'text'; it has 'body', 'i'"),
     ("a.jsonl", FIRST + b'{"text": 5}\n', "line 2: field 'text' must be a string; got int"),
-    ("a.jsonl", FIRST + b"[1]\n", "line 2: a document must be an object; got list"),
+    ("a.jsonl", FIRST + b"[1]\n", "line 2: it must be a JSON object; got list"),
     ("a.jsonl", FIRST + b'{"text": \n', f"{CORRUPT} 1: line 2: "),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, f"{CORRUPT} 0: line 1: "),
     ("a.jsonl", b"", "holds no documents"),

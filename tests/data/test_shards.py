@@ -90,7 +90,7 @@ def test_flipped_byte_is_noticed(name):
     [
         ("a.jsonl", b'{"body": "x"}\n', "line 1: no field 'text'; it has 'body'"),
         ("a.jsonl", b'{"text": null}\n', "field 'text' must be a string; got NoneType"),
-        ("a.jsonl", b"[1]\n", "line 1: a document must be an object; got list"),
+        ("a.jsonl", b"[1]\n", "line 1: it must be a JSON object; got list"),
         ("a.jsonl", b'{"text": "\xff"}\n', "truncated or corrupt after document 0"),
         ("a.parquet", parquet_bytes({"body": ["x"]}), "no column 'text'; it has body"),
         ("a.json.gz", b"", "holds no documents"),

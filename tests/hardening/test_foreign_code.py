@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, ViTConfig
+from transformers import AutoConfig, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier, load_pretrained
 from l2r.checkpoints.export import MODULE, export_remote_code
@@ -141,6 +141,7 @@ def test_code_runs_where_it_is_trusted(l2r, folder, tmp_path):
     foreign_tokenizer(folder, marks[1])
     ended = l2r("swap", folder, "--out", tmp_path / "new", "--trust-remote-code")
     assert ended.code == 0 and marks[1].exists(), ended
+    OlmoeForCausalLM(OlmoeConfig(**SIZES)).save_pretrained(folder, save_original_format=False)
     foreign_model(folder, marks[0])
     load_pretrained(folder, trust_remote_code=True)
     assert marks[0].exists()

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from scipy.stats import binomtest
 
 from l2r.report.paper_tables import accuracy_table, downstream_table, images_table, seeds_caption
 from l2r.report.tables import Table
@@ -90,24 +91,27 @@ def test_both_accuracies_of_a_router_are_better_the_larger_and_stand_in_their_co
 
 
 def test_a_difference_keeps_its_sign_and_its_ends_in_order():
-    accuracy, error = {"BoolQ": 61.0}, {"BoolQ": 1.5}
     table = downstream_table(
         ("BoolQ", "PIQA"),
-        {"a": ({**accuracy, "PIQA": 70.0}, {**error, "PIQA": 1.0})},
+        {"a": {"BoolQ": (61.0, 58.0, 64.0), "PIQA": (70.0, 68.0, 72.0)}},
         {"b - a": {"BoolQ": (-0.02, -0.05, 0.01)}},
     )
     assert table.rows == (
         ("a", 61.0, 70.0),
-        ("standard error", 1.5, 1.0),
+        ("95% from", 58.0, 68.0),
+        ("95% to", 64.0, 72.0),
         ("b - a", -2.0, None),
         ("95% from", -5.0, None),
         ("95% to", 1.0, None),
     )
 
 
-def test_the_standard_error_of_an_accuracy_is_that_of_a_share():
+def test_the_interval_of_an_accuracy_is_wilsons():
     record = {"checkpoint": "c", "averaged": True, "ce": 1.5, "skipped": ["x"], "images": 400}
-    own, error = images_table({**record, "top1": 0.2, "top5": 0.5}).rows
+    own, low, high = images_table({**record, "top1": 0.2, "top5": 0.5}).rows
     assert own == ("c (average)", 20.0, 50.0, 1.5, 400, 1)
-    # sqrt(0.2 x 0.8 / 400) = 0.02; sqrt(0.5 x 0.5 / 400) = 0.025
-    assert error[:3] == ("standard error", pytest.approx(2.0), pytest.approx(2.5))
+    for (name, *bounds), side in ((low, "low"), (high, "high")):
+        assert name == {"low": "95% from", "high": "95% to"}[side]
+        expected = [getattr(binomtest(count, 400).proportion_ci(method="wilson"), side)
+                    for count in (80, 200)]  # fmt: skip
+        assert bounds[:2] == pytest.approx([100 * value for value in expected], rel=1e-4)

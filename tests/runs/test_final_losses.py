@@ -45,7 +45,7 @@ def test_records_that_were_cut_are_of_no_end_although_the_weights_are_there(tmp_
 
 def test_a_damaged_recipe_is_one_line(tmp_path):
     run = made_run(tmp_path / "run")
-    for text, words in (("a: [", "is not valid YAML"), ("- a", "must hold the fields")):
+    for text, words in (("a: [", "is not valid YAML"), ("- a", "must be a mapping of fields")):
         run.recipe.write_text(text)
         with pytest.raises(ValueError, match=words):
             read_progress(run)

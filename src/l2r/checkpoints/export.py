@@ -111,7 +111,7 @@ def modeling_source(kind: str) -> str:
             body = body.replace(f"({card.SavesCard.__name__})", "")
         parts.append(body)
         if name == _PLAIN:
-            parts.append(_dispatch_class(tree))
+            parts.append(_dispatch_class(module))
     from l2r import __version__
 
     header = _HEADER.format(version=__version__, kind=kind)
@@ -184,9 +184,10 @@ def _top_level_names(tree: ast.Module) -> Iterator[str]:
             yield node.target.id
 
 
-def _dispatch_class(tree: ast.Module) -> str:
+def _dispatch_class(plain: ModuleType) -> str:
     """What routers call as ``dispatch.name``: here always the plain function."""
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    lines = "\n".join(f"    {name} = staticmethod({name})" for name in names if name[0] != "_")
+    chosen = vars(importlib.import_module(_KERNELS))
+    names = [name for name, value in vars(plain).items() if name in chosen and callable(value)]
+    lines = "\n".join(f"    {name} = staticmethod({name})" for name in names if name[0].islower())
     head = 'class dispatch:\n    """Plain code; l2r-moe has fused kernels."""'
     return f"{head}\n\n{lines}"

@@ -1,6 +1,5 @@
 """Load a language model with its tokenizer, or an image classifier, ours or Hugging Face's."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from l2r.checkpoints.pretrained import cannot_load, checkpoint_folder, load_pretrained
+from l2r.checkpoints.pretrained import (
+    cannot_load,
+    checkpoint_folder,
+    classifies_images,
+    load_pretrained,
+)
 from l2r.models.weights import read_weights
+from l2r.runs.reading import read_json
 
 
 def load_causal_lm(
@@ -81,8 +86,9 @@ def is_image_classifier(path: str | Path) -> bool:
     Raises ValueError when there is no config.json.
     """
     folder = checkpoint_folder(path)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return any("ImageClassification" in name for name in config.get("architectures") or [])
+    # some of transformers' have infinities
+    config = read_json(folder / "config.json", strict=False)
+    return classifies_images(config.get("architectures"))
 
 
 def hugging_face_tokenizer(path: Path) -> Any:

@@ -37,7 +37,7 @@ def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **opti
     kind = "a language model"
     try:
         config = read_config(folder, trust_remote_code=trust_remote_code)
-        kind = "an image classifier" if _classifies_images(config) else kind
+        kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps:
             model = _load_swapped(folder, config, swaps, options)
@@ -139,8 +139,10 @@ def checkpoint_folder(path: str | Path) -> Path:
     )
 
 
-def _classifies_images(config: Any) -> bool:
-    return any("ImageClassification" in name for name in config.architectures or [])
+def classifies_images(architectures: Any) -> bool:
+    """Whether the field ``architectures`` of a config.json names an image classifier."""
+    names = architectures if isinstance(architectures, list) else []
+    return any("ImageClassification" in str(name) for name in names)
 
 
 def _auto_class(config: Any) -> Any:
@@ -148,7 +150,7 @@ def _auto_class(config: Any) -> Any:
 
     Raises ValueError for another kind of model, which transformers answers with all that it has.
     """
-    if _classifies_images(config):
+    if classifies_images(config.architectures):
         return AutoModelForImageClassification
     known = type(config) in AutoModelForCausalLM._model_mapping
     if known or getattr(config, "auto_map", None):

@@ -6,11 +6,12 @@ plain text is one document, and ``FOLDER/*.txt`` is one shard of all text files 
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
+
+from l2r.runs.reading import MAX_BYTES, parse_json
 
 # A readable binary file; the libraries that open shards share no class for it.
 BinaryFile = Any
@@ -68,7 +69,7 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
     try:
         for line, raw in reader(stream):
             place = f"line {line}: "
-            document = json.loads(raw) if isinstance(raw, bytes) else raw
+            document = parse_json(raw, strict=False) if isinstance(raw, bytes) else raw
             place = ""
             try:
                 text = _text_of(document)
@@ -81,7 +82,7 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
     except KeyError as error:
         columns = str(error.args[0])
         raise BadShardError(f"shard {name}: no column 'text'; it has {columns}") from error
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise BadShardError(
             f"shard {name} is truncated or corrupt after document {count}: {place}{reason}"
@@ -90,9 +91,7 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
         raise BadShardError(f"shard {name} holds no documents")
 
 
-def _text_of(document: Any) -> str:
-    if not isinstance(document, dict):
-        raise ValueError(f"a document must be an object; got {type(document).__name__}")
+def _text_of(document: dict[str, Any]) -> str:
     if "text" not in document:
         raise ValueError(f"no field 'text'; it has {', '.join(map(repr, document))}")
     if not isinstance(document["text"], str):
@@ -136,7 +135,13 @@ def _whole_files(stream: BinaryFile) -> Documents:
 
 
 def _lines(stream: Any) -> Documents:
-    return ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+    number = 0
+    while line := stream.readline(MAX_BYTES + 1):
+        number += 1
+        if len(line) > MAX_BYTES:
+            raise ValueError(f"a document must have at most {MAX_BYTES:,} bytes")
+        if line.strip():
+            yield number, line
 
 
 def _gzip_lines(stream: BinaryFile) -> Documents:

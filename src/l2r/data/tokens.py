@@ -182,6 +182,12 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             position = int(np.searchsorted(self._starts, index, side="right")) - 1
             start = (int(index) - int(self._starts[position])) * length
             ids[row] = self._tokens(position)[start : start + length]
+            if ids[row].max() >= self.tokenizer.vocab_size:
+                folder, file = self._files[position]
+                raise ValueError(
+                    f"token ids of {folder / file.name}.bin must be below "
+                    f"{self.tokenizer.vocab_size}; got {ids[row].max()}; write it again"
+                )
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 

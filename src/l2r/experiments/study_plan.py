@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-import yaml
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from l2r import __version__
@@ -24,6 +23,7 @@ from l2r.routers.config import nearest
 from l2r.runs.contrasts import Contrast
 from l2r.runs.effects import design
 from l2r.runs.folder import SEED_MARK
+from l2r.runs.reading import read_yaml
 from l2r.runs.study import MEASURES, OF_IMAGES
 
 _FOLDER = Path(__file__).parent / "plans"
@@ -219,11 +219,9 @@ def read_plan(name: str) -> Registered:
     if not path.is_file():
         known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
         raise ValueError(f"unknown plan {name!r}{known}")
-    text = path.read_bytes()
+    text, values = path.read_bytes(), read_yaml(path)
     try:
-        plan = Plan.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"plan {name} is not valid YAML: {error}") from error
+        plan = Plan.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
     digest = hashlib.sha256(text).hexdigest()[:16]

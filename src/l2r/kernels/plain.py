@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.functional import (
+    best_experts,  # noqa: F401  the plain form of dispatch.best_experts
     cosine_scores,
     dot_scores,
     low_rank_query,

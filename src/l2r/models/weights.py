@@ -6,7 +6,6 @@ describes a model that its files cannot hold, before memory is taken for it.
 """
 
 import copy
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
+
+from l2r.runs.reading import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -129,7 +130,7 @@ def _stored_shapes(folder: Path) -> Shapes | None:
 
 def _check_fields(folder: Path, shapes: Shapes) -> None:
     numbers = _numbers(shapes)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", strict=False)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     limits = {
         **dict.fromkeys(_LAYERS, (1, len(shapes), "tensors")),

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from l2r.routers.config import named, options_of
+from l2r.runs.reading import parse_yaml
 
 # What a recipe says of its images, by section; it says nothing of others.
 PIXELS = {
@@ -14,6 +13,7 @@ PIXELS = {
     "data": ("mean", "deviation"),
 }
 BUILT_IN_IMAGES = ("digits", "fashion-mnist")  # other names are places, which may move
+_SHOWN = 200  # characters of a value in an error
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
@@ -60,9 +60,10 @@ def read_change(change: str) -> tuple[str, Any]:
     if not separator or not field:
         raise ValueError(f"changes must look like key.sub=value; got {change!r}")
     try:
-        return field, yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
+        return field, parse_yaml(text)
+    except ValueError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{field} has a value that is not valid YAML: {shown!r}") from error
 
 
 def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from l2r.recipes.packaged import packaged_recipes, settings
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
+from l2r.runs.reading import read_yaml
 
 AnyRecipe = LanguageRecipe | VisionRecipe
 _KINDS: dict[Any, type[AnyRecipe]] = {"language": LanguageRecipe, "vision": VisionRecipe}
@@ -108,13 +109,7 @@ def _values(name: str) -> dict[str, Any]:
 def _file_values(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"recipe file {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"recipe {path} must be a mapping of fields; got {type(values).__name__}")
-    return values
+    return read_yaml(path)
 
 
 def _unknown(name: str) -> ValueError:

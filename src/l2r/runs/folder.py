@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import append_text, hold, refuse_link, write_json, write_text
+from l2r.runs.reading import parse_json, read_json, read_yaml
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
@@ -76,16 +77,8 @@ class RunFolder:
             refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
-        """Fields of the recipe as plain values. Raises ValueError for a file that is none."""
-        import yaml  # the rest of this module needs no package
-
-        try:
-            fields = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.recipe} is not valid YAML: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{self.recipe} must hold the fields of a recipe; got {fields!r}")
-        return fields
+        """Fields of the recipe as plain values. Raises ValueError where it cannot be read."""
+        return read_yaml(self.recipe)
 
     def read_training(self, field: str) -> Any:
         """A field of the recipe's section ``training``; None without it or without a recipe."""
@@ -137,12 +130,12 @@ class RunFolder:
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.metrics.read_bytes().splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                record = parse_json(line, strict=False)
+            except ValueError:
                 break
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not _is_record(record):
                 break
             records.append(record)
         return records
@@ -158,12 +151,7 @@ class RunFolder:
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run, or an empty dictionary where there is none."""
-        if not path.is_file():
-            return {}
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+        return read_json(path, strict=False) if path.is_file() else {}
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file whole or not at all."""
@@ -186,6 +174,14 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether the folder looks like a run."""
         return self.recipe.is_file()
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
+    numbers = [v for name, v in record.items() if name != "kind"]
+    flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
+    known = all(n is None or isinstance(n, int | float) for n in flat)
+    return known and type(record.get("step")) is int and isinstance(record.get("kind"), str)
 
 
 def find_runs(path: str | Path) -> list[RunFolder]:

@@ -4,7 +4,6 @@ A checkpoint is a folder ``step-N`` with the shards of every rank and ``state.js
 flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads under FSDP2.
 """
 
-import json
 import os
 import warnings
 import zlib
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from l2r.models.weights import check_finite
 from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
+from l2r.runs.reading import parse_json, read_bytes
 from l2r.training.ranks import Ranks
 
 _MODEL = "model."
@@ -116,7 +116,7 @@ def load_weights(folder: Path, model: nn.Module) -> int:
 def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
     """Step and number of ranks of a checkpoint whose shards are what was written."""
     try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        saved = parse_json(read_bytes(folder / "state.json"))
         step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {folder} has no readable state.json: {error}") from error

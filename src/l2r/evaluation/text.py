@@ -30,6 +30,7 @@ from l2r.evaluation.text_scoring import (
 )
 from l2r.models.weights import read_config
 from l2r.runs.atomic import write_json, write_text
+from l2r.runs.reading import parse_json
 
 _PART = 1 << 20  # characters of text that are scored and kept together
 _LINE = re.compile(r":\d+$")  # text_documents names a file's documents FILE:LINE
@@ -185,8 +186,8 @@ def _resume(path: Path, identity: dict[str, Any]) -> list[TextDocument]:
     if lines and lines[0] == head:
         for line in lines[1:]:
             try:
-                documents.append(TextDocument(**json.loads(line)))
-            except (json.JSONDecodeError, TypeError):
+                documents.append(TextDocument(**parse_json(line.encode())))
+            except (ValueError, TypeError):
                 break
     kept = [head, *(json.dumps(asdict(document)) for document in documents)]
     write_text(path, "".join(f"{line}\n" for line in kept))

@@ -66,7 +66,7 @@ sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn ca
 	$(BIN)/python scripts/sanitize.py --cases 1000
 
 peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
-	$(BIN)/python scripts/peers --markdown docs/peers.md
+	$(BIN)/python -m scripts.peers --markdown docs/peers.md
 
 serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
 	.venv-serve/bin/python $(WHOLE_WAY)

@@ -5,6 +5,7 @@ The testers below give their mixins what every model gives them: a tiny configur
 """
 
 import unittest
+from typing import Any
 
 import torch
 from tests import test_expert_parallel_mixin as ep
@@ -56,13 +57,15 @@ class LanguageTester:
     num_attention_heads = 2
     vocab_size = 99
 
-    def __init__(self, config_class, base_model_class, causal_lm_class, **config_options):
+    def __init__(
+        self, config_class: Any, base_model_class: Any, causal_lm_class: Any, **config_options: Any
+    ) -> None:
         self.config_class = config_class
         self.base_model_class = base_model_class
         self.causal_lm_class = causal_lm_class
         self.config_options = config_options
 
-    def get_config(self):
+    def get_config(self) -> Any:
         return self.config_class(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -79,7 +82,7 @@ class LanguageTester:
             **self.config_options,
         )
 
-    def prepare_config_and_inputs_for_common(self):
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         shape = [self.batch_size, self.seq_length]
         inputs = {
             "input_ids": ids_tensor(shape, self.vocab_size),
@@ -102,11 +105,11 @@ class VisionTester:
     mask_length = seq_length - 1
     num_masks = mask_length // 2  # patches that a masked image hides
 
-    def __init__(self, config_class, **config_options):
+    def __init__(self, config_class: Any, **config_options: Any) -> None:
         self.config_class = config_class
         self.config_options = config_options
 
-    def get_config(self):
+    def get_config(self) -> Any:
         return self.config_class(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -117,7 +120,7 @@ class VisionTester:
             **self.config_options,
         )
 
-    def prepare_config_and_inputs_for_common(self):
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         pixels = floats_tensor([self.batch_size, 3, self.image_size, self.image_size])
         return self.get_config(), {"pixel_values": pixels}
 
@@ -141,18 +144,18 @@ class VisionSuite(ModelTesterMixin):
     test_resize_embeddings = False
 
     @unittest.skip("a ViT has no token embeddings")
-    def test_inputs_embeds(self):
+    def test_inputs_embeds(self) -> None:
         """Skipped in transformers' own file too."""
 
     @unittest.skip("a ViT has no token embeddings")
-    def test_model_get_set_embeddings(self):
+    def test_model_get_set_embeddings(self) -> None:
         """Skipped here: patches are embedded by a convolution."""
 
 
 class StockOlmoe(LanguageSuite, unittest.TestCase):
     all_model_classes = (OlmoeModel, OlmoeForCausalLM)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = LanguageTester(OlmoeConfig, OlmoeModel, OlmoeForCausalLM)
 
 
@@ -160,7 +163,7 @@ class L2rOlmoe(LanguageSuite, unittest.TestCase):
     all_model_classes = (L2rOlmoeModel, L2rOlmoeForCausalLM)
     kind = "l2r_sips"
 
-    def setUp(self):
+    def setUp(self) -> None:
         classes = (L2rOlmoeConfig, L2rOlmoeModel, L2rOlmoeForCausalLM)
         self.model_tester = LanguageTester(*classes, router={"kind": self.kind})
 
@@ -172,12 +175,12 @@ class L2rOlmoeLinear(L2rOlmoe):
 class StockViT(VisionSuite, unittest.TestCase):
     all_model_classes = (ViTModel, ViTForImageClassification)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = VisionTester(ViTConfig)
 
 
 class L2rViT(VisionSuite, unittest.TestCase):
     all_model_classes = (L2rViTModel, L2rViTForImageClassification)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = VisionTester(L2rViTConfig, num_experts=4, moe_layers=[1])

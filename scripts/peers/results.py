@@ -18,6 +18,10 @@ source distribution of transformers {version}: common model tests (saving, loadi
 initialization, attention kernels, checkpointing, outputs), training, tensor parallel and expert
 parallel, the last two with two processes.
 
+Three tests ask first whether they apply, and ours is made to answer as stock does: whether a
+decorator is in the source of the model (of the experts, which ours takes from stock), and twice
+whether tensors had other names before (those of our ViT never had; it is given stock's).
+
 Not run: transformers' generation and export tests. Its source distribution leaves
 `tests/generation` and `tests/exporters` out; our own tests cover both (generation with and
 without the cache, `torch.export`).

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "l2r"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.S | re.M)

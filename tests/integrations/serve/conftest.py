@@ -1,16 +1,16 @@
 """One tiny checkpoint behind a server in this process, with and without continuous batching."""
 
+import gc
 import http.client
 import json
-import socket
-import time
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from l2r.integrations import transformers_server
+from l2r.integrations.serve import server
+from l2r.integrations.serve.server import Options
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from tests.evaluation.conftest import TINY, small_tokenizer
 
@@ -37,8 +37,8 @@ class Answer(NamedTuple):
 class Client:
     """Plain HTTP, so that a test may send what no client library would."""
 
-    def __init__(self, port):
-        self.port = port
+    def __init__(self, port, worker):
+        self.port, self.worker = port, worker
 
     def ask(self, path, body=None, *, method=None, headers=None):
         """The answer to one request; ``body`` is JSON already where it is bytes."""
@@ -63,6 +63,14 @@ class Client:
         return self.ask("/v1/chat/completions", body | {"max_tokens": 3, "temperature": 0} | fields)
 
 
+@pytest.fixture(autouse=True, scope="package")
+def _frozen_garbage():
+    """transformers collects garbage twice as batching stops; a second with what tests hold."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, small_tokenizer):
     """Our own OLMoE with routers of ours, its tokenizer, and a chat template."""
@@ -76,28 +84,13 @@ def folder(tmp_path_factory, small_tokenizer):
     return folder
 
 
-def free_port():
-    with socket.create_server(("localhost", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def serving(folder, **options):
-    """A client of a server that runs while the block does."""
-    client = Client(free_port())
-    server = transformers_server.serve(
-        folder, name="served", port=client.port, non_blocking=True, **options
-    )
-    try:
-        for _ in range(6000):
-            try:
-                client.ask("/health")
-                break
-            except ConnectionError:
-                time.sleep(0.05)
-        yield client
-    finally:
-        server.kill_server()
+    """A client of a server that runs while the block does; it has the server's worker."""
+    if options.get("continuous_batching"):
+        options.setdefault("num_blocks", 4)
+    with server.serving(folder, Options(name="served", port=0, **options)) as (port, worker):
+        yield Client(port, worker)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one_by_one", "batching"])

@@ -61,6 +61,8 @@ class Batching(Worker):
             self._manager.cancel_request(sequence.name)
 
     def close(self) -> None:
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._watch.join(timeout=5)
         self._drop_all(STOPPING)

@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 STEPS ?=
+MINUTES ?= 15
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
@@ -22,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test docs dist clean
+.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +69,9 @@ peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/
 
 serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
 	.venv-serve/bin/python $(WHOLE_WAY)
+
+serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, MINUTES (15) with each worker of l2r serve
+	$(BIN)/python scripts/serve_soak.py --minutes $(MINUTES)
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict

@@ -22,7 +22,8 @@ from l2r.checkpoints import load_causal_lm
 from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.sample_text import sample_batches
 from l2r.report.tables import Table
-from l2r.training.upcycle import FitOptions, perplexity, train_jointly, upcycle
+from l2r.training.fit import FitOptions, perplexity
+from l2r.training.upcycle import JointOptions, train_jointly, upcycle
 
 COLUMNS = (
     "rank",
@@ -57,8 +58,8 @@ def main() -> None:
         sequence_length=args.sequence_length,
     )
     control = copy.deepcopy(model)
-    options = FitOptions(joint_steps=args.train_steps, joint_lr=args.train_lr)
-    train_jointly(control, batches, options, lambda stage, done, total: None)
+    joint = JointOptions(args.train_steps, args.train_lr)
+    train_jointly(control, batches, joint, lambda *_: None)
     original, trained = perplexity(model, held_out), perplexity(control, held_out)
     records: list[dict[str, object]] = [{"start": "original", "trained": trained}]
     rows: list[tuple[object, ...]] = []
@@ -67,9 +68,6 @@ def main() -> None:
         rank, heads = (int(part) for part in cell.split("x"))
         for start, updates in (("fitted", 4), ("drawn", 0)):
             torch.manual_seed(0)
-            options = FitOptions(
-                updates=updates, joint_steps=args.train_steps, joint_lr=args.train_lr
-            )
             began = time.perf_counter()
             fitted_at: list[float] = []
             result = upcycle(
@@ -77,8 +75,9 @@ def main() -> None:
                 L2RConfig(rank=rank, heads=heads),
                 batches,
                 held_out,
-                options=options,
-                report=lambda stage, done, total, began=began, at=fitted_at: (
+                options=FitOptions(updates=updates),
+                joint=joint,
+                report=lambda stage, done, total, note="", began=began, at=fitted_at: (
                     at.append(time.perf_counter() - began) if stage == "fit" else None
                 ),
             )

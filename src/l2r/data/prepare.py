@@ -104,7 +104,7 @@ def prepare(
     folders = split.folders(out)
     for folder in folders.values():
         make_folder(out, *folder.relative_to(out).parts, RECEIPTS)
-        for stale in folder.glob(".*.part"):
+        for stale in (*folder.glob(".*.part"), *(folder / RECEIPTS).glob(".*.part")):
             remove(stale)
     make_folder(out, TOKENIZER)
     receipts = _Receipts(folders, identity, split)

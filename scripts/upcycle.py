@@ -13,12 +13,14 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from l2r import L2RConfig
 from l2r.checkpoints import load_causal_lm
+from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.sample_text import sample_batches
 from l2r.report.tables import Table
 from l2r.training.upcycle import FitOptions, perplexity, train_jointly, upcycle
@@ -50,6 +52,7 @@ def main() -> None:
     model, tokenizer = load_causal_lm(args.checkpoint)
     batches, held_out = sample_batches(
         tokenizer,
+        corpus=unseen_part(args.checkpoint),
         tokens=args.tokens,
         held_out_tokens=args.held_out,
         sequence_length=args.sequence_length,
@@ -76,20 +79,24 @@ def main() -> None:
                 batches,
                 held_out,
                 options=options,
-                report=lambda stage, done, total, began=began, at=fitted_at: (
-                    at.append(time.perf_counter() - began) if stage == "fit" else None
-                ),
+                report=partial(note_fit, fitted_at),
             )
             divergence = sum(layer.divergence for layer in result.layers) / len(result.layers)
             ppl = result.perplexity
             stages = (ppl["swapped"], ppl.get("fitted"), ppl.get("trained"))
-            seconds = fitted_at[-1] if fitted_at else None
+            seconds = fitted_at[-1] - began if fitted_at else None
             rows.append((rank, heads, start, result.agreement, divergence, *stages, seconds))
             records.append({"rank": rank, "heads": heads, "start": start, **asdict(result)})
             sys.stderr.write(f"{rows[-1]}\n")
     caption = f"Perplexity of the original on the same held-out text: {original:.2f}."
     args.out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     print(Table("Upcycling", COLUMNS, tuple(rows), digits=3).to_markdown(), caption, sep="\n")
+
+
+def note_fit(times: list[float], stage: str, done: int, total: int) -> None:
+    """Keep the time of a message about the fit; the last is that of its end."""
+    if stage == "fit":
+        times.append(time.perf_counter())
 
 
 if __name__ == "__main__":

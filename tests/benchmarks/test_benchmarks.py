@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from l2r.benchmarks import contenders as entries
-from l2r.benchmarks import router, run_bench
+from l2r.benchmarks import moe, router, run_bench
 from l2r.benchmarks.results import Settings, save
 from l2r.benchmarks.timing import measure
 from l2r.report.performance import (
@@ -58,6 +58,12 @@ def test_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong
     assert all(r["correct"] is False and r["median_us"] is None for r in wrong)
     assert all(r["correct"] for r in found.records if r["contender"] == "linear, plain")
+
+
+def test_experts_of_vit_s_are_timed_at_the_papers_sizes() -> None:
+    """d 384, experts of width 1,536, 16 of them and k 2; 197 tokens an image, 4 images."""
+    (vit,) = (shape for shape in moe.shapes(Settings()) if shape.name == "vit-s")
+    assert vit == moe.Shape("vit-s", 788, 384, 1536, 16, 2)
 
 
 @pytest.mark.parametrize("name", ["router", "memory", "moe"])

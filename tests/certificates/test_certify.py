@@ -14,7 +14,6 @@ from l2r.certificates import rank2_cells as plane
 from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import count_violations, decisions, exact, find_flip
 from l2r.certificates.certify import certified_share, certify
-from l2r.certificates.query_magnitude import Identity, Saturated
 from l2r.certificates.routing_map import AnchorMap, LinearMap, routing_map
 from tests.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
 
@@ -154,29 +153,6 @@ def test_logits_stay_between_their_tangent_and_its_bound(seed, length):
     above = moments.above_tangent(torch.full((30,), length * (1 + 1e-12), dtype=torch.float64))
     assert (moved >= tangent - 1e-12).all()
     assert (moved <= tangent + above + 1e-12).all()
-
-
-@pytest.mark.parametrize(
-    "radial", [Identity(), Saturated(beta=0.0), Saturated(2.0, 0.5), Saturated(1.0, 1.0, -1.7, 0.4)]
-)
-def test_curvature_bounds_the_second_derivative(radial):
-    generator = torch.Generator().manual_seed(0)
-    low, high = torch.tensor(0.3).double(), torch.tensor(3.0).double()
-    bound = radial.curvature(low, high)
-    for _ in range(40):
-        query = torch.randn(3, generator=generator, dtype=torch.float64)
-        size = 0.3 + 2.7 * torch.rand((), generator=generator)
-        query = size * query / query.norm()
-        along = nn.functional.normalize(torch.randn(3, generator=generator).double(), dim=0)
-
-        def curve(s, query=query, along=along):
-            point = query + s * along
-            return radial.value(point.norm()) * point / point.norm()
-
-        zero = torch.zeros((), dtype=torch.float64)
-        first = lambda s: torch.autograd.functional.jacobian(curve, s, create_graph=True)  # noqa: E731
-        second = torch.autograd.functional.jacobian(first, zero)
-        assert second.norm() <= bound * (1 + 1e-9) + 1e-12
 
 
 def test_choosing_every_expert_can_never_change():

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from l2r.checkpoints import inputs
+from l2r.data.manifest import TokenizerIdentity
+from l2r.data.tokens import write_token_files
 
 
 class Letters:
@@ -22,7 +24,7 @@ def read(monkeypatch):
     """What a checkpoint with a vocabulary of 200 reads."""
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=200))
     monkeypatch.setattr(inputs, "is_image_classifier", lambda path: False)
-    monkeypatch.setattr(inputs, "load_causal_lm", lambda path: (model, Letters()))
+    monkeypatch.setattr(inputs, "load_causal_lm", lambda path, **_: (model, Letters()))
 
     def read(source, *, instances=4, length=5):
         return inputs.open_subject(
@@ -63,3 +65,30 @@ def test_too_little_text_and_missing_folders_are_named(read, tmp_path):
         read(tmp_path / "note.txt")
     with pytest.raises(ValueError, match="must exist"):
         read(tmp_path / "nowhere")
+
+
+def test_token_files_give_every_domain_the_same_share_and_small_ones_are_named(
+    monkeypatch, tmp_path
+):
+    identity = TokenizerIdentity("tiny", 200, eos_token_id=0)
+    documents = {"large": [[1] * 499], "small": [[2] * 14], "tiny": [[3] * 3]}
+    write_token_files(tmp_path, documents, tokenizer=identity)
+    said: list[str] = []
+    rows, domain, domains = inputs.open_text(
+        str(tmp_path), None, vocab_size=200, instances=6, length=5, report=said.append
+    )
+    assert domains == ("large", "small", "tiny")
+    assert domain.tolist() == [0, 0, 0, 1, 1, 1] and len(rows) == 6
+    assert said == ["domain tiny holds less than one row of 5 tokens: it is left out"]
+
+
+def test_a_folder_of_text_names_a_domain_without_a_row(tmp_path):
+    for domain, text in (("first", "a" * 14), ("second", "b")):
+        (tmp_path / domain).mkdir()
+        (tmp_path / domain / "0.txt").write_text(text)
+    said: list[str] = []
+    _, domain, domains = inputs.open_text(
+        str(tmp_path), Letters(), vocab_size=200, instances=6, length=5, report=said.append
+    )
+    assert domains == ("first", "second") and domain.tolist() == [0, 0, 0]
+    assert said == ["domain second holds less than one row of 5 tokens: it is left out"]

@@ -77,14 +77,15 @@ def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, l2r, tmp_path
     result = {
         "settings": {"split": "val", "limit": None},
         "accuracy": {"PIQA": 51.25, "SciQ": 0.0, "Overall": None},
-        "standard_error": {"PIQA": 3.04, "SciQ": 0.0, "Overall": None},
+        "interval": {"PIQA": [45.34, 57.12], "SciQ": [0.0, 27.75], "Overall": None},
     }
     run.evaluation.write_text(json.dumps(result))
     update_card(run_of(run.path), load_causal_lm(run.path)[0])
     told = card(run.model).text
     assert titles(told)[2:] == ["Training", "Routing", "Evaluation", "Limits"]
     found = rows(told)
-    assert found["PIQA"] == "51.2 ± 3.0" and found["SciQ"] == "0.0" and "Overall" not in found
+    assert found["PIQA"] == "51.2 (45.3 to 57.1)" and found["SciQ"] == "0.0 (0.0 to 27.8)"
+    assert "Overall" not in found
 
     assert l2r("export", run.model, "--out", tmp_path / "alone").code == 0
     alone = card(tmp_path / "alone")

@@ -56,6 +56,15 @@ def test_params_prints_the_papers_table(l2r):
     assert code == 0 and len(rows) == 5 and rows[0]["16"] == "131.072K (6.25%)"
 
 
+def test_params_says_where_a_router_is_larger_than_the_linear_one(l2r):
+    """Per layer 8 x 128 + 128 + 16 x 16 x 8 against 16 x 128: the demo's sizes."""
+    demo = ["params", "--hidden-size", 128, "--num-experts", 16, "--layers", 1]
+    words = "above 100% a router has more parameters than the linear one in its place"
+    larger = l2r(*demo, "--ranks", "2,8", "--heads", 16).out
+    assert "3.200K (156.25%)" in larger and words in " ".join(larger.split())
+    assert words not in " ".join(l2r(*demo, "--ranks", 2, "--heads", "1,16").out.split())
+
+
 def test_params_prints_the_cost_of_a_token(l2r):
     code, out, _ = l2r("params", "--cost", "--ranks", 2, "--heads", "1,16", "--json")
     assert code == 0
@@ -105,7 +114,9 @@ def test_empty_corpus_folder_and_unwritable_output(l2r, tiny_changes, tmp_path):
     empty.mkdir()
     changes = [*tiny_changes, f"data.corpus={empty}"]
     out = tmp_path / "run"
-    assert_refused(l2r("train", "demo/linear", *changes, "--out", out), "*.txt files", str(empty))
+    assert_refused(
+        l2r("train", "demo/linear", *changes, "--out", out), "must hold text files", str(empty)
+    )
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert_refused(

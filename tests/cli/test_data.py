@@ -60,7 +60,7 @@ def test_prepare_reports_tokens_and_skipped_shards(l2r, shard_folder, tokenizer_
         (["plan", "--tokens", "many"], "tokens must look like 200B"),
         (["plan", "--tokens", "9T"], "tokens must be between 1 and"),
         (["prepare", "OUT"], "give --plan for the hub's shards, or --data"),
-        (["prepare", "OUT", "--data", "missing"], "data must be a folder of shards"),
+        (["prepare", "OUT", "--data", "missing"], "text folder must exist; got missing"),
         (["prepare", "OUT", "--plan", "missing.json"], "missing.json"),
     ],
 )

@@ -119,7 +119,7 @@ def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
 
 def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
     assert (
-        "corpus folder must exist"
+        "text folder must exist"
         in l2r("upcycle", checkpoint, "--data", tmp_path / "none").refusal()
     )
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "bare")

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from scipy.stats import binomtest
 
 from l2r.report.paper_tables import accuracy_table
 from l2r.runs.statistics import mean_interval
@@ -88,7 +89,13 @@ def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(l2r, compared,
     root, _ = compared
     code, out, err = l2r("eval", root / "linear", "--out", tmp_path, "--json")
     assert code == 0, err
-    assert json.loads(out)[0]["images"] == 359
+    rows = json.loads(out)
+    assert rows[0]["images"] == 359 and rows[1]["Model"] == "95% from"
+    hits = round(rows[0]["Top-1 (%)"] * 359 / 100)
+    theirs = binomtest(hits, 359).proportion_ci(0.95, "wilson")
+    assert [rows[1]["Top-1 (%)"], rows[2]["Top-1 (%)"]] == pytest.approx(
+        [100 * theirs.low, 100 * theirs.high]
+    )
     saved = json.loads((tmp_path / "evaluation.json").read_text())
     assert saved["top1"] == pytest.approx(json.loads(out)[0]["Top-1 (%)"] / 100)
     lines = (root / "linear" / "metrics.jsonl").read_text().splitlines()

@@ -1,6 +1,8 @@
-"""``l2r report --watch``: the page of a run that goes on."""
+"""``l2r report``: the page of a run that goes on, and of one without a diagnosis."""
 
 import json
+import re
+import shlex
 import shutil
 import signal
 import threading
@@ -10,7 +12,8 @@ import pytest
 
 from l2r.cli import main
 from l2r.recipes.load import load_recipe
-from l2r.runs.folder import RunFolder
+from l2r.report.comparison import comparison_table
+from l2r.runs.folder import RunFolder, find_runs
 from l2r.training import loop
 from tests.processes import Running
 
@@ -111,3 +114,19 @@ def test_bad_input_is_one_line(l2r, going, arguments, message):
 def test_a_folder_of_runs_is_not_watched(l2r, going):
     line = l2r("report", going.parent, "--watch").refusal()
     assert "--watch follows one run" in line and "which holds 1" in line
+
+
+def test_the_command_under_the_table_fills_the_columns_of_routing(
+    l2r, finished, text_folder, tmp_path
+):
+    root = tmp_path / "two runs"  # a path that a shell would cut
+    shutil.copytree(finished, root / "run")
+    shown = l2r("report", root).out
+    (row,) = json.loads(l2r("report", root, "--json").out)
+    assert row["stability"] is None and "fills the columns of routing" in " ".join(shown.split())
+    command = re.search(r"`l2r (diagnose .*?)` fills", comparison_table(find_runs(root)).caption)[1]
+    few = ("--instances", 4, "--length", 16, "--certify", 0, "--gain", 2, "--text", 0)
+    assert l2r(*shlex.split(command), *few, "--data", text_folder).code == 0
+    (row,) = json.loads(l2r("report", root, "--json").out)
+    columns = ("mean margin", "stability", "load entropy", "routing gain")
+    assert all(isinstance(row[column], float) for column in columns)

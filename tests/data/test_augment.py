@@ -234,8 +234,7 @@ def test_targets_stay_distributions(first, pairs, seed):
     count = 2 * pairs
     labels = torch.arange(count)
     positions = np.arange(2 * first, 2 * first + count)
-    data = ImageSection()
-    options = {**data.augmentation.model_dump(), "mean": data.mean, "deviation": data.deviation}
+    options = {**ImageSection().augmentation.model_dump(), **PLAIN}
     _, targets = augment(photos(count, size=8), labels, positions, classes=7, **options, seed=seed)
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
     assert targets.min() > 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,34 @@ def test_validation_files_are_whole_files_that_training_never_sees(text_folder, 
         tokenizer.decode(ids[:-1]) for d, ids in read_documents(corpus.validation) if d == "animals"
     ]
     seen = [tokenizer.decode(ids[:-1]) for d, ids in read_documents(corpus.train) if d == "animals"]
-    assert len(held_out) == 1 and held_out[0] in texts
-    assert sorted(held_out + seen) == sorted(texts)
+    assert held_out and seen and sorted(held_out + seen) == sorted(texts)
+
+
+def test_version_1_is_the_corpus_that_it_was(text_folder, tmp_path):
+    """Kept apart from this rule: name, key and contents of a cached corpus before there were two.
+
+    The digest of version 1's options leaves the version out, as it did when there was one.
+    """
+    corpus = build_corpus(options(text_folder, version=1), cache=tmp_path)
+    fields = {"folder": str(text_folder), "vocab_size": 300, "characters_per_domain": 4_000_000}
+    files = [
+        (str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(text_folder.rglob("*.txt"))
+    ]
+    parts = [1, fields, ["animals", "numbers"], importlib.metadata.version("tokenizers"), files]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    folder = corpus.train.parent
+    assert folder.name == f"corpus-{key}"
+    assert json.loads((folder / "corpus.json").read_text()) == fields
+    assert json.loads((corpus.train / "manifest.json").read_text())["source"] == fields
+    ranked = sorted(range(6), key=lambda i: hashlib.sha256(f"{i}.txt".encode()).digest())
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json"))
+    for split, wanted in ((corpus.train, ranked[1:]), (corpus.validation, ranked[:1])):
+        kept = [(domain, tokenizer.decode(ids[:-1])) for domain, ids in read_documents(split)]
+        assert kept == [
+            (domain, (text_folder / domain / f"{i}.txt").read_text())
+            for domain in ("animals", "numbers")
+            for i in wanted
+        ]
 
 
 def test_changed_text_is_another_corpus(text_folder, tmp_path):
@@ -92,7 +119,7 @@ def test_sample_sizes_name_their_bound(name, least):
 
 
 def test_embedded_text_is_there_without_a_network():
-    sources = embedded_sources()
+    sources = embedded_sources(version=1)  # lazy: the newest reads every file first
     assert len(sources) == 4
     for domain, files in sources.items():
         name, text = next(iter(files()))
@@ -137,11 +164,11 @@ def test_a_missing_or_empty_folder_is_named(tmp_path, make):
     folder = tmp_path / "nothing"
     if make:
         folder.mkdir()
-    with pytest.raises(ValueError, match=f"corpus folder must .*; got {folder}"):
+    with pytest.raises(ValueError, match=f"text folder .*{folder}"):
         build_corpus(options(folder), cache=tmp_path / "cache")
 
 
 def test_one_file_cannot_be_split(tmp_path):
     (tmp_path / "only.txt").write_text("word " * 5000)
-    with pytest.raises(ValueError, match="at least two text files"):
+    with pytest.raises(ValueError, match="domain 'text' must hold at least two different texts"):
         build_corpus(options(tmp_path), cache=tmp_path / "cache")

@@ -107,6 +107,13 @@ def test_plan_file_reads_back_and_names_the_shards(tmp_path):
     assert values["revision"] == "abc"
 
 
+def test_a_listing_in_another_order_names_the_same_shards():
+    listing = {d.name: [f"{i:04d}" for i in range(d.shards)] for d in OLMOE_MIX.domains}
+    turned = {domain: names[::-1] for domain, names in listing.items()}
+    plan = plan_subset(10**10)
+    assert name_shards(plan, turned) == name_shards(plan, listing)
+
+
 def test_incomplete_listing_is_refused():
     with pytest.raises(ValueError, match="must have 1970 shards of dclm; got 1"):
         name_shards(plan_subset(10**10), {"dclm": ["data/dclm/a.json.gz"]})

@@ -88,13 +88,13 @@ def test_flipped_byte_is_noticed(name):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"body": "x"}\n', "document 0 has no field 'text'"),
+        ("a.jsonl", b'{"body": "x"}\n', "line 1: no field 'text'; it has 'body'"),
         ("a.jsonl", b'{"text": null}\n', "field 'text' must be a string; got NoneType"),
-        ("a.jsonl", b"[1]\n", "truncated or corrupt after document 0"),
+        ("a.jsonl", b"[1]\n", "line 1: it must be a JSON object; got list"),
         ("a.jsonl", b'{"text": "\xff"}\n', "truncated or corrupt after document 0"),
-        ("a.parquet", parquet_bytes({"body": ["x"]}), "document 0 has no field 'text'"),
+        ("a.parquet", parquet_bytes({"body": ["x"]}), "no column 'text'; it has body"),
         ("a.json.gz", b"", "holds no documents"),
-        ("a.csv", b"text\n", "shard a.csv must end in .json.gz"),
+        ("a.csv", b"text\n", "shard a.csv must end in .txt .json.gz"),
     ],
 )
 def test_wrong_schema_or_format_is_named(name, data, message):

@@ -36,6 +36,44 @@ def test_it_is_the_rise_of_the_loss_with_other_experts(make):
     assert gain == routing_gain(model, data, loss) != routing_gain(model, data, loss, seed=1)
 
 
+def test_a_gain_is_what_the_loss_rises_by():
+    """By hand: the loss with the routers' outputs replaced, less its own, over all rows."""
+    model, data = ours(), [*batches(2), *batches(1, rows=2)]
+    gain, generator = routing_gain(model, data, loss, seed=3), torch.Generator().manual_seed(3)
+    routers, sums = find_routers(model).values(), {"own": 0.0, "random": 0.0, "shuffled": 0.0}
+
+    def replaced(kind):
+        def hook(module, args, output):
+            indices = other_experts(output.indices, 6, kind, generator)
+            return output._replace(indices=indices)
+
+        return dict.fromkeys(routers, hook)
+
+    for batch in data:
+        for kind in sums:
+            with torch.no_grad(), hooked({} if kind == "own" else replaced(kind)):
+                sums[kind] += len(batch["input_ids"]) * float(loss(model, batch)) / 10
+    assert gain.loss == pytest.approx(sums["own"], rel=1e-6)
+    assert gain.random == pytest.approx(sums["random"] - sums["own"], rel=1e-5)
+    assert gain.shuffled == pytest.approx(sums["shuffled"] - sums["own"], rel=1e-5)
+    assert gain.numbers() == {
+        "cross_entropy": gain.loss, "routing_gain": gain.random, "shuffled_gain": gain.shuffled,
+    }  # fmt: skip
+
+
+def test_the_gain_is_that_of_the_model_in_evaluation_mode():
+    """Dropout would make every loss another draw; what was training goes on training."""
+    model, data = ours(), batches()
+    expected = routing_gain(model, data, loss)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    model.lm_head.eval()
+    modes = [part.training for part in model.modules()]
+    assert routing_gain(model, data, loss) == expected
+    assert [part.training for part in model.modules()] == modes
+
+
 def test_the_same_experts_give_no_gain():
     """Every token has the same first experts, so those of another token are its own."""
     model = ours("linear")

@@ -8,7 +8,7 @@ import torch
 
 from l2r.evaluation import downstream
 from l2r.evaluation.downstream import evaluate_tasks, model_length
-from l2r.evaluation.results import COLUMNS, paper_row
+from l2r.evaluation.results import COLUMNS, TASKS_OF, paper_row
 from l2r.evaluation.scoring import Request, TaskResult
 from l2r.evaluation.store import TaskStore
 from l2r.evaluation.tasks import PAPER_TASKS, select_tasks
@@ -27,6 +27,7 @@ def eight(model):
 
 def test_all_eight_tasks_run_without_a_network(eight):
     results, seen = eight
+    assert results["piqa"].truncated == 0  # its contexts are whole sentences, far below 2048
     assert list(results) == [task.name for task in PAPER_TASKS]
     assert all(result.documents == 4 for result in results.values())
     for task in PAPER_TASKS:
@@ -44,6 +45,28 @@ def test_row_has_the_papers_columns_and_means(eight):
     assert row.accuracy["Overall"] == pytest.approx(sum(values.values()) / 8)
     errors = [100 * result.standard_error for result in results.values()]
     assert row.standard_error["Overall"] == pytest.approx(math.hypot(*errors) / 8)
+
+
+def test_every_column_is_of_the_librarys_task_of_that_name():
+    """By hand from Table 15 and the library's labels, not from the code."""
+    names = {
+        "Hum": "mmlu_humanities",
+        "Other": "mmlu_other",
+        "SocSci": "mmlu_social_sciences",
+        "STEM": "mmlu_stem",
+        "BoolQ": "boolq",
+        "HSwag": "hellaswag",
+        "PIQA": "piqa",
+        "SciQ": "sciq",
+    }
+    assert {task.column: task.name for task in PAPER_TASKS} == names
+    for task in PAPER_TASKS:
+        many = "mc_5shot" in task.labels["val"]
+        assert many == task.name.startswith("mmlu_")
+        assert task.labels["val"] == task.name + ("_mc_5shot" if many else "")
+        assert task.labels["test"] == task.labels["val"] + ("_test" if many else "")
+        assert TASKS_OF[task.column] == (task,)
+    assert [task.column for task in TASKS_OF["MMLU"]] == ["Hum", "Other", "SocSci", "STEM"]
 
 
 def test_papers_own_rows_follow_the_mean_of_eight():

@@ -62,12 +62,27 @@ def test_loss_is_the_mean_per_domain(tiny, dataset, batch_size):
 
 
 def test_limited_batches_are_spread_over_the_files(tiny, dataset):
-    first, last = loop_loss(tiny, dataset, 0), loop_loss(tiny, dataset, len(dataset) - 1)
-    got = validation_loss(tiny, dataset, batch_size=2, max_batches=1)
-    domains = [dataset.domains[dataset[i]["domain"]] for i in (0, len(dataset) - 1)]
-    assert {d: got[d] for d in domains} == pytest.approx(
-        dict(zip(domains, (first, last), strict=True)), rel=1e-5
-    )
+    wanted = {"web": (0, 13), "code": (14, 19)}  # the first and the last row of each
+    means = {d: sum(loop_loss(tiny, dataset, i) for i in w) / 2 for d, w in wanted.items()}
+    got = validation_loss(tiny, dataset, batch_size=2, max_batches=2)
+    assert {domain: got[domain] for domain in means} == pytest.approx(means, rel=1e-5)
+
+
+def test_every_domain_counts_with_the_same_number_of_rows(tiny, tmp_path):
+    """Forty rows of the web against one of code: two of each domain that has them."""
+    generator = torch.Generator().manual_seed(1)
+    documents = {
+        domain: [torch.randint(2, VOCAB, (6 * rows - 1,), generator=generator).tolist()]
+        for domain, rows in {"web": 40, "code": 1, "wiki": 2}.items()
+    }
+    identity = TokenizerIdentity("tiny", VOCAB, eos_token_id=0)
+    write_token_files(tmp_path, documents, tokenizer=identity)
+    dataset = TokenDataset(tmp_path, 6)
+    wanted = {"web": (0, 19, 39), "code": (40,), "wiki": (41, 42)}
+    means = {d: sum(loop_loss(tiny, dataset, i) for i in w) / len(w) for d, w in wanted.items()}
+    got = validation_loss(tiny, dataset, batch_size=2, max_batches=3)
+    assert got.pop("mean") == pytest.approx(sum(means.values()) / 3, rel=1e-5)
+    assert got == pytest.approx(means, rel=1e-5)
 
 
 class LargestLogits(TorchDispatchMode):

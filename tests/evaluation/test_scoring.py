@@ -169,6 +169,22 @@ def test_bos_is_used_only_where_the_tokenizer_adds_it(small_tokenizer):
     assert task_tokenizer(named, vocab_size=300).bos_token_id == 0
 
 
+def test_padding_and_end_of_text_have_their_own_ids_or_fall_back(small_tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    backend = small_tokenizer.backend_tokenizer
+    both = task_tokenizer(small_tokenizer, vocab_size=300)
+    assert (both.eos_token_id, both.pad_token_id) == (0, 1)
+    names = {"eos_token": "<|padding|>"}  # the id 1, not that of the last resort
+    ends = task_tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, **names), vocab_size=300
+    )
+    assert (ends.eos_token_id, ends.pad_token_id) == (1, 1)
+    assert ends.encode_batch(["a"], add_special_tokens=True)[0][-1] == 1
+    bare = task_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=300)
+    assert (bare.eos_token_id, bare.pad_token_id) == (0, 0)
+
+
 def test_missing_and_oversized_tokenizers_are_refused(small_tokenizer):
     assert task_tokenizer(None, vocab_size=50304).eos_token_id == 50279
     with pytest.raises(ValueError, match="its vocabulary of 4096 is not OLMoE's"):

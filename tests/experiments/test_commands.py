@@ -76,6 +76,7 @@ def test_a_folder_compares_its_routers_and_not_their_ablations():
         "linear",
         "l2r_sips",
         "attention",
+        "low_rank",
         "mixture",
         "perturbed_cosine",
         "sigmoid",

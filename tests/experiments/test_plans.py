@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
+import l2r
+from l2r.experiments import study_plan
 from l2r.experiments.study_plan import Plan, plan_names, read_plan
 from l2r.runs.effects import design
 from tests.experiments.studies import SMALL
@@ -65,6 +67,7 @@ def test_the_screen_tunes_nobody_less_and_tells_its_effects_apart():
         ({"seeds": {"least": 4, "most": 3}}, "least must be <= most; got 4 and 3"),
         ({"arms": {}}, "give at least 1"),
         ({"margins": {}}, "a primary contrast needs one of validation_ce"),
+        ({"half_width": 0.01, "contrasts": []}, "half_width: needs a primary contrast"),
         ({"alpha": 0.7}, "alpha: Input should be less than 0.5"),
         ({"contrasts": [{"first": "l2r", "second": "lnear", "metric": "balance"}]},
          r"unknown arm 'lnear' \(did you mean 'linear'\?\)"),
@@ -111,16 +114,35 @@ def test_an_unknown_plan_is_named_with_the_nearest():
         read_plan("papr")
 
 
-def test_a_plan_is_registered_once_git_has_it_as_it_stands(tmp_path):
+def test_git_is_asked_about_no_plan_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
+    plan = read_plan(written(tmp_path, SMALL))
+    assert plan.commit is None and len(plan.digest) == 16
+    assert plan.state == (
+        f"not registered: no plan of the package; the digest of its text is {plan.digest}"
+    )
+
+
+def test_git_is_not_asked_where_the_package_lies_in_anothers_repository(tmp_path, monkeypatch):
+    """As a virtual environment inside a stranger's project does."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path / "lib")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
+    assert read_plan("paper").state == f"registered in l2r-moe {l2r.__version__}"
+
+
+def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(tmp_path, monkeypatch):
     def git(*args):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         command = ["git", "-C", str(tmp_path), *identity, *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    monkeypatch.setattr(study_plan, "_FOLDER", tmp_path)
+    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path)
     path = written(tmp_path, SMALL)
-    assert read_plan(path).state == "not registered: no git commit has the file"
+    assert read_plan(path).commit == f"l2r-moe {l2r.__version__}"  # as it was installed
     git("init", "-q")
-    assert read_plan(path).commit is None
+    assert read_plan(path).state == "not registered: no git commit has the file"
     git("add", "mine.yaml")
     git("commit", "-qm", "plan")
     plan, commit = read_plan(path), git("rev-parse", "HEAD")

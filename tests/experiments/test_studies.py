@@ -219,7 +219,11 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     folder = tmp_path / "results" / "evidence" / "small"
     assert len(list(folder.glob("*.json"))) == 4
     page = (tmp_path / "runs" / "evidence" / "small" / "report.html").read_text()
-    for words in ("Is L2R better?", "not registered: no git commit", "2 whole seeds of 2 to 3"):
+    for words in (
+        "Is L2R better?",
+        "not registered: no plan of the package",
+        "2 whole seeds of 2 to 3",
+    ):
         assert words in page and words in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
     assert l2r("evidence", "small.yaml", "--judge-only").code == 0
@@ -306,6 +310,37 @@ def test_the_stopping_rule_asks_for_narrow_primary_intervals():
         judged = judge_plan(plan, made_up(registered(), 3, values(gap=-0.1)))
         assert is_decided(plan, judged) is decided
     assert not is_decided(registered().plan, judged)
+
+
+def test_the_stopping_rule_waits_for_every_primary_interval():
+    """The second arm pair is noisy: its interval alone keeps the rule from stopping."""
+    contrasts = [
+        {"first": "l2r", "second": "linear", "metric": metric, "primary": True}
+        for metric in ("validation_ce", "train_ce")
+    ]
+    margins = {"validation_ce": 0.02, "train_ce": 0.02}
+    plan = registered(half_width=0.05, contrasts=contrasts, margins=margins)
+
+    def noisy(metric):
+        def value(arm, seed, name, trained):
+            wide = 0.3 if name == metric else 0.001
+            return 5 + wide * (seed % 2) * (arm == "l2r")
+
+        return value
+
+    for metric in margins:
+        judged = judge_plan(plan.plan, made_up(plan, 4, noisy(metric)))
+        halves = [j.difference.half for j in judged]
+        assert min(halves) < 0.05 < max(halves)
+        assert not is_decided(plan.plan, judged)
+    assert is_decided(plan.plan, judge_plan(plan.plan, made_up(plan, 4, noisy("balance"))))
+
+
+def test_a_stopping_rule_without_a_primary_contrast_is_refused():
+    secondary = [{**contrast, "primary": False} for contrast in SMALL["contrasts"]]
+    with pytest.raises(ValueError, match="half_width: needs a primary contrast"):
+        registered(half_width=0.01, contrasts=secondary)
+    assert not is_decided(registered(contrasts=secondary).plan, [])
 
 
 def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():

@@ -154,3 +154,28 @@ def test_autocast_changes_neither_losses_nor_gradients(variant, masked):
     scale = exact_gradient.abs().max()
     for found in (gradient, gradient_under):
         assert (found.double() - exact_gradient).abs().max() <= room * scale
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("variant", ["paper", "olmoe", "hf", "tutel"])
+def test_losses_do_not_depend_on_the_default_dtype(variant, default):
+    """Lightning's bf16-true and others build and train under a half-precision default."""
+    logits, indices = (part.float() if part.is_floating_point() else part for part in layer(0))
+    mask = torch.arange(20) % 3 > 0
+    expected = [
+        load_balancing_loss(logits, indices, variant=variant, mask=mask),
+        load_balancing_loss(logits, indices, variant=variant),
+        router_z_loss(logits, mask=mask),
+        router_z_loss(logits),
+    ]
+    torch.set_default_dtype(default)
+    try:
+        losses = [
+            load_balancing_loss(logits, indices, variant=variant, mask=mask),
+            load_balancing_loss(logits, indices, variant=variant),
+            router_z_loss(logits, mask=mask),
+            router_z_loss(logits),
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))

@@ -25,6 +25,7 @@ def arguments(function):
         "anchors": torch.randn(N, H, R),
         "scores": torch.randn(T, N, H),
         "logits": torch.randn(T, N),
+        "ranking": torch.randn(T, N),
         "probs": torch.softmax(torch.randn(T, N), dim=1),
         "indices": torch.randint(0, N, (T, K)),
         "vectors": torch.randn(T, R),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2r.functional import cosine_scores, dot_scores, phi, pool_anchors, psi, sips_scores
+from l2r.functional import cosine_scores, dot_scores, phi, pool_anchors, psi, sips_scores, unit
 from tests import reference
 
 SHAPES = [(1, 1, 1, 1), (5, 2, 3, 2), (7, 16, 8, 4), (3, 9, 64, 1)]  # T, R, N, H
@@ -60,6 +60,17 @@ def test_phi_covers_its_interval_and_no_more():
 def test_psi_is_one_on_the_unit_sphere_and_damped_by_p():
     assert psi(torch.ones(3), p=4.0).tolist() == [1.0, 1.0, 1.0]
     assert psi(torch.tensor(9.0), p=4.0).item() == 3.0
+
+
+def test_norms_below_a_millionth_count_as_one():
+    """Eq. 16: with a norm of a quarter of the bound a cosine is a quarter of itself."""
+    direction = torch.tensor([[0.6, 0.8]], dtype=torch.float64)
+    for size, share in ((0.25e-6, 0.25), (1e-6, 1.0), (4e-6, 1.0)):
+        query, anchor = size * direction, direction[:, None]
+        assert unit(query).norm().item() == pytest.approx(share)
+        assert cosine_scores(query, anchor).item() == pytest.approx(share)
+        assert cosine_scores(direction, size * anchor).item() == pytest.approx(share)
+        assert sips_scores(query, anchor, beta=0.0).item() == pytest.approx(share)
 
 
 def test_zero_queries_and_anchors_score_zero_with_finite_gradients():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from routing_cases import STEPS, Case, cases, check_logits, check_route, leaves, route
 
 from l2r.kernels import cpu
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import Score, Tensors
 from l2r.kernels.native.build import library
 
 quick = settings(
@@ -48,6 +48,13 @@ def test_logits_equal_plain_float64(form: str, case: Case, steps: str) -> None:
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_route_equals_plain_float64_at_the_edges(form: str, case: Case) -> None:
     check_route("cpu", "cpu", case)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("scoring", ["dot", "cosine", "sips"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_every_step_equals_plain_float64(form: str, steps: str, scoring: str, heads: int) -> None:
+    check_logits("cpu", "cpu", Case(19, 33, 17, heads, 2, 2, scoring=scoring), steps)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -131,3 +138,19 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
     (grad,) = torch.autograd.grad(routed.logits.sin().sum(), [ours["x"]], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_several_threads_give_the_right_sums(form: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    case = Case(300, 600, 16, 4, 2, 4)
+    assert cpu._threads((300, 600, 2, 16, 4, 4)) == threads
+    check_route("cpu", "cpu", case)
+    torch.set_num_threads(1)
+
+
+def test_compiled_code_is_for_the_memory_of_this_machine() -> None:
+    x = torch.empty(3, 8, device="meta")  # as a GPU's, which the guard may send here
+    for place, wanted in (("cpu", library() is not None), ("meta", False)):
+        given = Tensors(torch.empty_like(x, device=place), torch.empty(2, 8, device=place))
+        assert cpu._compiled(given, (3, 8, 2, 0, 0)) is wanted

@@ -40,6 +40,11 @@ def test_route_equals_plain_float64_at_the_edges(poisoned: None, case: Case) -> 
     check_route("triton", DEVICE, case)
 
 
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_step_equals_plain_float64(poisoned: None, steps: str) -> None:
+    check_logits("triton", DEVICE, Case(5, 20, 9, 3, 2, 2), steps)
+
+
 @given(case=cases(), steps=st.sampled_from(STEPS))
 @quick
 def test_logits_equal_plain_float64(poisoned: None, case: Case, steps: str) -> None:

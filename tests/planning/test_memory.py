@@ -58,6 +58,15 @@ def test_the_formula_is_the_simulation(parallel, gpus, micro_batch, checkpointin
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_moving_average_is_one_more_copy_of_the_weights(parallel):
+    plain = read_sizes(load_recipe("demo-vision/l2r-sips"))
+    averaged = read_sizes(load_recipe("demo-vision/l2r-sips", ["training.ema_decay=0.99"]))
+    cut = Cut(parallel, 2, 16, 4, False)
+    more = formula(averaged, cut).peak - formula(plain, cut).peak
+    assert more == pytest.approx(4 * plain.numbers / (2 if parallel == "fsdp2" else 1))
+
+
 def test_logits_in_chunks_are_planned():
     changes = [*SMALL, "data.vocab_size=4096"]
     peaks = []
@@ -68,6 +77,20 @@ def test_logits_in_chunks_are_planned():
         peaks.append(expected.peak)
         assert found.logits == 3 * 4 * 4096 * (64 if recipe.training.loss_chunk else 16 * 64)
     assert peaks[0] - peaks[1] > 4 * 4096 * (16 * 64 - 64)  # a whole one at least is not there
+
+
+@pytest.mark.parametrize(("parallel", "gpus"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_moving_average_takes_the_weights_once_more(parallel, gpus):
+    cut = Cut(parallel, gpus, 16, 8, False)
+    recipes = [load_recipe("demo/l2r-sips", [*SMALL, f"training.ema_decay={d}"]) for d in (0, 0.9)]
+    without, with_average = (formula(read_sizes(recipe), cut) for recipe in recipes)
+    weights = 4 * read_sizes(recipes[0]).numbers / (gpus if parallel == "fsdp2" else 1)
+    assert without.weights == weights and with_average.weights == 2 * weights
+    assert with_average.peak - without.peak == weights
+    assert with_average.optimizer == without.optimizer == 2 * weights
+    expected = simulate(recipes[1], cut)
+    assert with_average.peak == pytest.approx(expected.peak, rel=WITHIN)
+    assert with_average.weights == pytest.approx(expected.weights, rel=1e-3)
 
 
 def test_a_vision_recipe_in_bf16_is_planned_too():

@@ -75,10 +75,12 @@ def test_agreement_is_drawn_for_what_read_the_same_tokens():
 
 def test_saturation_is_a_line_per_layer_over_the_steps():
     found = {"checkpoints": [10, 20], "top1": [[0.2, 0.4], [1, 1]], "topk": [[0.5, 0.6], [1, 1]]}
-    figure = specialization.saturation_curves({**found, "top1_by_chance": [0.1, 0.3]})
+    view = Diagnosis({}, [{"name": f"blocks.{n}.router"} for n in (4, 7)], {})
+    figure = specialization.saturation_curves(view, {**found, "top1_by_chance": [0.1, 0.3]})
     assert [list(trace.y) for trace in figure.data] == [[0.2, 1], [0.4, 1], [0.5, 1], [0.6, 1]]
     assert figure.layout.shapes[0].y0 == pytest.approx(0.2)
     assert figure.layout.xaxis.title.text == "step"
+    assert [line.name for line in figure.data] == ["layer 4", "layer 7"] * 2
 
 
 def test_sections_are_of_what_was_measured():

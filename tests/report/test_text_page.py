@@ -1,5 +1,6 @@
 """The text page in a browser, with real clicks and keys."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -87,7 +88,7 @@ def test_tokens_have_their_experts_colors_and_the_slider_moves_through_layers(pa
     page.locator("#layer").focus()
     page.keyboard.press("ArrowRight")
     assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 1))
-    assert page.locator("#layer-number").inner_text() == "2 of 3"
+    assert page.locator("#layer-number").inner_text() == "1 (2 of 3)"  # of block 1
     page.keyboard.press("End")  # the first checkpoint has no third layer and stays at its last
     assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 2))
 
@@ -107,6 +108,20 @@ def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
             assert float(shown) == pytest.approx(value, rel=5e-4)  # four digits
     page.locator("#token h2").hover()  # away from the text: the token that has the focus again
     assert rows_of(page) == expected_rows(ONE, 0, 0)
+
+
+def test_weight_bars_of_two_checkpoints_have_one_scale(browser, tmp_path):
+    faint = random_text(seed=3)
+    faint = dataclasses.replace(faint, weights=faint.weights / 4)
+    tab = browser.new_page()
+    tab.goto(write_text_page({"one": ONE, "faint": faint}, tmp_path / "page.html").as_uri())
+    token(tab, 25).hover()
+    lengths = tab.locator("#token .bar i").evaluate_all("all => all.map(b => b.style.width)")
+    shares = [float(length.removesuffix("%")) / 100 for length in lengths]
+    weights = [weight for pane in (0, 1) for _, weight in rows_of(tab, pane)]
+    tab.close()
+    # Of the largest weight that the layers shown have; weights are shown to 1e-4.
+    assert shares == [pytest.approx(w / ONE.weights[0].max(), abs=1e-3) for w in weights]
 
 
 def test_keys_walk_through_the_text_and_choose_experts(page):

@@ -65,6 +65,31 @@ def test_router_equals_the_reference(kind, sizes):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "constants"),
+    [
+        ("l2r_sips", {"gamma": 1.3, "beta": 0.4, "p": 2.5, "eps": 0.7, "norm_eps": 0.5}),
+        ("l2r_cosine", {"eps": 0.7, "norm_eps": 0.5}),
+        ("l2r_dot", {"norm_eps": 0.5}),
+        ("linear_sips", {"gamma": 1.3, "beta": 0.4, "p": 2.5, "eps": 0.7, "norm_eps": 0.5}),
+        ("xmoe", {"eps": 0.7}),
+    ],
+)
+def test_every_constant_reaches_the_logits(kind, constants):
+    """Constants far from their defaults, each of which alone changes what comes out."""
+    sizes = {"hidden_size": 12, "num_experts": 5, "top_k": 2}
+    x = torch.randn(7, 12, dtype=torch.float64) * 0.1  # small: so that eps is above some norms
+    router = spread(build_router(kind, **sizes, **constants).double(), seed=3)
+    state = router.state_dict()
+    logits = router(x).logits.detach()
+    np.testing.assert_allclose(logits, reference_logits(router, x.numpy()), atol=1e-10)
+    for name in constants:
+        others = {n: value for n, value in constants.items() if n != name}
+        usual = build_router(kind, **sizes, **others).double()
+        usual.load_state_dict(state)
+        assert (usual(x).logits - logits).abs().max() > 1e-6, name
+
+
 @pytest.mark.parametrize("kind", PAPER_ROUTERS)
 def test_gradients_equal_finite_differences_of_the_reference(kind):
     options = {"rank": 2, "heads": 3} if kind.startswith("l2r") else {}
@@ -304,6 +329,20 @@ def test_capture_collects_outputs_in_order_with_their_graph_and_lets_go():
     assert len(captured.logits()) == 4
 
 
+def test_calls_are_recorded_in_their_order():
+    model, xs = Block(), [torch.randn(3, 8) for _ in range(3)]
+    with capture(model, inputs=True) as captured:
+        for x in xs:
+            model(x)
+    for name, router in (("first", model.first), ("second", model.second)):
+        assert all(torch.equal(a, b) for a, b in zip(captured.inputs[name], xs, strict=True))
+        for output, x in zip(captured.outputs[name], xs, strict=True):
+            assert torch.equal(output.logits, router(x).logits)
+    expected = [output.logits for calls in captured.outputs.values() for output in calls]
+    assert all(a is b for a, b in zip(captured.logits(), expected, strict=True))
+    assert len(captured.indices()) == len(captured.heads()) == 6
+
+
 def test_capture_refuses_a_model_without_routers():
     with (
         pytest.raises(ValueError, match="Linear contains no l2r Router"),
@@ -354,3 +393,23 @@ def test_bare_weights_are_those_of_a_linear_layer_under_the_same_seed(bias):
     ours, theirs = bare.state_dict(), linear.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", router_names())
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, default):
+    options = {"rank": 2} if "l2r" in kind else {}
+    plain = build_router(kind, hidden_size=16, num_experts=4, top_k=2, **options)
+    torch.manual_seed(0)
+    torch.set_default_dtype(default)
+    try:
+        router = build_router(kind, hidden_size=16, num_experts=4, top_k=2, **options)
+        assert torch.get_default_dtype() == default
+        with pytest.raises(ValueError, match="top_k"):
+            build_router(kind, hidden_size=16, num_experts=4, top_k=5, **options)
+        assert torch.get_default_dtype() == default
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wide = torch.promote_types(default, torch.float32)
+    assert {t.dtype for t in (*router.parameters(), *router.buffers())} == {wide}
+    assert plain.state_dict().keys() == router.state_dict().keys()

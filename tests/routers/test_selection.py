@@ -14,7 +14,7 @@ from l2r.kernels import dispatch
 from l2r.routers.selection import Selection
 
 
-class _Stub(nn.Module):
+class Stub(nn.Module):
     """What a selection reads from a router."""
 
     def __init__(self, top_k: int, bias: torch.Tensor | None = None) -> None:
@@ -72,7 +72,7 @@ def test_a_selection_equals_the_loop(*, seed, score, normalize, with_bias, group
         group_best=groups[2],
         block_bias=True,
     )
-    weights, indices = selection(_Stub(top_k), logits, bias)
+    weights, indices = selection(Stub(top_k), logits, bias)
     expected, chosen = _reference(
         logits.numpy(), top_k, selection, None if bias is None else bias.numpy()
     )
@@ -83,7 +83,7 @@ def test_a_selection_equals_the_loop(*, seed, score, normalize, with_bias, group
 def test_a_bias_held_by_the_router_is_found_by_its_path_and_replaces_the_passed_one():
     logits = torch.zeros(3, 4)
     selection = Selection(score="sigmoid", bias="held.bias", block_bias=True)
-    router = _Stub(1, bias=torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
+    router = Stub(1, bias=torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
     weights, indices = selection(router, logits, torch.tensor([9.0, 0.0, 0.0, 0.0]))
     assert indices.flatten().tolist() == [2, 2, 2]
     assert weights.flatten().tolist() == [0.5, 0.5, 0.5]  # the bias is not in the weights
@@ -91,7 +91,7 @@ def test_a_bias_held_by_the_router_is_found_by_its_path_and_replaces_the_passed_
 
 def test_a_normalized_softmax_is_the_softmax_of_the_chosen_logits():
     logits = torch.tensor([[3.0, -1.0, 2.0, 0.0]], dtype=torch.float64)
-    weights, indices = Selection(normalize=True)(_Stub(2), logits)
+    weights, indices = Selection(normalize=True)(Stub(2), logits)
     assert indices.tolist() == [[0, 2]]
     e = np.exp([3.0, 2.0])
     np.testing.assert_allclose(weights.numpy()[0], e / e.sum(), rtol=1e-12)
@@ -100,8 +100,8 @@ def test_a_normalized_softmax_is_the_softmax_of_the_chosen_logits():
 def test_the_bias_of_a_block_is_used_where_the_selection_says_so():
     logits, bias = torch.eye(4)[:1], torch.tensor([0.0, 0.0, 9.0, 0.0])
     for score in ("softmax", "sigmoid"):
-        used = Selection(score=score, block_bias=True)(_Stub(1), logits, bias)[1]
-        ignored = Selection(score=score)(_Stub(1), logits, bias)[1]
+        used = Selection(score=score, block_bias=True)(Stub(1), logits, bias)[1]
+        ignored = Selection(score=score)(Stub(1), logits, bias)[1]
         assert (used.item(), ignored.item()) == (2, 0)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from l2r import build_router
 from l2r.functional import expert_usage
 from l2r.routers import (
+    LowRankConfig,
     PerturbedCosineConfig,
     RouterConfig,
     SigmoidConfig,
@@ -17,7 +18,7 @@ from l2r.routers import (
 )
 from l2r.routers.count import router_parameters
 
-ZOO = ("attention", "mixture", "perturbed_cosine", "sigmoid")
+ZOO = ("attention", "low_rank", "mixture", "perturbed_cosine", "sigmoid")
 SIZES = {"hidden_size": 12, "num_experts": 6, "top_k": 2}
 
 
@@ -70,6 +71,11 @@ def mixture(x, w, c):
     return np.array(logits)
 
 
+def low_rank(x, w, c):
+    u, v = w["anchors"][:, 0], w["projection.weight"]
+    return np.array([u @ (v @ token) / c.temperature for token in x])
+
+
 def sigmoid(x, w, c):
     del c
     return np.array([[float(row @ token) for row in w["weight"]] for token in x])
@@ -77,6 +83,7 @@ def sigmoid(x, w, c):
 
 REFERENCE = {
     "attention": attention,
+    "low_rank": low_rank,
     "mixture": mixture,
     "perturbed_cosine": perturbed_cosine,
     "sigmoid": sigmoid,
@@ -93,7 +100,7 @@ def test_logits_equal_the_formula_of_the_source(kind, seed, size):
     np.testing.assert_allclose(router.logits(x).detach().numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["attention", "mixture", "perturbed_cosine"])
+@pytest.mark.parametrize("kind", ["attention", "low_rank", "mixture", "perturbed_cosine"])
 def test_softmax_routers_select_from_the_softmax_of_their_logits(kind):
     router = make(kind)
     logits, weights, indices = router(torch.randn(5, 12, dtype=torch.float64))
@@ -215,6 +222,7 @@ def test_shapes_and_dtypes(kind, dtype):
         (PerturbedCosineConfig, "tau_anchor", -1.0),
         (PerturbedCosineConfig, "rank", 0),
         (SigmoidConfig, "scale", 0.0),
+        (LowRankConfig, "rank", 0),
     ],
 )
 def test_bad_options_are_named(config, field, value):
@@ -229,3 +237,27 @@ def test_parameters_are_counted_whatever_the_router_does_with_its_weights(kind):
     options = {"rank": 2} if "l2r" in kind else {}
     expected = sum(p.numel() for p in build_router(kind, **SIZES, **options).parameters())
     assert router_parameters(kind, **sizes, **options) == expected
+
+
+@pytest.mark.parametrize(("width", "rank"), [(64, 2), (64, 32), (512, 8)])
+def test_logits_of_a_low_rank_router_start_with_unit_variance_at_any_size(width, rank):
+    """Five standard errors: var of a product of two matrices varies with both their sizes."""
+    router = build_router("low_rank", hidden_size=width, num_experts=256, top_k=2, rank=rank)
+    variance = float(router.logits(torch.randn(256, width)).detach().var())
+    # at 3 sigma a cut normal has 0.973 of its variance, in each of the two matrices
+    assert abs(variance / 0.973**2 - 1) < 5 * (2 / rank + 2 / 256 + 2 / width) ** 0.5
+
+
+def test_a_low_rank_router_is_the_linear_router_of_its_product():
+    router = make("low_rank", rank=3, temperature=0.5)
+    linear = make("linear")
+    with torch.no_grad():
+        linear.weight.copy_(router.anchors[:, 0] @ router.projection.weight / 0.5)
+    x = torch.randn(7, 12, dtype=torch.float64)
+    for ours, theirs in zip(router(x), linear(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_rank_above_the_width_is_refused():
+    with pytest.raises(ValueError, match="rank must be <= hidden_size; got rank=13"):
+        build_router("low_rank", **SIZES, rank=13)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.integrate import quad
 
 from l2r.runs.contrasts import (
     Contrast,
@@ -17,7 +18,8 @@ from l2r.runs.contrasts import (
     judge,
     seeds_needed,
 )
-from l2r.runs.effects import best_by_fit, effects_of
+from l2r.runs.effects import Effect, best_by_fit, effects_of
+from l2r.runs.statistics import Interval
 
 SD, MARGIN, ALPHA = 0.018, 0.02, 0.05
 TRIALS = 250
@@ -133,6 +135,119 @@ def test_p_values_are_those_of_scipy(seeds):
     assert found.difference[1:] == pytest.approx((low, high))
 
 
+def test_p_values_of_a_deviation_from_the_first_seeds_have_its_degrees_of_freedom():
+    """Stein's two stages: the mean of all n, the deviation of the first three, t of two."""
+    gaps = np.random.default_rng(2).normal(-0.015, SD, 8)
+    learned = gaps - 0.004
+    before = gaps - learned
+    (found,) = judge(
+        [contrast()],
+        [pairs(gaps, before)],
+        alpha=ALPHA,
+        margins={"validation_ce": MARGIN},
+        first=3,
+    )
+
+    def below(values, bound):
+        error = np.std(values[:3], ddof=1) / math.sqrt(len(values))
+        return float(stats.t.cdf((values.mean() - bound) / error, 2))
+
+    assert found.p == pytest.approx(2 * max(below(gaps, 0), below(learned, 0)))
+    assert found.p_equivalent == pytest.approx(max(below(gaps, MARGIN), 1 - below(gaps, -MARGIN)))
+    error = np.std(gaps[:3], ddof=1) / math.sqrt(8)
+    half = stats.t.ppf(1 - ALPHA / 2, 2) * error
+    assert found.difference == pytest.approx((gaps.mean(), gaps.mean() - half, gaps.mean() + half))
+    at_0 = stats.t.ppf(1 - ALPHA / 2, 2) * np.std(before[:3], ddof=1) / math.sqrt(8)
+    assert found.untrained.mean == pytest.approx(0.004)
+    assert found.untrained.half == pytest.approx(at_0, abs=1e-12)
+    assert found.sd == pytest.approx(np.std(gaps[:3], ddof=1)) and found.seeds == 8
+
+
+def test_secondary_contrasts_have_the_deviation_of_all_seeds():
+    gaps = np.random.default_rng(3).normal(0.01, SD, 7)
+    kinds = [contrast(), contrast(primary=False)]
+    own, other = judge(kinds, [pairs(gaps)] * 2, alpha=ALPHA, margins={}, first=3)
+    assert own.sd == pytest.approx(np.std(gaps[:3], ddof=1))
+    assert other.sd == pytest.approx(np.std(gaps, ddof=1))
+    assert other.p == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)
+
+
+def test_both_the_difference_and_what_training_added_must_be_significant():
+    """The larger p counts, whichever of the two it is of."""
+    sure, unsure = np.array([-0.10, -0.11, -0.12]), np.array([-0.10, -0.01, -0.19])
+    larger = stats.ttest_1samp(unsure, 0).pvalue
+    for gaps, learned in ((sure, unsure), (unsure, sure)):
+        (found,) = judge([contrast()], [pairs(gaps, gaps - learned)], alpha=ALPHA, margins={})
+        assert found.p == pytest.approx(larger) and found.verdict == "undecided"
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.05, 0.2])
+def test_verdicts_change_at_alpha_and_nowhere_else(alpha):
+    """Gaps whose p lies just below alpha and just above it, of both kinds of test."""
+    shape = np.array([-1.0, 0.0, 1.0, 0.5, -0.5])
+    error = np.std(shape, ddof=1) / math.sqrt(5)
+    two_sided, one_sided = (stats.t.ppf(1 - a, 4) * error for a in (alpha / 2, alpha))
+    wide = {"validation_ce": 10 * one_sided}
+    for factor, word in ((1.01, "worse"), (0.99, "undecided")):
+        (found,) = judge([contrast()], [pairs(shape + factor * two_sided)], alpha=alpha, margins={})
+        assert found.verdict == word and found.p_equivalent is None
+    for factor, word in ((1.01, "equivalent"), (0.99, "undecided")):
+        margins = {"validation_ce": factor * one_sided}
+        (found,) = judge([contrast()], [pairs(shape)], alpha=alpha, margins=margins)
+        assert found.verdict == word
+    (found,) = judge([contrast()], [pairs(shape)], alpha=alpha, margins=wide)
+    assert found.verdict == "equivalent"
+
+
+def test_holm_holds_back_what_a_single_test_would_call():
+    """Of two contrasts with p of 0.03 and 0.04 none is decided; alone either would be."""
+    shape = np.array([-1.0, 0.0, 1.0, 0.5, -0.5])
+    error = np.std(shape, ddof=1) / math.sqrt(5)
+    gaps = [shape + stats.t.ppf(1 - p / 2, 4) * error for p in (0.03, 0.04)]
+    assert verdicts(gaps, margins={}) == ["undecided"] * 2
+    assert [verdicts([g], margins={}) for g in gaps] == [["worse"]] * 2
+    assert verdicts(gaps, margins={}, primary=False) == ["worse"] * 2
+
+
+def test_an_undecided_primary_contrast_needs_the_seeds_of_its_share_of_alpha():
+    gaps = [0.03, -0.02, 0.04, -0.01]
+    kinds = [contrast(), contrast(), contrast(primary=False)]
+    found = judge(kinds, [pairs(gaps)] * 3, alpha=ALPHA, margins={"validation_ce": MARGIN})
+    half, whole = (seeds_needed(estimate(gaps), MARGIN, a) for a in (ALPHA / 2, ALPHA))
+    assert [j.needed for j in found] == [half, half, whole] and half > whole
+
+
+def test_the_smallest_number_of_seeds_decides():
+    gaps = [0.1, 0.11, 0.12]
+    for least, word in ((3, "worse"), (4, "undecided")):
+        (found,) = judge([contrast()], [pairs(gaps)], alpha=ALPHA, margins={}, least=least)
+        assert found.verdict == word
+
+
+@pytest.mark.parametrize(("seeds", "first"), [(3, None), (6, None), (10, 3)])
+def test_a_detectable_difference_is_found_with_its_power(seeds, first):
+    """The power, integrated over the deviation that the first seeds may show."""
+    freedom = (first or seeds) - 1
+    shift = detectable(SD, seeds, ALPHA, first=first) * math.sqrt(seeds) / SD
+    cut = stats.t.ppf(1 - ALPHA / 2, freedom)
+    power, _ = quad(
+        lambda s: stats.norm.sf(cut * s - shift) * stats.chi.pdf(s, freedom, scale=freedom**-0.5),
+        0,
+        8,
+    )
+    assert power == pytest.approx(0.8, abs=1e-6)
+
+
+def test_rounding_is_no_learning_and_a_millionth_is_its_bound():
+    """Of a measure of 5: what is stored has seven digits."""
+    second = [5.0, 5.1, 5.2]
+    for change, learned in ((4e-6, False), (6e-6, True)):
+        one = Pairs([v + 0.1 + change for v in second], second, [v + 0.1 for v in second], second)
+        assert any(one.learned()) is learned
+    one = Pairs([4.0], [5.0], [4.5], [5.0])
+    assert (one.trained(), one.untrained(), one.learned()) == ([-1.0], [-0.5], [-0.5])
+
+
 def test_holm_is_the_closed_test_of_bonferroni():
     """Rejected is what every set that holds it rejects by its smallest p times its size."""
     generator = np.random.default_rng(0)
@@ -174,9 +289,20 @@ def test_what_was_there_before_training_is_no_finding():
     }
 
 
-@pytest.mark.parametrize(("better", "word"), [("smaller", "worse"), ("larger", "better")])
-def test_the_direction_decides_the_word(better, word):
-    assert verdicts([[0.1, 0.11, 0.12]], better=better) == [word]
+@pytest.mark.parametrize(
+    ("side", "better", "word"),
+    [
+        (+1, "smaller", "worse"),
+        (+1, "larger", "better"),
+        (-1, "smaller", "better"),
+        (-1, "larger", "worse"),
+    ],
+)
+def test_the_direction_decides_the_word(side, better, word):
+    gaps = [side * gap for gap in (0.1, 0.11, 0.12)]
+    assert verdicts([gaps], better=better) == [word]
+    (found,) = judge([contrast(better=better)], [pairs(gaps)], alpha=ALPHA, margins={})
+    assert found.difference.mean == pytest.approx(side * 0.11)  # first - second, whatever is better
 
 
 def test_one_seed_decides_nothing():
@@ -240,6 +366,37 @@ def test_the_effect_of_two_cells_is_their_paired_difference():
     (found,) = effects_of({"f": ["a", "b"]}, [], [[c] for c in cells], seeds, values)
     low, high = stats.ttest_rel(second, first).confidence_interval(0.95)
     assert found.change[1:] == pytest.approx((low, high))
+
+
+def test_intervals_of_effects_are_those_of_least_squares():
+    """By the two means of a balanced design: their difference has a variance of 4 s^2 / n."""
+    levels, seeds = {"one": ["a", "b"], "two": ["a", "b"]}, 3
+    rows = [((x, y), s) for s in range(seeds) for x in "ab" for y in "ab"]
+    values = np.random.default_rng(0).normal(0, 1, len(rows))
+    found = effects_of(levels, [], [c for c, _ in rows], [s for _, s in rows], values.tolist())
+    by_seed = {s: np.mean([v for (_, t), v in zip(rows, values, strict=True) if t == s])
+               for s in range(seeds)}  # fmt: skip
+    rest = np.array([v - by_seed[s] for (_, s), v in zip(rows, values, strict=True)])
+    for number, effect in enumerate(found):
+        side = np.array([1 if cell[number] == "b" else -1 for cell, _ in rows])
+        mean = (side * values).sum() / (len(rows) / 2)
+        rest = rest - side * mean / 2
+        assert effect.change.mean == pytest.approx(mean)
+    freedom = len(rows) - seeds - len(levels)
+    error = math.sqrt((rest**2).sum() / freedom * 4 / len(rows))
+    for effect in found:
+        assert effect.change.half == pytest.approx(stats.t.ppf(0.975, freedom) * error)
+        assert effect.change.low == pytest.approx(effect.change.mean - effect.change.half)
+
+
+def test_the_best_cell_by_the_fit_is_the_least():
+    effects = [
+        Effect("f", level, Interval(change, change, change))
+        for level, change in (("b", -0.2), ("c", 0.5))
+    ]
+    assert best_by_fit({"f": ["a", "b", "c"]}, [], effects) == (("b",), pytest.approx(-0.2))
+    effects = [Effect("f", "b", Interval(0.2, 0.2, 0.2))]
+    assert best_by_fit({"f": ["a", "b"]}, [], effects) == (("a",), 0.0)
 
 
 def test_cells_that_cannot_tell_effects_apart_are_refused():

@@ -1,6 +1,7 @@
 """swap_routers: the family's rules stay, only the scoring changes."""
 
 import copy
+import pickle
 import runpy
 import sys
 
@@ -302,3 +303,39 @@ def _router_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, p in router.named_parameters()
         if p.requires_grad
     }
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_a_swapped_model_can_be_pickled_and_records_as_before(name):
+    """As torch.save(model), multiprocessing's spawn and Lightning's ddp_spawn do."""
+    model = swapped(name).eval()
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    with torch.no_grad():
+        expected = model(sample_tokens(), output_router_logits=True)
+        for other in copies:
+            output = other(sample_tokens(), output_router_logits=True)
+            assert torch.equal(output.logits, expected.logits)
+            assert len(output.router_logits) == len(expected.router_logits) > 0
+            for ours, theirs in zip(output.router_logits, expected.router_logits, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_a_wrapper_without_a_configuration_is_refused_before_anything_changes():
+    model = nn.Sequential(tiny_model(FAMILIES["olmoe"]))
+    with pytest.raises(ValueError, match=r"model must have a config .*got Sequential; pass the"):
+        swap_routers(model, CONFIG)
+    assert not any(isinstance(module, Router) for module in model.modules())
+
+
+@pytest.mark.parametrize("config", [None, "l2r_sips", {"kind": "l2r_sips"}, L2RConfig])
+def test_a_config_of_another_type_is_named(config):
+    with pytest.raises(ValueError, match=r"config must be a RouterConfig such as L2RConfig\(\)"):
+        swap_routers(tiny_model(FAMILIES["olmoe"]), config)
+
+
+@pytest.mark.parametrize("layers", [0, [], "0", [0.5], [True]])
+def test_layers_that_are_no_list_of_indices_are_named(layers):
+    model = tiny_model(FAMILIES["olmoe"])
+    with pytest.raises(ValueError, match="layers must be None or a list of at least one index"):
+        swap_routers(model, CONFIG, layers=layers)
+    assert not hasattr(model.config, "l2r_swap")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from l2r import L2RConfig, capture
+from l2r import L2RConfig, Router, capture
 from l2r.checkpoints import load_pretrained
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.swap import swap_routers
@@ -68,3 +68,19 @@ def test_adapters_on_every_linear_layer_leave_the_router_alone():
     names = [name for name, _ in adapters.named_parameters() if "lora_" in name]
     assert any("q_proj" in name for name in names)
     assert not any(".gate." in name for name in names)
+
+
+def test_routers_that_carry_lora_are_refused_before_anything_changes():
+    model = get_peft_model(
+        tiny_model(FAMILIES["olmoe"]), LoraConfig(r=2, target_parameters=["gate.weight"])
+    )
+    with pytest.raises(ValueError, match=r"routers carry adapters .*; merge them or swap first"):
+        swap_routers(model, L2RConfig(rank=2, heads=4))
+    assert not any(isinstance(module, Router) for module in model.modules())
+
+
+def test_a_router_that_peft_saves_is_recorded_once_per_layer():
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
+    model = get_peft_model(tiny_model(FAMILIES["olmoe"]), adapters)
+    swap_routers(model, L2RConfig(rank=2, heads=4))
+    assert model.config.l2r_swap[-1]["layers"] == [0, 1]

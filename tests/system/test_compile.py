@@ -19,3 +19,30 @@ for kind in router_names():
 
 def test_every_router_compiles_into_one_graph(tmp_path):
     assert "l2r_sips" in script(tmp_path, SCRIPT).succeed()
+
+
+CAPTURES = """
+import torch
+from l2r import L2rOlmoeConfig, L2rOlmoeForCausalLM, capture
+sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+model = L2rOlmoeForCausalLM(L2rOlmoeConfig(router={"kind": "l2r_sips"}, **sizes, **heads))
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+ids = torch.randint(64, (2, 8))
+plain = compiled(input_ids=ids).logits
+for _ in range(3):
+    with capture(compiled) as outer:
+        assert torch.equal(compiled(input_ids=ids).logits, plain)
+        with capture(compiled) as inner:
+            compiled(input_ids=ids)
+    assert [len(calls) for calls in outer.outputs.values()] == [2, 2]
+    assert [len(calls) for calls in inner.outputs.values()] == [1, 1]
+    compiled(input_ids=ids)
+graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+assert graphs <= 3, graphs  # without, with one and with two captures
+print("captured")
+"""
+
+
+def test_capture_records_a_model_that_was_compiled_before(tmp_path):
+    assert "captured" in script(tmp_path, CAPTURES).succeed()

@@ -21,6 +21,8 @@ def launch(ranks, folder, changes, *extra):
     on_ranks(ranks, output, command, *train)
     for rank in range(ranks):
         assert "FutureWarning" not in (output / str(rank) / "err.txt").read_text()
+        said = (output / str(rank) / "out.txt").read_text()
+        assert said.count("trained ") == (rank == 0)
     return RunFolder(folder)
 
 
@@ -32,6 +34,8 @@ def assert_same(first, second):
     for a, b in zip(first.read_metrics("train"), second.read_metrics("train"), strict=True):
         for loss in ("ce", "balance", "z", "grad_norm"):
             assert a[loss] == pytest.approx(b[loss], rel=ORDER)
+        for load in ("load_entropy", "max_over_mean", "dead_experts"):
+            assert a[load] == pytest.approx(b[load], rel=ORDER)
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])

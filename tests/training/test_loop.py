@@ -16,6 +16,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.checkpoint import load_weights
 from l2r.training.health import NonFiniteError
+from l2r.training.language import LanguageTask
 from l2r.training.step import TrainingStep
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
@@ -93,10 +94,42 @@ def test_a_run_that_dies_resumes_to_the_same_bits(after, unbroken, tiny_changes,
 
     with pytest.raises(RuntimeError, match="gone"):
         run(tmp_path / "run", tiny_changes, on_step=dying)
-    torch.manual_seed(1234)
     assert run(tmp_path / "run", tiny_changes).finished
     assert same_bits(unbroken, tmp_path / "run")
     assert records(unbroken) == records(tmp_path / "run")
+
+
+def test_a_resumed_run_draws_the_random_numbers_of_an_unbroken_one(
+    tiny_changes, tmp_path, monkeypatch
+):
+    """The packaged models draw none in training; one with dropout would, as this loss does."""
+    loss = LanguageTask.loss
+
+    def noisy(*given, **options):
+        return loss(*given, **options) * (1 + torch.rand(()))
+
+    def dying(step):
+        if step == 3:
+            raise RuntimeError("the machine is gone")
+
+    monkeypatch.setattr(LanguageTask, "loss", staticmethod(noisy))
+    run(tmp_path / "unbroken", tiny_changes)
+    with pytest.raises(RuntimeError, match="gone"):
+        run(tmp_path / "run", tiny_changes, on_step=dying)
+    run(tmp_path / "run", tiny_changes)
+    assert same_bits(tmp_path / "unbroken", tmp_path / "run")
+    losses = [r["ce"] for r in records(tmp_path / "run") if r["kind"] == "train"]
+    assert losses == [r["ce"] for r in records(tmp_path / "unbroken") if r["kind"] == "train"]
+    assert len(losses) == 6
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_its_end(unbroken):
+    """512 of 1,536 tokens of warmup from a tenth, then half a cosine to a tenth; 256 a step."""
+    peak, root = 2e-3, 0.5**0.5
+    # A share s of the way from a tenth to the peak is 0.1 + 0.9 s.
+    shares = [0, 1 / 2, 1, (1 + root) / 2, 1 / 2, (1 - root) / 2]
+    rates = [r["lr"] for r in RunFolder(unbroken).read_metrics("train")]
+    assert rates == pytest.approx([peak * (0.1 + 0.9 * share) for share in shares], rel=1e-9)
 
 
 def every_loss(folder):
@@ -134,6 +167,25 @@ def test_a_run_stopped_between_records_loses_no_loss(unbroken, tiny_changes, tmp
     assert steps == (2, 4) and sum(sums) == pytest.approx(sum(losses), rel=1e-12)
 
 
+def test_every_token_of_the_vocabulary_is_trained(unbroken, tiny_changes, tmp_path):
+    """Rows are packed: no id stands for padding, nor did it in the model that training starts from.
+
+    Models of version 0.2.0 and before have a row for padding, the second.
+    """
+    padded = load_pretrained(unbroken, pad_token_id=1)
+    assert padded.get_input_embeddings().padding_idx == 1
+    padded.save_pretrained(tmp_path / "padded")
+    padded = tmp_path / "padded"
+    for extra in ([], [f"model.init_from={padded}"]):
+        task = LanguageTask(load_recipe("demo/l2r-sips", [*tiny_changes, *extra]), print)
+        model = task.build_model()
+        ids = torch.arange(model.config.vocab_size)[None]
+        LanguageTask.loss(model, {"input_ids": ids}).backward()
+        reached = model.get_input_embeddings().weight.grad.abs().sum(1) > 0
+        assert reached[:-1].all()  # of the last token nothing is asked
+        assert model.config.pad_token_id is None
+
+
 def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):
     before = (unbroken / "model" / "model.safetensors").stat().st_mtime_ns
     assert run(unbroken, tiny_changes).finished
@@ -149,8 +201,22 @@ def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes
         torch.testing.assert_close(whole[name], parts[name], atol=SAME, rtol=0)
     first, second = (RunFolder(tmp_path / n).read_metrics("train") for n in ("whole", "parts"))
     for one, two in zip(first, second, strict=True):
-        for loss in ("ce", "balance", "z"):
-            assert one[loss] == pytest.approx(two[loss], rel=ORDER)
+        for name in ("ce", "balance", "z", "grad_norm"):  # AdamW hides the scale of a gradient
+            assert one[name] == pytest.approx(two[name], rel=ORDER)
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "step"])
+def test_loads_on_record_are_of_the_whole_step(scope, tiny_changes, tmp_path):
+    """Rows of a step are the same however it is cut, and so are the experts they go to."""
+    one = [*tiny_changes, "training.steps=1", f"losses.balance_scope={scope}"]
+    records = []
+    for rows in (8, 1):
+        run(tmp_path / str(rows), one, f"training.micro_batch={rows}")
+        records += RunFolder(tmp_path / str(rows)).read_metrics("train")
+    whole, parts = records
+    assert parts["dead_experts"] == whole["dead_experts"]
+    for name in ("load_entropy", "max_over_mean"):
+        assert parts[name] == pytest.approx(whole[name], rel=ORDER)
 
 
 def test_micro_batch_statistics_are_averaged_not_summed(tiny_changes, tmp_path):
@@ -185,6 +251,18 @@ def test_constrained_anchors_keep_their_norm(tiny_changes, tmp_path):
         torch.testing.assert_close(norms, torch.full_like(norms, 1.5))
 
 
+def test_a_router_larger_than_the_linear_one_says_so(tiny_changes, tmp_path):
+    """Two layers of W_q [R, 32], a gain [32] and anchors [8, H, R], against [8, 32]."""
+    lines = {}
+    for heads in (1, 16):
+        lines[heads] = []
+        changes = ["training.steps=1", "router.rank=2", f"router.heads={heads}"]
+        run(tmp_path / str(heads), tiny_changes, *changes, report=lines[heads].append)
+    larger = "the routers have 704 parameters, more than the 512 of linear routers in their place"
+    assert larger in lines[16]
+    assert not any("parameters" in line for line in lines[1])
+
+
 def test_routers_share_initial_weights_and_batches(tiny_changes, tmp_path):
     for recipe in ("demo/linear", "demo/l2r-sips"):
         run(tmp_path / recipe, tiny_changes, "optimizer.lr=1e-12", recipe=recipe)
@@ -214,7 +292,7 @@ def test_a_nan_stops_the_run_and_names_step_layer_and_checkpoint(
         def batches(step, ranks):
             if step == 3:
                 with torch.no_grad():
-                    trainer_model[0].model.layers[1].mlp.experts.down_proj[2, 0, 0] = float("inf")
+                    trainer_model[0].model.layers[1].mlp.experts.down_proj[:, 0, 0] = float("inf")
             return original(step, ranks)
 
         task.micro_batches = batches
@@ -335,7 +413,7 @@ def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
         (["training.micro_batch=3"], "global_batch must be a multiple of micro_batch"),
         (["training={steps: 5, tokens: 100}"], "exactly one of steps, tokens, epochs"),
         (["data.sequence_length=1000000"], "lower sequence_length"),
-        (["data.corpus=/nonexistent"], "corpus folder must exist"),
+        (["data.corpus=/nonexistent"], "text folder must exist"),
     ],
 )
 def test_bad_recipes_are_named(changes, message, tiny_changes, tmp_path):

@@ -7,9 +7,15 @@ import torch
 
 from l2r import build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
 from l2r.recipes.schema import LossSection, OptimizerSection
 from l2r.runs.folder import RunFolder
-from l2r.training.checkpoint import load_weights, save_checkpoint
+from l2r.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.ranks import Ranks
@@ -38,6 +44,16 @@ def test_learning_rate_follows_the_papers_schedule():
     assert learning_rate(section, end, end) == pytest.approx(4e-5)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_learning_rate_between_warmup_and_end(share):
+    """The power-reduced cosine: cos^2(x / 2) in place of (1 + cos x) / 2."""
+    section = OptimizerSection(lr=3e-4, warmup=2000, warmup_start=0.25, final=0.05)
+    warm = learning_rate(section, round(share * 2000), 10_000)
+    assert warm == pytest.approx(3e-4 * (0.25 + 0.75 * share))
+    falling = learning_rate(section, round(2000 + share * 8000), 10_000)
+    assert falling == pytest.approx(3e-4 * (0.05 + 0.95 * math.cos(math.pi * share / 2) ** 2))
+
+
 def test_warmup_longer_than_the_run_is_cut():
     section = OptimizerSection(warmup=1000)
     assert learning_rate(section, 100, 100) == pytest.approx(section.lr)
@@ -61,6 +77,45 @@ def test_weight_decay_groups(changes, kept):
         assert (id(parameter) in decayed) == (kind not in kept), name
 
 
+def vit():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+    experts = {"intermediate_size": 16, "num_experts": 4, "moe_layers": [1], "patch_size": 4}
+    return L2rViTForImageClassification(L2rViTConfig(**sizes, **experts))
+
+
+def olmoe():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    router = {"kind": "l2r_sips"}
+    return L2rOlmoeForCausalLM(
+        L2rOlmoeConfig(vocab_size=32, pad_token_id=None, **sizes, **experts, router=router)
+    )
+
+
+@pytest.mark.parametrize("build", [vit, olmoe])
+@pytest.mark.parametrize("decay_anchors", [True, False])
+def test_norms_biases_and_the_tokens_of_the_model_do_not_decay(build, decay_anchors):
+    """As timm and DeiT have it, and by what a parameter is: expert biases are [N, F]."""
+    model = build()
+    section = OptimizerSection(decay_norms=False, decay_anchors=decay_anchors)
+    optimizer = build_optimizer(model, section)
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    matrices = {  # of every layer that multiplies its input, and what is looked up in a table
+        id(parameter)
+        for module in model.modules()
+        if not type(module).__name__.endswith(("Norm", "Embeddings", "NormGain"))
+        for name, parameter in module.named_parameters(recurse=False)
+        if not name.endswith("bias") and (decay_anchors or name != "anchors")
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[i] for i in decayed} == {names[i] for i in matrices}
+    kept = set(names.values()) - {names[i] for i in decayed}
+    assert any(name.endswith("norm.weight") for name in kept)
+    if build is vit:
+        ends = (".up_bias", ".down_bias", ".cls_token", ".position_embeddings", "classifier.bias")
+        assert all(any(name.endswith(end) for name in kept) for end in ends), kept
+
+
 def test_a_learned_temperature_never_decays():
     """Decay would pull its logarithm to 0, the temperature to 1."""
     router = build_router("linear", hidden_size=8, num_experts=4, top_k=2, learn_temperature=True)
@@ -82,6 +137,43 @@ def test_a_learned_temperature_loads_whether_fsdp2_saved_it_or_not(lifted, tmp_p
     assert load_weights(folder, loaded) == 3
     assert loaded.log_temperature.item() == 0.25
     torch.testing.assert_close(loaded.weight, saved.weight, rtol=0, atol=0)
+
+
+def test_a_checkpoint_brings_back_the_random_state(tmp_path):
+    model, ranks = Layers(), Ranks(0, 1, torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimizerSection())
+    torch.manual_seed(5)
+    folder = save_checkpoint(RunFolder(tmp_path), 1, model, optimizer, ranks, keep=1)
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    assert load_checkpoint(folder, model, optimizer, ranks) == 1
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("fewer", r"Missing key .*model\.1\."),
+        ("more", r"no place .*model\.1\."),
+        ("nan", r"not finite .*model\.0\.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_not_loaded(change, message, tmp_path):
+    def model(parts):
+        router = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+        return torch.nn.Sequential(*(build_router("linear", **router) for _ in range(parts)))
+
+    saved, loaded = model(2 if change == "more" else 1), model(2 if change == "fewer" else 1)
+    if change == "nan":
+        with torch.no_grad():
+            saved[0].weight[1, 2] = torch.nan
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    optimizers = [build_optimizer(part, OptimizerSection()) for part in (saved, loaded)]
+    folder = save_checkpoint(RunFolder(tmp_path), 3, saved, optimizers[0], ranks, keep=1)
+    with pytest.raises(ValueError, match=message):
+        load_weights(folder, loaded)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(folder, loaded, optimizers[1], ranks)
 
 
 def test_auxiliary_losses_are_the_weighted_means_over_layers():

@@ -11,7 +11,9 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from l2r import capture
 from l2r.checkpoints import load_image_classifier
+from l2r.data.augment import augment
 from l2r.data.images import CenterCrop, ImageDataset
+from l2r.data.shuffling import batch_indices
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
@@ -97,6 +99,31 @@ def test_every_router_overfits_one_batch(kind):
         optimizer.step()
     blind = torch.special.entr(batch["targets"].mean(0)).sum()  # without a look at the images
     assert loss < 0.1 * blind
+
+
+def test_the_seed_of_the_recipe_draws_images_and_augmentations():
+    for seed in (0, 5):
+        loaded = recipe(*MIXED, f"seed={seed}")
+        task = VisionTask(loaded, print)
+        (batch,) = task.micro_batches(1, ONE)
+        order = batch_indices(len(task.train), 1, 16, seed=seed)
+        chosen = task.train.rows(order, np.arange(16, 32))
+        crops = ImageDataset(
+            task.train.source, size=8, channels=1, crop=task.train.crop, seed=seed
+        ).rows(order, np.arange(16, 32))
+        assert torch.equal(chosen.pixels, crops.pixels)
+        pixels, targets = augment(
+            crops.pixels,
+            crops.labels,
+            crops.positions,
+            classes=10,
+            **loaded.data.augmentation.model_dump(),
+            mean=(0.305,),
+            deviation=(0.376,),
+            seed=seed,
+        )
+        assert torch.equal(batch["pixel_values"], pixels)
+        assert torch.equal(batch["targets"], targets)
 
 
 def test_a_run_writes_accuracy_and_image_counts(unbroken):
@@ -227,6 +254,8 @@ def test_an_image_folder_trains_and_broken_files_are_named_and_counted(folder, t
     lines = []
     changes = [
         f"data.images={folder}",
+        "model.image_size=8",
+        "model.patch_size=2",
         "model.num_channels=3",
         "data.mean=[0.5,0.5,0.5]",
         "data.deviation=[0.3,0.3,0.3]",

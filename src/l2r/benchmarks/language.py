@@ -23,7 +23,7 @@ _CUDA = {
     "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
 }  # fmt: skip
-_SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0}
+_SPECIAL = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 # name -> router configuration of ours; the stock model has its own
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from l2r.benchmarks.contenders import forward_step, training_step
 from l2r.benchmarks.results import Bench, Settings
 from l2r.benchmarks.timing import Step
+from l2r.recipes.load import load_recipe
+from l2r.recipes.vision import VisionRecipe
 
 
 @dataclass(frozen=True)
@@ -25,20 +27,34 @@ class Shape:
     skew: bool = False
 
 
-# OLMoE has d 2048, width 1024, N 64, k 8; ViT-S d 384, width 768, N 8, k 2 (the paper's).
-_CPU = [
-    Shape("olmoe / 8", 1024, 256, 128, 64, 8),
-    Shape("olmoe / 8, skewed", 1024, 256, 128, 64, 8, skew=True),
-    Shape("vit-s", 788, 384, 768, 8, 2),
-]
-_CUDA = [
-    Shape("olmoe", 8192, 2048, 1024, 64, 8),
-    Shape("olmoe, skewed", 8192, 2048, 1024, 64, 8, skew=True),
-    Shape("vit-s", 12608, 384, 768, 8, 2),
-]
-_QUICK = [Shape("tiny", 32, 16, 16, 8, 2)]
 _FORMS = ("eager", "batched_mm", "grouped_mm")
 _BATCHED_LIMIT = 2**31  # bytes of the weights that batched_mm copies for every assignment
+
+
+def shapes(settings: Settings) -> list[Shape]:
+    """OLMoE's sizes, an eighth of them on a CPU, and the packaged ViT-S's; SwiGLU for both."""
+    if settings.quick:
+        return [Shape("tiny", 32, 16, 16, 8, 2)]
+    if settings.device == "cuda":
+        return [
+            Shape("olmoe", 8192, 2048, 1024, 64, 8),
+            Shape("olmoe, skewed", 8192, 2048, 1024, 64, 8, skew=True),
+            _vit_s(images=64),
+        ]
+    return [
+        Shape("olmoe / 8", 1024, 256, 128, 64, 8),
+        Shape("olmoe / 8, skewed", 1024, 256, 128, 64, 8, skew=True),
+        _vit_s(images=4),
+    ]
+
+
+def _vit_s(images: int) -> Shape:
+    recipe = load_recipe("vit-s/l2r-sips")
+    assert isinstance(recipe, VisionRecipe)
+    vit = recipe.model_options()
+    tokens = (vit["image_size"] // vit["patch_size"]) ** 2 + 1
+    sizes = ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    return Shape("vit-s", images * tokens, *(vit[name] for name in sizes))
 
 
 def run(settings: Settings) -> Bench:
@@ -49,8 +65,7 @@ def run(settings: Settings) -> Bench:
         note="ratio: median over grouped_mm of transformers. dense bound: one "
         "feed-forward network with as many multiplications, no dispatch at all.",
     )
-    shapes = _QUICK if settings.quick else _CUDA if settings.device == "cuda" else _CPU
-    for shape in shapes:
+    for shape in shapes(settings):
         _shape(bench, shape)
     return bench
 

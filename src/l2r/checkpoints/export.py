@@ -83,10 +83,12 @@ def as_l2r_olmoe(model: Any) -> L2rOlmoeForCausalLM:
         values.pop(name, None)
     ours = L2rOlmoeForCausalLM(L2rOlmoeConfig(**values, router=router.to_dict()))
     ours.generation_config = model.generation_config
-    weights = model.state_dict()
-    for name, parameter in [*ours.named_parameters(), *ours.named_buffers()]:
-        if name in weights:
-            parameter.data = weights[name].clone()
+    weights, places = model.state_dict(), ours.state_dict(keep_vars=True)
+    odd = sorted(weights.keys() ^ places.keys())
+    if odd:
+        raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
+    for name, place in places.items():
+        place.data = weights[name].clone()
     return ours.train(model.training)
 
 
@@ -109,7 +111,7 @@ def modeling_source(kind: str) -> str:
             body = body.replace(f"({card.SavesCard.__name__})", "")
         parts.append(body)
         if name == _PLAIN:
-            parts.append(_dispatch_class(tree))
+            parts.append(_dispatch_class(module))
     from l2r import __version__
 
     header = _HEADER.format(version=__version__, kind=kind)
@@ -182,9 +184,10 @@ def _top_level_names(tree: ast.Module) -> Iterator[str]:
             yield node.target.id
 
 
-def _dispatch_class(tree: ast.Module) -> str:
+def _dispatch_class(plain: ModuleType) -> str:
     """What routers call as ``dispatch.name``: here always the plain function."""
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    lines = "\n".join(f"    {name} = staticmethod({name})" for name in names if name[0] != "_")
+    chosen = vars(importlib.import_module(_KERNELS))
+    names = [name for name, value in vars(plain).items() if name in chosen and callable(value)]
+    lines = "\n".join(f"    {name} = staticmethod({name})" for name in names if name[0].islower())
     head = 'class dispatch:\n    """Plain code; l2r-moe has fused kernels."""'
     return f"{head}\n\n{lines}"

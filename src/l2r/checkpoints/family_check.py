@@ -171,7 +171,7 @@ def _without_failure(check: Callable[[Any], bool], model: Any) -> bool:
 
 def _in_fresh_process(folder: Path) -> dict[str, bool]:
     code = f"import sys; from {__name__} import reload_all; reload_all(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-P", "-c", code, str(folder)]  # P: nothing of the current folder
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"reloading in a fresh process failed: {done.stderr[-500:]}")

@@ -45,7 +45,7 @@ class ImageInput:
 
     def standard(self, pixels: Tensor) -> Tensor:
         """Bytes as the model wants them."""
-        return standardize(pixels / 255, self.section.mean, self.section.deviation)
+        return standardize(pixels / 255, *self.section.standard)
 
 
 def open_image_input(checkpoint: str | Path, config: Any, source: str | None) -> ImageInput:
@@ -65,7 +65,7 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
     elif config.num_channels == 1:
         section = ImageSection(mean=(0.5,), deviation=(0.5,))
     else:
-        section = ImageSection()
+        section = ImageSection(mean=(0.485, 0.456, 0.406), deviation=(0.229, 0.224, 0.225))
     dataset = ImageDataset(
         open_images(source or section.images)[1],
         size=config.image_size,

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
+from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
-from l2r.data.sources import folder_sources
+from l2r.data.sources import folder_sources, text_documents
 from l2r.data.tokens import TokenDataset, read_documents
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def open_subject(
     instances: int,
     length: int,
     report: Callable[[str], None],
+    trust_remote_code: bool = False,
 ) -> Subject:
     """Load a checkpoint and the text or the images that it reads.
 
@@ -59,7 +61,7 @@ def open_subject(
     if is_image_classifier(checkpoint):
         from l2r.checkpoints.image_input import open_image_input  # text needs no image package
 
-        model = load_image_classifier(checkpoint)
+        model = load_image_classifier(checkpoint, trust_remote_code=trust_remote_code)
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))
 
@@ -67,10 +69,11 @@ def open_subject(
             return images.batches(count, size, device)
 
         return Subject(model, batches, count, images.domains, {}, images)
-    model, tokenizer = load_causal_lm(checkpoint)
+    model, tokenizer = load_causal_lm(checkpoint, trust_remote_code=trust_remote_code)
     rows, domain, domains = open_text(
         data,
         tokenizer,
+        checkpoint=checkpoint,
         vocab_size=model.config.vocab_size,
         instances=instances,
         length=length,
@@ -89,6 +92,7 @@ def open_text(
     source: str | None,
     tokenizer: Any,
     *,
+    checkpoint: str | Path | None = None,
     vocab_size: int,
     instances: int,
     length: int,
@@ -96,32 +100,42 @@ def open_text(
 ) -> Text:
     """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
 
-    ``source``: a folder of token files, a folder of *.txt (a sub-folder per domain), a text
-    file, or None for the held-out files of the embedded corpus.
+    ``source``: a folder of token files, a file or a folder of text (l2r.data.sources), or None
+    for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
+    on, the part is taken that it held out. ``report`` gets a line for every domain that has no
+    whole row.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.
     """
     if source is not None and (Path(source) / "manifest.json").is_file():
-        return _from_token_files(Path(source), vocab_size, instances, length)
+        return _from_token_files(Path(source), vocab_size, instances, length, report)
     if tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
-    texts = _embedded(report) if source is None else _text_sources(Path(source))
+    corpus = unseen_part(checkpoint, source)
+    texts = _text_sources(Path(str(source))) if corpus is None else _held_out(corpus, report)
     share = max(1, instances // len(texts))
     packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
-    rows = [(row, domain) for domain, part in enumerate(packed) for row in part]
+    rows = []
+    for domain, (name, part) in enumerate(zip(texts, packed, strict=True)):
+        of_domain = [(row, domain) for row in part]
+        if not of_domain:
+            report(too_small(name, length))
+        rows += of_domain
     if not rows:
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
-    domain = torch.tensor([domain for _, domain in rows])
-    return torch.stack([row for row, _ in rows]), domain, tuple(texts)
+    labels = torch.tensor([domain for _, domain in rows])
+    return torch.stack([row for row, _ in rows]), labels, tuple(texts)
 
 
-def _from_token_files(folder: Path, vocab_size: int, instances: int, length: int) -> Text:
+def _from_token_files(
+    folder: Path, vocab_size: int, instances: int, length: int, report: Callable[[str], None]
+) -> Text:
     dataset = TokenDataset(folder, length)
-    chosen = np.linspace(0, len(dataset) - 1, min(len(dataset), instances)).astype(np.int64)
-    rows = dataset.rows(chosen)
+    name_domains_without_rows(dataset, report)
+    rows = dataset.rows(balanced_rows(dataset, instances))
     largest = int(rows["input_ids"].max())
     if largest >= vocab_size:
         raise ValueError(
@@ -131,11 +145,11 @@ def _from_token_files(folder: Path, vocab_size: int, instances: int, length: int
     return rows["input_ids"], rows["domain"], dataset.domains
 
 
-def _embedded(report: Callable[[str], None]) -> dict[str, Iterable[str]]:
+def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str, Iterable[str]]:
     """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
     from tokenizers import Tokenizer
 
-    corpus = build_corpus(CorpusOptions(), report=report)
+    corpus = build_corpus(options, report=report)
     decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
     texts: dict[str, list[str]] = {}
     for domain, ids in read_documents(corpus.validation):
@@ -145,5 +159,5 @@ def _embedded(report: Callable[[str], None]) -> dict[str, Iterable[str]]:
 
 def _text_sources(path: Path) -> dict[str, Iterable[str]]:
     if path.is_file():
-        return {path.stem: [path.read_text(encoding="utf-8", errors="replace")]}
+        return {path.stem: (text for _, text in text_documents(path))}
     return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}

@@ -1,6 +1,5 @@
 """Load a language model with its tokenizer, or an image classifier, ours or Hugging Face's."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,52 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
+from l2r.checkpoints.pretrained import (
+    cannot_load,
+    checkpoint_folder,
+    classifies_images,
+    load_pretrained,
+)
+from l2r.models.weights import read_weights
+from l2r.runs.reading import read_json
 
 
 def load_causal_lm(
-    path: str | Path, *, dtype: torch.dtype | str = torch.float32
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """Model in evaluation mode and its tokenizer, or None where the folder has none.
 
     ``path`` is a folder in Hugging Face format, or a run folder of ours (its ``model/``).
-    ``dtype="auto"`` keeps the dtype the checkpoint was saved in.
+    ``dtype="auto"`` keeps the dtype the checkpoint was saved in; ``trust_remote_code`` as for
+    ``load_pretrained``.
     Raises ValueError when the folder holds no readable checkpoint.
     """
     folder = checkpoint_folder(path)
-    model = load_pretrained(folder, dtype=dtype)
-    return model.eval(), load_tokenizer(folder)
+    if is_image_classifier(folder):
+        raise ValueError(f"{path} holds an image classifier, not a language model")
+    model = load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model.eval(), load_tokenizer(folder, trust_remote_code=trust_remote_code)
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a folder or run folder, None where it has none."""
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or run folder, None where it has none.
+
+    Raises ValueError for one that cannot be read or needs code of the folder that is not trusted.
+    """
     folder = checkpoint_folder(path)
     has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
-    return AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return _tokenizer(folder, trust_remote_code=trust_remote_code) if has_tokenizer else None
 
 
 def load_image_classifier(
-    path: str | Path, *, averaged: bool = False, dtype: torch.dtype = torch.float32
+    path: str | Path,
+    *,
+    averaged: bool = False,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Model in evaluation mode from a Hugging Face folder or a run folder of ours.
 
@@ -50,9 +69,14 @@ def load_image_classifier(
     else:
         folder = checkpoint_folder(path)
     try:
-        model = AutoModelForImageClassification.from_pretrained(folder, dtype=dtype)
+        model = read_weights(
+            AutoModelForImageClassification,
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
     except Exception as error:  # transformers lets any error of a damaged folder through
-        raise ValueError(f"cannot load an image classifier from {folder}: {error}") from error
+        raise cannot_load("an image classifier", folder, error) from error
     return model.eval()
 
 
@@ -62,14 +86,28 @@ def is_image_classifier(path: str | Path) -> bool:
     Raises ValueError when there is no config.json.
     """
     folder = checkpoint_folder(path)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return any("ImageClassification" in name for name in config.get("architectures") or [])
+    # some of transformers' have infinities
+    config = read_json(folder / "config.json", strict=False)
+    return classifies_images(config.get("architectures"))
 
 
 def hugging_face_tokenizer(path: Path) -> Any:
-    """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself."""
+    """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself.
+
+    Raises ValueError for one that cannot be read or needs code of its folder.
+    """
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(folder)
+        return _tokenizer(folder, trust_remote_code=False)
     file = path / "tokenizer.json" if path.is_dir() else path
-    return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # tokenizers raises bare Exception for an unreadable file
+        raise cannot_load("a tokenizer", file, error) from error
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, as for a model
+        raise cannot_load("a tokenizer", folder, error) from error

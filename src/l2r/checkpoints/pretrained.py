@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from l2r import models
 from l2r.models import olmoe
 from l2r.models.card import write_card
-from l2r.swap.swap import replay_swaps
+from l2r.models.weights import read_config, read_weights
+from l2r.swap.swap import find_sites, replay_swaps
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -20,23 +22,32 @@ _SIZES = (
 )  # fmt: skip
 
 
-def load_pretrained(path: str | Path, **options: Any) -> Any:
-    """Load a language model in Hugging Face format, in evaluation mode.
+def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
     ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
-    ``l2r_swap`` the routers are swapped before the weights are read, and every tensor must be
-    there. ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``l2r_swap`` the routers are swapped before the weights are read. Every tensor must be there,
+    have its place in the model and be finite.
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
+    transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
     folder = checkpoint_folder(path)
+    kind = "a language model"
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder, trust_remote_code=trust_remote_code)
+        kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
-        if not swaps:
-            return AutoModelForCausalLM.from_pretrained(folder, **options)
-        return _load_swapped(folder, config, swaps, options)
+        if swaps:
+            model = _load_swapped(folder, config, swaps, options)
+        else:
+            options["trust_remote_code"] = trust_remote_code
+            model = read_weights(_auto_class(config), folder, **options)
+        _check_choices(model)
+        return model
     except Exception as error:  # transformers lets any error of a damaged folder through
-        raise ValueError(f"cannot load a language model from {folder}: {error}") from error
+        raise cannot_load(kind, folder, error) from error
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
@@ -102,8 +113,20 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def check_new_folder(out: Path) -> None:
     """Raise ValueError when ``out`` holds something already."""
+    if out.is_symlink():
+        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder; got {out}")
+
+
+def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
+    """The error of a folder that cannot be loaded; transformers' own words say why."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"cannot load {what} from {folder}: it needs code that the folder brings; read that "
+            "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
+        )
+    return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -116,6 +139,39 @@ def checkpoint_folder(path: str | Path) -> Path:
     )
 
 
+def classifies_images(architectures: Any) -> bool:
+    """Whether the field ``architectures`` of a config.json names an image classifier."""
+    names = architectures if isinstance(architectures, list) else []
+    return any("ImageClassification" in str(name) for name in names)
+
+
+def _auto_class(config: Any) -> Any:
+    """The Auto class of what a configuration describes.
+
+    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    """
+    if classifies_images(config.architectures):
+        return AutoModelForImageClassification
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    if known or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
+    raise ValueError(
+        f"neither a causal language model nor an image classifier: model_type "
+        f"{config.model_type!r}, architectures {config.architectures}"
+    )
+
+
+def _check_choices(model: Any) -> None:
+    """Refuse a router that would choose more experts than there are, or none."""
+    for site in find_sites(model):
+        chosen, experts = site.sizes["top_k"], site.sizes["num_experts"]
+        if not 1 <= chosen <= experts:
+            raise ValueError(
+                f"experts per token must lie between 1 and the {experts} of {site.path}; "
+                f"got {chosen}"
+            )
+
+
 def _load_swapped(
     folder: Path,
     config: Any,
@@ -123,17 +179,11 @@ def _load_swapped(
     options: Mapping[str, Any],
 ) -> Any:
     name = config.architectures[0]
-    architecture = getattr(olmoe, name, None) or getattr(transformers, name, None)
+    architecture = getattr(models if name in models.__all__ else transformers, name, None)
     if architecture is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
     # from_pretrained builds the model itself, so the swap has to happen in a constructor.
-    model, info = _swapping_class(architecture, swaps).from_pretrained(
-        folder, config=config, output_loading_info=True, **options
-    )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(problem):
-            names = ", ".join(map(str, sorted(info[problem])[:3]))
-            raise ValueError(f"the weights in {folder} do not fit its config.json: {names}")
+    model = read_weights(_swapping_class(architecture, swaps), folder, config=config, **options)
     model.__class__ = architecture
     return model
 

@@ -141,10 +141,21 @@ def _onnx(program: torch.export.ExportedProgram, folder: Path) -> Run:
         output_names=["logits"],
         dynamic_shapes={"input_ids": {0: "batch", 1: "length"}},
         dynamo=True,
+        custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
         verbose=False,
     )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda ids: torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
+
+
+def _stable_sort(
+    values: Any, *, stable: bool = True, dim: int = -1, descending: bool = False
+) -> Any:
+    """A sort in ONNX's operations; its TopK takes the lowest index first among equals."""
+    from onnxscript import opset18 as op
+
+    size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
+    return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
 
 
 def _aoti(program: torch.export.ExportedProgram, folder: Path) -> Run:

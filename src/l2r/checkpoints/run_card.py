@@ -3,7 +3,7 @@
 Every number comes from a file of the run; one that is not there is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from l2r.models.card import CARD, is_untouched, table, write_card
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
+from l2r.runs.reading import files_of
 
 _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
     ("routing gain, of the whole model", "routing_gain"),
@@ -39,11 +40,12 @@ def run_sections(run: RunFolder | None, *, averaged: bool = False) -> tuple[str,
     """Sections of the card, in Markdown; ``averaged`` weights share the run but not its numbers."""
     if run is None:
         return ()
-    told = (
-        _training(run, averaged=averaged),
-        "" if averaged else _routing(run),
-        _evaluation(run, averaged=averaged),
-    )
+    with files_of(run.path):
+        told = (
+            _training(run, averaged=averaged),
+            "" if averaged else _routing(run),
+            _evaluation(run, averaged=averaged),
+        )
     return tuple(section for section in told if section)
 
 
@@ -57,6 +59,8 @@ def update_card(run: RunFolder | None, model: Any, *, averaged: bool = False) ->
     if run is not None:
         folder = run.averaged_model if averaged else run.model
         card = folder / CARD
+        if folder.is_symlink():
+            return  # another run's weights, or a stranger's: their card is not this run's to write
         if card.is_file() and is_untouched(card.read_text(encoding="utf-8", errors="replace")):
             write_run_card(run, folder, model, averaged=averaged)
 
@@ -116,20 +120,24 @@ def _evaluation(run: RunFolder, *, averaged: bool) -> str:
     if not record or bool(record.get("averaged", False)) != averaged:
         return ""
     if "accuracy" in record:
-        errors = record.get("standard_error") or {}
+        intervals = record.get("interval") or {}
         rows = [
-            (task, f"{value:.1f}" + (f" ± {errors[task]:.1f}" if errors.get(task) else ""))
+            (task, f"{value:.1f}" + _from_to(intervals.get(task)))
             for task, value in record["accuracy"].items()
             if value is not None
         ]
         settings = record.get("settings") or {}
         set_ = ", ".join(f"{n} {v}" for n, v in settings.items() if v is not None)
-        caption = f"Accuracy in percent with its standard error, by `l2r eval` ({set_})."
+        caption = f"Accuracy in percent with its 95% interval, by `l2r eval` ({set_})."
     else:
         names = {"top1": "top-1", "top5": "top-5", "ce": "cross-entropy", "images": "images"}
         rows = [(name, record[field]) for field, name in names.items() if field in record]
         caption = "Accuracy as a share of the validation images, by `l2r eval`."
     return f"## Evaluation\n\n{caption}\n\n{table(rows, ('', 'value'))}" if rows else ""
+
+
+def _from_to(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" ({interval[0]:.1f} to {interval[1]:.1f})"
 
 
 def _words(value: Any) -> Any:

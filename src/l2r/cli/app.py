@@ -81,7 +81,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         line = f"error: {one_line(text).rstrip('.')}; see {path} --help"
         typer.echo(line if words else text, err=True)
         sys.exit(2)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, OverflowError, RecursionError) as error:
         if os.environ.get("L2R_TRACEBACK"):
             raise
         typer.echo(f"error: {one_line(error)}", err=True)

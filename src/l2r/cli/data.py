@@ -1,4 +1,4 @@
-"""``l2r data plan`` and ``l2r data prepare``: from the OLMoE mixture to token files."""
+"""``l2r data``: from the OLMoE mixture, or from text of your own, to token files."""
 
 import os
 import time
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from l2r.data.prepare import Progress
 
 data = typer.Typer(
-    help="Plan a subset of the OLMoE mixture and turn it into token files.",
+    help="Plan a subset of the OLMoE mixture; turn it, or your own text, into token files.",
     epilog="Example: l2r data plan --tokens 200B",
 )
 
@@ -59,7 +59,7 @@ def prepare(
     *,
     plan: Annotated[Path | None, typer.Option(help="Plan from l2r data plan --out.")] = None,
     data: Annotated[
-        str, typer.Option(help="'hub', or a folder of shards: data/DOMAIN/NAME.json.gz, ...")
+        str, typer.Option(help="'hub', or a folder of text: *.txt, *.jsonl, *.json.gz, *.parquet.")
     ] = "hub",
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json or its folder; OLMoE's by default.")
@@ -83,7 +83,7 @@ def prepare(
 
     Example: l2r data prepare data/olmoe-mix-10B --plan plan.json --hold-out 0.001 --share 0.06
 
-    Example: l2r data prepare tokens --data my-shards --tokenizer tokenizer.json
+    Example: l2r data prepare tokens --data my-text --tokenizer my-tokenizer
     """
     from l2r.cli.console import print_table
     from l2r.data import prepare as preparing
@@ -116,6 +116,30 @@ def prepare(
             f"{manifest.tokenizer.dtype.name}, tokenizer {manifest.tokenizer.name}",
             err=as_json,
         )
+
+
+@data.command()
+def tokenizer(
+    folder: Annotated[Path, typer.Argument(help="Text: *.txt, *.jsonl, *.parquet.")],
+    *,
+    out: Annotated[Path, typer.Option(help="New folder for the tokenizer.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens, at least 300.")] = 4096,
+) -> None:
+    """Train a byte-level BPE on your text, on what is not held out.
+
+    Example: l2r data tokenizer my-text --out my-tokenizer --vocab-size 8000
+    """
+    from l2r.data.corpus import CorpusOptions, split_corpus
+    from l2r.data.new_tokenizer import write_new_tokenizer
+
+    if out.exists():
+        raise ValueError(f"out must be a new folder; got {out}")
+    train, _ = split_corpus(CorpusOptions(str(folder), vocab_size))
+    texts = (text for domain in train.values() for text in domain)
+    _, identity = write_new_tokenizer(out, texts, vocab_size)
+    typer.echo(
+        f"{out}: {identity.vocab_size:,} tokens; use it with l2r data prepare --tokenizer {out}"
+    )
 
 
 def _token_table(manifests: "dict[str, Manifest]") -> Table:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.experiment import say
-from l2r.cli.options import AsJson, BatchSize, Device
+from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
 
 if TYPE_CHECKING:
     from l2r.checkpoints.inputs import Subject
@@ -24,7 +24,7 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text file, folder of *.txt, or token files (default: the embedded corpus); for "
+            help="File or folder of text, or token files (default: the embedded corpus); for "
             "image classifiers digits, fashion-mnist or a folder (default: the run's own images)."
         ),
     ] = None,
@@ -58,6 +58,7 @@ def diagnose(
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.
@@ -77,6 +78,7 @@ def diagnose(
     from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
     from l2r.report.diagnosis import write_diagnosis
     from l2r.report.text_view import text_sections
+    from l2r.runs.atomic import make_folder
 
     least = {"instances": (instances, 1), "length": (length, 1), "batch-size": (batch_size, 1)}
     for option, (value, bound) in {**least, "gain": (gain, 0)}.items():
@@ -86,7 +88,15 @@ def diagnose(
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     views, texts = {}, {}
     for name, checkpoint in names(checkpoints).items():
-        subject = open_subject(checkpoint, data, instances=instances, length=length, report=say)
+        folder = make_folder(out, name)
+        subject = open_subject(
+            checkpoint,
+            data,
+            instances=instances,
+            length=length,
+            report=say,
+            trust_remote_code=trust_remote_code,
+        )
         model = subject.model.to(torch.device(device))
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
         traced = text != 0 and subject.images is None
@@ -117,20 +127,19 @@ def diagnose(
             if trace is not None:
                 counted = partial(bars, f"{name}: text", total=len(records))
                 texts[name] = trace.result(subject.tokenizer, counted)
-                texts[name].save(out / name / "text.npz")
+                texts[name].save(folder / "text.npz")
         if subject.images is not None:
-            typer.echo(f"patches: {_patches(out / name, model, subject.images)}", err=as_json)
+            typer.echo(f"patches: {_patches(folder, model, subject.images)}", err=as_json)
         if earlier:
             with progress_bars() as bars:
                 done = partial(bars, f"{name}: checkpoints", total=len(earlier))
-                over = within_run(earlier, subject, batches, choices, done)
-            diagnosis.info["over_time"] = over
+                diagnosis.info["over_time"] = within_run(earlier, subject, batches, choices, done)
         diagnosis.info["checkpoint"] = checkpoint
-        diagnosis.save(out / name)
+        diagnosis.save(folder)
         views[name] = diagnosis
     if over_time and not earlier:
         diagnosis.info["over_time"] = of_list(views)
-        diagnosis.save(out / name)
+        diagnosis.save(folder)
     page = out / "index.html"
     write_diagnosis(views, page, opening=text_sections(texts, page))
     _show(views, as_json)

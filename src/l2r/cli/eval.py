@@ -6,11 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.options import AsJson, BatchSize, Device
+from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
 
-# What the checkpoints of one kind can do nothing with.
-_LANGUAGE_ONLY = ("tasks", "split", "requests", "length")
+# What the checkpoints of one kind, or text, can do nothing with.
+_LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
 _IMAGES_ONLY = ("data", "average")
+_TASKS_ONLY = ("tasks", "split", "requests")
+_TEXT_ONLY = ("stride",)
+_DTYPES = ("float32", "bfloat16", "float16")
+_FILES = 30  # more are not printed one by one
 
 
 def eval(
@@ -20,6 +24,10 @@ def eval(
         typer.Argument(help="Run folders, or Hugging Face folders of language or image models."),
     ],
     *,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Loss on a .txt, .jsonl or .parquet file, or a folder; repeat for more."),
+    ] = None,
     tasks: Annotated[
         str, typer.Option(help="paper, mmlu, or names: mmlu_stem,boolq,hellaswag,piqa,sciq.")
     ] = "paper",
@@ -27,7 +35,7 @@ def eval(
         str, typer.Option(help="val or test, for MMLU; others have one split.")
     ] = "val",
     limit: Annotated[
-        int | None, typer.Option(help="First documents of each task, or images.")
+        int | None, typer.Option(help="First documents of each task or text file, or images.")
     ] = None,
     requests: Annotated[
         int | None,
@@ -36,6 +44,9 @@ def eval(
     batch_size: BatchSize = 8,
     length: Annotated[
         int | None, typer.Option(help="Tokens of context; 2048 or the model's own if shorter.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Text: tokens from window to window (half of --length).")
     ] = None,
     out: Annotated[
         Path | None,
@@ -50,36 +61,52 @@ def eval(
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the paper's
     full-results rows, with paired differences from the first (run again to resume after a kill), or
     an image classifier on its validation images.
 
-    Accuracies are in percent, with standard errors; evaluation.json has them too.
+    Accuracies are in percent, with 95% intervals; evaluation.json has them too. With --text: nats
+    per token, perplexity and bits per byte on text of your own, by file and in all, with paired
+    differences from the first.
 
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
     from l2r.checkpoints import is_image_classifier
     from l2r.cli.diagnose import names
-    from l2r.evaluation.checkpoint import DTYPES, TaskSettings
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
+    for path in checkpoints if text else ():
+        if path.is_file():
+            raise ValueError(f"every text needs a --text of its own; got {path} as a checkpoint")
     images = [checkpoint for checkpoint in checkpoints if is_image_classifier(checkpoint)]
     if images and len(checkpoints) > 1:
         raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
     common: Any = {"batch_size": batch_size, "device": device}
+    common["trust_remote_code"] = trust_remote_code
     if images:
         _refuse(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
         common |= {"limit": limit, "dtype": dtype, "data": data, "averaged": average}
         _images(images[0], out or images[0], common, as_json=as_json)
         return
     _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
-    common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     folders = {name: Path(path) for name, path in names([str(c) for c in checkpoints]).items()}
+    if text:
+        _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
+        from l2r.evaluation.text import TextSettings
+
+        settings = TextSettings(length, stride, limit, dtype)
+        _text(folders, out, text, settings, common, as_json=as_json)
+        return
+    _refuse(context, _TEXT_ONLY, "text; give --text too")
+    from l2r.evaluation.checkpoint import TaskSettings
+
+    common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     _language(folders, out, common, as_json=as_json)
 
 
@@ -113,10 +140,57 @@ def _language(
     rows = {name: paper_row(tasks) for name, tasks in results.items()}
     table = downstream_table(
         COLUMNS,
-        {name: (row.accuracy, row.standard_error) for name, row in rows.items()},
+        {name: row.interval for name, row in rows.items()},
         {f"{name} - {first}": paired_row(results[first], results[name]) for name in others},
     )
     print_table(table, as_json=as_json)
+
+
+def _text(
+    checkpoints: dict[str, Path],
+    out: Path | None,
+    paths: list[Path],
+    settings: Any,
+    options: Any,
+    *,
+    as_json: bool,
+) -> None:
+    from l2r.cli.console import print_table, progress_bars
+    from l2r.evaluation.text import Texts, evaluate_text
+    from l2r.evaluation.text_loss import ALL, text_differences, text_losses
+    from l2r.report.text_loss import text_table
+
+    texts, results, losses = Texts(paths, settings.limit), {}, {}
+    for name, checkpoint in checkpoints.items():
+        with progress_bars() as bars:
+            scored, written = evaluate_text(
+                checkpoint,
+                out or checkpoint,
+                texts,
+                settings=settings,
+                on_progress=partial(bars, name),
+                **options,
+            )
+        results[name], losses[name] = scored, text_losses(scored)
+        typer.echo(f"wrote {written}", err=True)
+    first, *others = results
+    pairs = {
+        f"{name} - {first}": text_differences(results[first], results[name]) for name in others
+    }
+    files = [name for name in losses[first] if name != ALL]
+    shown = {*files, ALL}
+    if not as_json:
+        shown = {ALL} if len(files) > _FILES else {*files, *([ALL] if len(files) > 1 else [])}
+    if shown == {ALL}:
+        typer.echo(f"{len(files)} files, by file in what was written", err=True)
+
+    def records(of: Any) -> Any:
+        return {
+            name: {text: numbers.to_dict() for text, numbers in by.items() if text in shown}
+            for name, by in of.items()
+        }
+
+    print_table(text_table(records(losses), records(pairs)), as_json=as_json)
 
 
 def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import NEW_FOLDER
+from l2r.cli.options import NEW_FOLDER, TrustRemoteCode
 
 
 def export(
@@ -25,6 +25,7 @@ def export(
             min=0,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write an OLMoE with our routers and its code in one file, for
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
@@ -47,12 +48,14 @@ def export(
     check_new_folder(out)
     sections = run_sections(run_of(checkpoint))
     if form == "hf":
-        model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+        model, tokenizer = load_causal_lm(
+            checkpoint, dtype="auto", trust_remote_code=trust_remote_code
+        )
         export_remote_code(model, out, tokenizer=tokenizer, sections=sections)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return
-    model, tokenizer = load_causal_lm(checkpoint)
+    model, tokenizer = load_causal_lm(checkpoint, trust_remote_code=trust_remote_code)
     tolerance = TOLERANCE if tolerance is None else tolerance
     found = export_program(
         model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.options import TrustRemoteCode
 from l2r.report.page import Section
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
@@ -24,6 +25,7 @@ def landscape(
     ] = 0,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """A page that scores the routing plane as its sliders say: dot, cosine and SIPS.
 
@@ -48,7 +50,8 @@ def landscape(
         from l2r.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
 
         load = load_image_classifier if is_image_classifier(checkpoint) else load_pretrained
-        sets, figures = anchors_of(load(checkpoint), layer), []
+        model = load(checkpoint, trust_remote_code=trust_remote_code)
+        sets, figures = anchors_of(model, layer), []
         title = f"Score explorer: {Path(checkpoint).resolve().name}"
     path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
     typer.echo(f"wrote {path}")

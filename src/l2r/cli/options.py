@@ -28,6 +28,12 @@ BatchSize = Annotated[int, typer.Option(help="Rows, answers or images per forwar
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, ... or auto: a GPU where there is one.", callback=_device)
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the Python code that the checkpoint's folder brings."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]
 
 

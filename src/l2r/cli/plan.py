@@ -43,9 +43,10 @@ def plan(
     from l2r.planning.records import plan_records
     from l2r.recipes.load import load_recipe
     from l2r.report.planning import flops_table, memory_table, scale_table
+    from l2r.training.pixels import with_pixels
 
     given = Assumptions(find_gpu(gpu), utilization, imbalance)
-    loaded = load_recipe(recipe, changes or ())
+    loaded = with_pixels(load_recipe(recipe, changes or ()))
     length = None if tokens is None else parse_tokens(tokens)
     with Console(stderr=True).status("counting") as status:
         chosen = make_plan(

@@ -30,6 +30,7 @@ def report(
     from l2r.report.comparison import in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
     from l2r.runs.folder import RunFolder, find_runs
+    from l2r.runs.reading import files_of
 
     speed = [bench_section(read_bench(path)) for path in bench or []]
     runs, path = in_paper_order(find_runs(folder)), out or folder / "report.html"
@@ -40,7 +41,9 @@ def report(
             raise ValueError(f"--watch follows one run; got {folder}, which holds {len(runs)}")
         typer.echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
         for _ in runs[0].changes(interval):
-            write_report(runs, path, more=speed, reload=interval)
-    table, page = write_report(runs, path, more=speed)
+            with files_of(folder):
+                write_report(runs, path, more=speed, reload=interval)
+    with files_of(folder):
+        table, page = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)
     typer.echo(f"report: {page}", err=as_json)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import Device
+from l2r.cli.options import Device, TrustRemoteCode
 
 
 def serve(
@@ -41,6 +41,7 @@ def serve(
             min=1,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a language model behind an OpenAI-compatible server.
 
@@ -62,6 +63,7 @@ def serve(
         dtype=dtype,
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
+        trust_remote_code=trust_remote_code,
         limits=Limits(requests=max_requests, connections=max_requests + 192),
     )
     start(checkpoint, options)

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from l2r.cli.options import NEW_FOLDER, AsJson, Layers, RouterChanges, read_layers, read_router
+from l2r.cli.options import (
+    NEW_FOLDER,
+    AsJson,
+    Layers,
+    RouterChanges,
+    TrustRemoteCode,
+    read_layers,
+    read_router,
+)
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -21,15 +29,17 @@ def swap(
     selection: Annotated[
         str, typer.Option(help="family: keep the family's rule; router: the router's own.")
     ] = "family",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the routers of a Hugging Face MoE checkpoint; everything else stays.
+    """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
 
     Prints what stands in every layer.
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=2 heads=16 --out my-l2r
     """
-    from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints import load_pretrained
+    from l2r.checkpoints.loading import load_tokenizer
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.swap import swap_routers
@@ -37,7 +47,9 @@ def swap(
 
     config = read_router(changes)
     check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+    trusted = {"trust_remote_code": trust_remote_code}
+    model = load_pretrained(checkpoint, dtype="auto", **trusted)
+    tokenizer = load_tokenizer(checkpoint, **trusted)
     before = router_sites(model)
     swap_routers(model, config, layers=read_layers(layers), selection=selection)
     made = (

@@ -39,8 +39,13 @@ def train(
     name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
     folder = out or Path("runs") / name
     result = run_training(loaded, folder, label=name, report=say)
+    line = (
+        f"trained {result.steps} steps; run folder: {result.folder}"
+        if result.finished
+        else f"stopped at step {result.step} of {result.steps}, saved; run it again to resume"
+    )
+    if result.first:
+        typer.echo(line)
     if result.finished:
-        typer.echo(f"trained {result.steps} steps; run folder: {result.folder}")
         return
-    typer.echo(f"stopped at step {result.step} of {result.steps}, saved; run it again to resume")
     raise typer.Exit(128 + (result.signal or 0))

@@ -13,6 +13,7 @@ from l2r.cli.options import (
     BatchSize,
     Layers,
     RouterChanges,
+    TrustRemoteCode,
     read_layers,
     read_router,
 )
@@ -27,7 +28,7 @@ def upcycle(
     changes: RouterChanges = None,
     layers: Layers = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of *.txt (default: embedded text).")
+        Path | None, typer.Option(help="Folder of text (default: embedded text).")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 200_000,
     held_out: Annotated[int, typer.Option(help="Tokens to measure on.")] = 50_000,
@@ -38,6 +39,7 @@ def upcycle(
     train_steps: Annotated[int, typer.Option(help="Steps of joint training afterwards.")] = 0,
     train_lr: Annotated[float, typer.Option(help="Learning rate of joint training.")] = 1e-4,
     out: Annotated[Path | None, NEW_FOLDER] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Replace the routers of a checkpoint by ones fitted to the old ones' decisions.
@@ -48,7 +50,9 @@ def upcycle(
     """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.pretrained import check_new_folder, save_model
+    from l2r.checkpoints.seen_text import unseen_part
     from l2r.cli.console import print_table, progress_bars
+    from l2r.data.corpus import CorpusOptions
     from l2r.data.sample_text import sample_batches
     from l2r.training import upcycle as upcycling
 
@@ -58,12 +62,12 @@ def upcycle(
     )
     if out is not None:
         check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto")
+    model, tokenizer = load_causal_lm(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
     fit_batches, other = sample_batches(
         tokenizer,
-        folder=data,
+        corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),
         tokens=tokens,
         held_out_tokens=held_out,
         sequence_length=length,

@@ -8,28 +8,23 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from l2r.data.manifest import TokenizerIdentity, file_sha256
+from l2r.data.held_out import NEWEST, split_files
+from l2r.data.new_tokenizer import write_new_tokenizer
 from l2r.data.sources import (
     Files,
     embedded_sources,
     embedded_versions,
+    folder_files,
     folder_sources,
     package_version,
 )
-from l2r.data.tokenizer import write_tokenizer_config
 from l2r.data.tokens import write_token_files
 from l2r.runs.cache import cache_folder
-
-END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
-_HELD_OUT = 10  # one file in ten goes to validation
-_VERSION = 1  # part of the cache key: raise it when the text selection changes
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,25 @@ class CorpusOptions:
     """folder: a user's text folder, None for the embedded text.
 
     vocab_size: of the byte-level BPE. characters_per_domain: domains are cut to this many
-    characters, so that the mixture is even.
+    characters, so that the mixture is even. version: of the rules by which text is chosen and held
+    out (l2r.data.held_out, l2r.data.sources); part of the cache key, raised when they change.
     """
 
     folder: str | None = None
     vocab_size: int = 4096
     characters_per_domain: int = 4_000_000
+    version: int = NEWEST
+
+    def described(self) -> dict[str, Any]:
+        """Options as the corpus keeps them; version 1 had no such field."""
+        fields = asdict(self)
+        return {n: v for n, v in fields.items() if n != "version"} if self.version == 1 else fields
+
+    def sources(self) -> dict[str, Callable[[], Files]]:
+        """Domain name to a function that yields its files."""
+        if self.folder is None:
+            return embedded_sources(self.version)
+        return folder_sources(Path(self.folder), self.version)
 
 
 class Corpus(NamedTuple):
@@ -69,14 +77,13 @@ def build_corpus(
 
     Raises ValueError for an empty or missing text folder.
     """
-    sources = embedded_sources() if options.folder is None else folder_sources(Path(options.folder))
     cache = cache or cache_folder()
-    target = cache / f"corpus-{_fingerprint(options, sources)}"
+    target = cache / f"corpus-{_fingerprint(options)}"
     if not (target / "corpus.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
             folder = Path(temporary) / "corpus"
-            _build(folder, options, sources, report)
+            _build(folder, options, report)
             try:
                 folder.rename(target)
             except OSError:  # refused where a folder with files is: another process's, or ruins
@@ -86,80 +93,46 @@ def build_corpus(
     return Corpus(target / "tokenizer", target / "train", target / "validation")
 
 
-def _build(
-    folder: Path,
-    options: CorpusOptions,
-    sources: dict[str, Callable[[], Files]],
-    report: Callable[[str], None],
-) -> None:
-    splits: dict[str, dict[str, list[str]]] = {"train": {}, "validation": {}}
-    for domain, files in sources.items():
+def split_corpus(
+    options: CorpusOptions, report: Callable[[str], None] = lambda line: None
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Training and held-out texts of every domain.
+
+    Raises ValueError for an empty or missing text folder, and a domain that cannot be split.
+    """
+    train: dict[str, list[str]] = {}
+    validation: dict[str, list[str]] = {}
+    cut = options.characters_per_domain
+    for domain, files in options.sources().items():
         report(f"reading {domain}")
-        train, validation = split_texts(files(), options.characters_per_domain)
-        if not train or not validation:
-            raise ValueError(f"domain {domain!r} must hold at least two text files; got fewer")
-        splits["train"][domain], splits["validation"][domain] = train, validation
+        parts = split_files(files(), cut, domain=domain, version=options.version)
+        train[domain], validation[domain] = ([text for _, text in part] for part in parts)
+    return train, validation
+
+
+def _build(folder: Path, options: CorpusOptions, report: Callable[[str], None]) -> None:
+    splits = dict(zip(("train", "validation"), split_corpus(options, report), strict=True))
     report(f"training a tokenizer of {options.vocab_size} tokens")
-    tokenizer = _train_tokenizer(splits["train"], options.vocab_size)
-    (folder / "tokenizer").mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    write_tokenizer_config(folder / "tokenizer", END_OF_TEXT, PADDING)
-    identity = TokenizerIdentity(
-        name=f"bpe-{options.vocab_size}",
-        vocab_size=tokenizer.get_vocab_size(),
-        eos_token_id=int(tokenizer.token_to_id(END_OF_TEXT) or 0),
-        sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"),
-    )
+    texts = (text for domain in splits["train"].values() for text in domain)
+    tokenizer, identity = write_new_tokenizer(folder / "tokenizer", texts, options.vocab_size)
     for split, domains in splits.items():
         report(f"tokenizing {split}")
         encoded = {
             domain: (encoding.ids for encoding in tokenizer.encode_batch_fast(texts))
             for domain, texts in domains.items()
         }
-        write_token_files(folder / split, encoded, tokenizer=identity, source=asdict(options))
-    (folder / "corpus.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+        write_token_files(folder / split, encoded, tokenizer=identity, source=options.described())
+    (folder / "corpus.json").write_text(json.dumps(options.described(), indent=2) + "\n")
 
 
-def split_texts(files: Files, characters: int) -> tuple[list[str], list[str]]:
-    """Training and validation texts of a domain cut to ``characters``, by whole files.
-
-    Every tenth file, in the order of a hash, goes to validation.
-    """
-    ranked = sorted(_cut(files, characters), key=lambda f: hashlib.sha256(f[0].encode()).digest())
-    held_out = max(1, len(ranked) // _HELD_OUT)
-    return [text for _, text in ranked[held_out:]], [text for _, text in ranked[:held_out]]
-
-
-def _cut(files: Files, characters: int) -> Iterator[tuple[str, str]]:
-    """Files in hash order until ``characters`` are reached, so that a cut domain stays mixed."""
-    for name, text in sorted(files, key=lambda f: hashlib.sha256(f"cut {f[0]}".encode()).digest()):
-        if characters <= 0:
-            return
-        yield name, text[:characters]
-        characters -= len(text)
-
-
-def _train_tokenizer(train: dict[str, list[str]], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((t for texts in train.values() for t in texts), trainer)
-    return tokenizer
-
-
-def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]) -> str:
+def _fingerprint(options: CorpusOptions) -> str:
     """Changes with the options, with names and sizes of a user's files, and with the packages.
 
     The embedded text is the packages' own, and the same text can give another vocabulary under
     another tokenizers.
     """
-    parts: list[Any] = [_VERSION, asdict(options), sorted(sources), package_version("tokenizers")]
+    domains, tokenizers = sorted(options.sources()), package_version("tokenizers")
+    parts: list[Any] = [options.version, options.described(), domains, tokenizers]
     if options.folder is None:
         parts.append(embedded_versions())
     else:
@@ -167,7 +140,7 @@ def _fingerprint(options: CorpusOptions, sources: dict[str, Callable[[], Files]]
         parts.append(
             [
                 (str(p), p.stat().st_size, p.stat().st_mtime_ns)
-                for p in sorted(folder.rglob("*.txt"))
+                for p in folder_files(folder, options.version)
             ]
         )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -4,7 +4,10 @@
 """
 
 import gzip
+import math
 import os
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +21,11 @@ from l2r.data.shuffling import epoch_order
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+# What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
 _IDX_BYTE = 0x08
+_IDX_MOST = 1 << 32  # bytes, all of them in memory: 90 times Fashion-MNIST
 
 
 @dataclass(frozen=True)
@@ -126,16 +132,23 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     """Array of an idx file of bytes, gzipped or not. Raises ValueError for anything else."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            data = stream.read()
-    except (OSError, EOFError) as error:
+            head = stream.read(4)
+            dimensions = head[3] if len(head) > 3 else 0
+            sizes = stream.read(4 * dimensions)
+            if head[:3] != bytes([0, 0, _IDX_BYTE]) or len(sizes) < 4 * dimensions:
+                raise ValueError(f"{path} is not an idx file of bytes")
+            shape = struct.unpack(f">{dimensions}I", sizes)
+            count = math.prod(shape)
+            if count > _IDX_MOST:
+                raise ValueError(
+                    f"{path} must hold at most {_IDX_MOST} bytes; it says {count} bytes"
+                )
+            values = np.frombuffer(stream.read(count + 1), dtype=np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    dimensions = data[3] if len(data) > 3 else 0
-    if data[:3] != bytes([0, 0, _IDX_BYTE]) or len(data) < 4 + 4 * dimensions:
-        raise ValueError(f"{path} is not an idx file of bytes")
-    shape = np.frombuffer(data, dtype=">u4", count=dimensions, offset=4).astype(int)
-    values = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * dimensions)
-    if values.size != shape.prod():
-        raise ValueError(f"{path} must hold {shape.prod()} bytes of data; got {values.size}")
+    if values.size != count:
+        got = "more" if values.size > count else values.size
+        raise ValueError(f"{path} must hold {count} bytes of data; got {got}")
     return values.reshape(shape)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from l2r.data.image_sources import ImageSource
+from l2r.data.image_sources import UNREADABLE, ImageSource
 from l2r.data.shuffling import batch_indices, epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
@@ -157,8 +157,7 @@ class ImageDataset(Dataset[ImageBatch]):
         try:
             with self.source.open(index) as image:
                 return self._scaled(image, self.crop.box(*image.size, draws))
-        # SyntaxError is what pillow raises for a broken PNG chunk.
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except UNREADABLE:
             return None
 
     def _scaled(self, image: Image.Image, box: Box) -> UInt8[np.ndarray, "S S C"]:

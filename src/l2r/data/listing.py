@@ -1,15 +1,16 @@
 """Which shard files exist: on the Hugging Face hub or in a local folder.
 
-Both follow the hub's layout, ``data/DOMAIN/FILE`` (a local folder may leave ``data/`` out). File
-names inside a domain follow no single pattern on the hub (open-web-math mixes two), so they are
-always listed, never made up.
+Both follow the hub's layout, ``data/DOMAIN/FILE``; a local folder may leave ``data/`` out, and
+``DOMAIN/`` where it is one. File names inside a domain follow no single pattern on the hub
+(open-web-math mixes two), so they are always listed, never made up.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from l2r.data.shards import SHARD_SUFFIXES
+from l2r.data.shards import SHARD_SUFFIXES, TEXT_FILES
+from l2r.data.sources import domain_files
 
 if TYPE_CHECKING:
     from l2r.data.mixture import ShardPlan
@@ -32,20 +33,16 @@ def by_domain(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def folder_listing(folder: Path) -> dict[str, list[str]]:
-    """Shards below a local folder, as paths relative to it.
+    """Shards below a local folder, as paths relative to it; text files of a domain are one shard.
 
     Raises ValueError when there are none.
     """
-    if not folder.is_dir():
-        raise ValueError(f"data must be a folder of shards; got {folder}")
-    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    domains = by_domain(p.relative_to(folder).as_posix() for p in files)
-    if not domains:
-        raise ValueError(
-            f"{folder} holds no shards; expected files like data/wiki/wiki-0000.json.gz, "
-            f"ending in {' '.join(SHARD_SUFFIXES)}"
-        )
-    return domains
+    listing = {}
+    for domain, (root, files) in domain_files(folder).items():
+        shards = [path for path in files if path.suffix != ".txt"]
+        grouped = [root / TEXT_FILES] if len(shards) < len(files) else []
+        listing[domain] = [p.relative_to(folder).as_posix() for p in (*grouped, *shards)]
+    return listing
 
 
 class ShardSource(NamedTuple):

@@ -2,19 +2,22 @@
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from l2r.runs.atomic import write_json
+from l2r.runs.reading import parse_json, read_bytes
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT = "l2r-tokens-1"
+_LARGEST_VOCABULARY = 1 << 24  # 64 times the largest in use; a model has a row for every entry
 # A plain name: no folders, no leading dot, so a manifest cannot point outside its folder.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -97,21 +100,43 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ValueError(f"{folder} has no {MANIFEST}; write token files with l2r data prepare")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_bytes(path))
         if values["format"] != FORMAT:
             raise ValueError(f"format must be {FORMAT!r}; got {values['format']!r}")
         manifest = Manifest(
-            tokenizer=TokenizerIdentity(**values["tokenizer"]),
-            files=tuple(TokenFile(**entry) for entry in values["files"]),
-            source=values.get("source", {}),
+            tokenizer=typed(TokenizerIdentity, values["tokenizer"]),
+            files=tuple(typed(TokenFile, entry) for entry in values["files"]),
+            source=dict(values.get("source", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a token manifest: {error}") from error
+    tokenizer = manifest.tokenizer
+    if not 0 <= tokenizer.eos_token_id < tokenizer.vocab_size <= _LARGEST_VOCABULARY:
+        raise ValueError(
+            f"{path} is not a token manifest: it must have 0 <= eos_token_id < vocab_size <= "
+            f"{_LARGEST_VOCABULARY}; got {tokenizer.eos_token_id} and {tokenizer.vocab_size}"
+        )
     if not manifest.files:
         raise ValueError(f"{path} lists no token files; the folder is empty")
     for file in manifest.files:
         check_plain_name(file.name, where=str(path))
     return manifest
+
+
+def typed(kind: type[T], values: Any) -> T:
+    """A dataclass of texts and counts from a JSON object. Raises TypeError, ValueError otherwise.
+
+    A count is an integer and not negative.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"{kind.__name__} must be an object; got {type(values).__name__}")
+    record = kind(**values)
+    for part in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, part.name)
+        if type(value) is not part.type or (part.type is int and value < 0):
+            need = "a text" if part.type is str else "an integer >= 0"
+            raise ValueError(f"{part.name} must be {need}; got {value!r:.80}")
+    return record
 
 
 def check_plain_name(name: str, *, where: str) -> None:

@@ -7,20 +7,20 @@ depend neither on kills nor on the number of workers.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, write_manifest
+from l2r.data.manifest import Manifest, TokenFile, TokenizerIdentity, typed, write_manifest
 from l2r.data.mixture import ShardPlan, name_shards
 from l2r.data.shards import BadShardError, shard_bytes
 from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
 from l2r.data.tokens import check_file
 from l2r.data.workers import ShardTask, tokenize_shards
-from l2r.runs.atomic import write_json
+from l2r.runs.atomic import make_folder, remove, write_json
+from l2r.runs.reading import parse_json, read_bytes
 
 RECEIPTS = "receipts"
 OnBadShard = Literal["refuse", "skip"]
@@ -103,9 +103,10 @@ def prepare(
     _, identity = load_tokenizer(tokenizer)
     folders = split.folders(out)
     for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(out, *folder.relative_to(out).parts, RECEIPTS)
         for stale in folder.glob(".*.part"):
-            stale.unlink(missing_ok=True)
+            remove(stale)
+    make_folder(out, TOKENIZER)
     receipts = _Receipts(folders, identity, split)
     done = receipts.read(tasks)
     save_tokenizer(out / TOKENIZER, tokenizer)
@@ -217,7 +218,8 @@ class _Receipts:
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""
         for part, entry in parts.items():
-            values = {"shard": task.file, "tokenizer": asdict(self.identity)}
+            size = shard_bytes(task.url)
+            values = {"shard": task.file, "tokenizer": asdict(self.identity), "bytes": size}
             if self.split != EVERYTHING:
                 values["split"] = asdict(self.split)
             path = _receipt(self.folders[part], task)
@@ -227,21 +229,29 @@ class _Receipts:
         path = _receipt(folder, task)
         if not path.is_file():
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
-        tokenizer = TokenizerIdentity(**values["tokenizer"])
-        if tokenizer != self.identity or values["shard"] != task.file:
+        try:
+            values = parse_json(read_bytes(path))
+            tokenizer = typed(TokenizerIdentity, values["tokenizer"])
+            split = Split(**values.get("split", {}))
+            shard, entry = str(values["shard"]), typed(TokenFile, values["entry"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no receipt of a shard: {error}; remove it") from error
+        if tokenizer != self.identity or shard != task.file:
             raise ValueError(
-                f"{folder} holds tokens of {values['shard']} by tokenizer {tokenizer.name!r}; "
+                f"{folder} holds tokens of {shard} by tokenizer {tokenizer.name!r}; "
                 f"write {task.file} by {self.identity.name!r} to another folder"
             )
-        split = Split(**values.get("split", {}))
+        if values.get("bytes") not in (None, shard_bytes(task.url)):  # 0.2.0 wrote none
+            raise ValueError(
+                f"{task.file} has changed since its tokens were written to {folder}; write them "
+                f"to another folder"
+            )
         if split != self.split:
             raise ValueError(
                 f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
                 f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
                 f"write to another folder"
             )
-        entry = TokenFile(**values["entry"])
         check_file(folder, entry, tokenizer, verify=False)
         return entry
 

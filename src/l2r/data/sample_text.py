@@ -2,20 +2,18 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from l2r.data.corpus import CorpusOptions, split_texts
-from l2r.data.sources import embedded_sources, folder_sources
+from l2r.data.corpus import CorpusOptions, split_corpus
 
 
 def sample_batches(
     tokenizer: Any,
     *,
-    folder: Path | None = None,
+    corpus: CorpusOptions | None = None,
     tokens: int = 200_000,
     held_out_tokens: int = 50_000,
     sequence_length: int = 256,
@@ -23,8 +21,8 @@ def sample_batches(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Batches [B, S] of token ids for fitting, and others from files that are held out.
 
-    ``folder`` holds ``*.txt`` files, in one sub-folder per domain; None takes the embedded text
-    with the split that training on it uses. Domains come in turns, in equal parts.
+    ``corpus``: whose text and whose split, the newest embedded one by default; its vocabulary is
+    not used. Domains come in turns, in equal parts.
     Raises ValueError when there is too little text for one row, or sizes too small.
     """
     # One token predicts nothing, so a row has two.
@@ -34,16 +32,11 @@ def sample_batches(
     ):
         if value < least:
             raise ValueError(f"{name} must be >= {least}; got {value}")
-    sources = embedded_sources() if folder is None else folder_sources(folder)
-    characters = CorpusOptions().characters_per_domain
-    splits = [split_texts(files(), characters) for files in sources.values()]
     parts = []
-    for split, budget in ((0, tokens), (1, held_out_tokens)):
-        per_domain = max(budget // len(splits), sequence_length)
-        rows = [
-            list(packed_rows(tokenizer, texts[split], per_domain, sequence_length))
-            for texts in splits
-        ]
+    splits = split_corpus(corpus or CorpusOptions())
+    for domains, budget in zip(splits, (tokens, held_out_tokens), strict=True):
+        share = max(budget // len(domains), sequence_length)
+        rows = [list(packed_rows(tokenizer, t, share, sequence_length)) for t in domains.values()]
         mixed = [row for row in chain.from_iterable(zip_longest(*rows)) if row is not None]
         if not mixed:
             raise ValueError(f"the text must give at least {sequence_length} tokens; got fewer")

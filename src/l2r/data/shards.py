@@ -1,18 +1,23 @@
-"""Reads the documents of one shard: JSON lines (plain, gzip, zstandard) or Parquet.
+"""Reads the documents of one shard: JSON lines (plain, gzip, zstandard), Parquet or plain text.
 
 A shard is a local path or a URL that fsspec knows (``hf://datasets/...`` streams from the
-Hugging Face hub without storing the shard). Every document needs a string field ``text``.
+Hugging Face hub without storing the shard). Every document needs a string field ``text``; a file of
+plain text is one document, and ``FOLDER/*.txt`` is one shard of all text files below a folder.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from l2r.runs.reading import MAX_BYTES, parse_json
 
 # A readable binary file; the libraries that open shards share no class for it.
 BinaryFile = Any
+# A number for errors, and the document: as it stands in its line, or read.
+Documents = Iterator[tuple[int, Any]]
+TEXT_FILES = "*.txt"
 
 
 class BadShardError(ValueError):
@@ -21,58 +26,127 @@ class BadShardError(ValueError):
 
 def open_shard(url: str) -> BinaryFile:
     """Open a shard for reading bytes."""
-    if "://" not in url:
-        return Path(url).open("rb")
-    import fsspec
+    if "://" in url:
+        import fsspec
 
-    return fsspec.open(url, "rb").open()
+        return fsspec.open(url, "rb").open()
+    path = Path(url)
+    return _TextFiles(path.parent) if path.name == TEXT_FILES else path.open("rb")
 
 
 def shard_bytes(url: str) -> int:
     """Stored (compressed) size of a shard."""
-    if "://" not in url:
-        return Path(url).stat().st_size
-    import fsspec
+    if "://" in url:
+        import fsspec
 
-    filesystem, path = fsspec.core.url_to_fs(url)
-    return int(filesystem.size(path))
+        filesystem, path = fsspec.core.url_to_fs(url)
+        return int(filesystem.size(path))
+    path = Path(url)
+    files = text_files(path.parent) if path.name == TEXT_FILES else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The ``*.txt`` below a folder, sorted, without hidden ones."""
+    return sorted(path for path in folder.rglob(TEXT_FILES) if not path.name.startswith("."))
 
 
 def read_texts(stream: BinaryFile, name: str) -> Iterator[str]:
-    """Texts of a shard's documents, in order; ``name`` tells the format and names it in errors.
+    """Texts of a shard's documents, in order; see :func:`read_numbered`."""
+    return (text for _, text in read_numbered(stream, name))
 
-    Raises BadShardError when the shard is truncated, corrupt, empty or lacks ``text``.
+
+def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
+    """Line (or row, from 1) and text of a shard's documents, in order; 0 for a file of text.
+
+    ``name`` gives the format and names the shard in errors. Empty lines are passed over. Raises
+    BadShardError when the shard is truncated, corrupt, empty or lacks ``text``.
     """
     reader = next((read for suffix, read in _READERS.items() if name.endswith(suffix)), None)
     if reader is None:
         raise BadShardError(f"shard {name} must end in {' '.join(_READERS)}")
-    count = 0
+    count, place = 0, ""
     try:
-        for document in reader(stream):
-            text = document["text"]
-            if not isinstance(text, str):
-                raise TypeError(f"field 'text' must be a string; got {type(text).__name__}")
-            yield text
+        for line, raw in reader(stream):
+            place = f"line {line}: "
+            document = parse_json(raw, strict=False) if isinstance(raw, bytes) else raw
+            place = ""
+            try:
+                text = _text_of(document)
+            except ValueError as error:
+                raise BadShardError(f"shard {name}, line {line}: {error}") from error
+            yield line, text
             count += 1
+    except BadShardError:
+        raise
     except KeyError as error:
-        raise BadShardError(f"shard {name}: document {count} has no field {error}") from error
-    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
+        columns = str(error.args[0])
+        raise BadShardError(f"shard {name}: no column 'text'; it has {columns}") from error
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise BadShardError(
-            f"shard {name} is truncated or corrupt after document {count}: {reason}"
+            f"shard {name} is truncated or corrupt after document {count}: {place}{reason}"
         ) from error
     if count == 0:
         raise BadShardError(f"shard {name} holds no documents")
 
 
-def _json_lines(stream: Any) -> Iterator[dict[str, Any]]:
-    for line in stream:
-        yield json.loads(line)
+def _text_of(document: dict[str, Any]) -> str:
+    if "text" not in document:
+        raise ValueError(f"no field 'text'; it has {', '.join(map(repr, document))}")
+    if not isinstance(document["text"], str):
+        kind = type(document["text"]).__name__
+        raise ValueError(f"field 'text' must be a string; got {kind}")
+    return document["text"]
 
 
-def _gzip_lines(stream: BinaryFile) -> Iterator[dict[str, Any]]:
+class _TextFiles:
+    """All text files below a folder as one stream: every ``read`` gives another file, whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = iter(text_files(folder))
+        self._read = 0
+
+    def read(self) -> bytes:
+        """Bytes of the next file that is not empty; none at the end."""
+        for path in self._files:
+            if data := path.read_bytes():
+                self._read += len(data)
+                return data
+        return b""
+
+    def tell(self) -> int:
+        """Bytes read so far."""
+        return self._read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing open: every file is closed once it is read."""
+
+
+def _whole_files(stream: BinaryFile) -> Documents:
+    data = stream.read()  # of a file without text, too
+    while True:
+        yield 0, {"text": data.decode("utf-8", errors="replace")}
+        if not (data := stream.read()):
+            return
+
+
+def _lines(stream: Any) -> Documents:
+    number = 0
+    while line := stream.readline(MAX_BYTES + 1):
+        number += 1
+        if len(line) > MAX_BYTES:
+            raise ValueError(f"a document must have at most {MAX_BYTES:,} bytes")
+        if line.strip():
+            yield number, line
+
+
+def _gzip_lines(stream: BinaryFile) -> Documents:
     with gzip.GzipFile(fileobj=stream) as lines:
-        yield from _json_lines(lines)
+        yield from _lines(lines)
 
 
 class _Borrowed:
@@ -88,36 +162,42 @@ class _Borrowed:
         """Leave it open."""
 
 
-def _zstd_lines(stream: BinaryFile) -> Iterator[dict[str, Any]]:
+def _zstd_lines(stream: BinaryFile) -> Documents:
     import io
 
     import pyarrow
 
     borrowed = pyarrow.PythonFile(_Borrowed(stream), "r")
     with pyarrow.CompressedInputStream(borrowed, "zstd") as lines:
-        yield from _json_lines(io.BufferedReader(lines, 1 << 20))
+        yield from _lines(io.BufferedReader(lines, 1 << 20))
 
 
-def _parquet_rows(stream: BinaryFile) -> Iterator[dict[str, Any]]:
+def _parquet_rows(stream: BinaryFile) -> Documents:
     from pyarrow import parquet
 
+    row = 0
     with parquet.ParquetFile(stream) as file:
-        if "text" not in file.schema_arrow.names:
-            raise KeyError("text")
+        names = file.schema_arrow.names
+        if "text" not in names:
+            raise KeyError(", ".join(names))
         for batch in file.iter_batches(batch_size=256, columns=["text"]):
-            yield from batch.to_pylist()
+            for document in batch.to_pylist():
+                row += 1
+                yield row, document
 
 
 # By ending; the first match reads the shard.
-_READERS: dict[str, Callable[[BinaryFile], Iterator[dict[str, Any]]]] = {
+_READERS: dict[str, Callable[[BinaryFile], Documents]] = {
+    ".txt": _whole_files,
     ".json.gz": _gzip_lines,
     ".jsonl.gz": _gzip_lines,
     ".json.zst": _zstd_lines,
     ".jsonl.zst": _zstd_lines,
     ".json.zstd": _zstd_lines,
     ".jsonl.zstd": _zstd_lines,
-    ".jsonl": _json_lines,
-    ".json": _json_lines,
+    ".jsonl": _lines,
+    ".json": _lines,
     ".parquet": _parquet_rows,
 }
-SHARD_SUFFIXES = tuple(_READERS)
+TEXT_SUFFIXES = tuple(_READERS)
+SHARD_SUFFIXES = TEXT_SUFFIXES[1:]  # of files with many documents

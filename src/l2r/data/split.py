@@ -38,12 +38,17 @@ class Split:
         """``train``, ``validation``, or None for a document that is left out."""
         if self == EVERYTHING:
             return TRAIN
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        position = (int.from_bytes(digest) >> 11) * 2.0**-53  # uniform in [0, 1), exact
-        if position < self.hold_out:
+        place = position(text)
+        if place < self.hold_out:
             return VALIDATION
         end = self.hold_out + self.share * (1 - self.hold_out)
-        return TRAIN if self.share == 1 or position < end else None
+        return TRAIN if self.share == 1 or place < end else None
+
+
+def position(text: str) -> float:
+    """Place of a text in [0, 1), by a hash: uniform over texts, the same for its copies."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) * 2.0**-53  # exact
 
 
 EVERYTHING = Split()

@@ -1,12 +1,12 @@
 """Loads the tokenizer that makes token files, and says which one it is."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from l2r.data.manifest import TokenizerIdentity, file_sha256
 from l2r.runs.atomic import write_bytes, write_json
+from l2r.runs.reading import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -101,12 +101,12 @@ def _tokenizer_file(path: Path | None) -> Path:
 
 def _end_of_text(file: Path, vocabulary: dict[str, int]) -> str:
     config = file.with_name(_CONFIG)
-    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    values = read_json(config, strict=False) if config.is_file() else {}
     named = values.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     for token in (named, *_END_OF_TEXT):
-        if token in vocabulary:
-            return str(token)
+        if isinstance(token, str) and token in vocabulary:
+            return token
     raise ValueError(
         f"{file} has no end-of-text token; name one as eos_token in a tokenizer_config.json "
         f"beside it, or use one of {', '.join(_END_OF_TEXT)}"

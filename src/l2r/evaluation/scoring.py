@@ -114,6 +114,11 @@ class TaskResult:
     truncated: int
     scored: tuple[ScoredDocument, ...] = ()
 
+    @property
+    def hits(self) -> int:
+        """Documents whose labeled answer has the highest score."""
+        return round(self.accuracy * self.documents)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary for JSON, without the single documents."""
         values = asdict(dataclasses.replace(self, scored=()))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from l2r.evaluation.scoring import Request, ScoredDocument, TaskResult
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import append_text, make_folder, write_json, write_text
+from l2r.runs.reading import parse_json, read_bytes
 
 
 class TaskStore:
@@ -21,7 +22,7 @@ class TaskStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = Path(folder)
+        self.folder = make_folder(Path(folder).parent, Path(folder).name)
         self.settings = dict(settings)
 
     def finished(self, task: str) -> TaskResult | None:
@@ -30,10 +31,13 @@ class TaskStore:
         scored = self._read_documents(task)
         if scored is None or not path.is_file():
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["settings"] != self.settings:
+        try:
+            values = parse_json(read_bytes(path), strict=False)
+            if values["settings"] != self.settings:
+                return None
+            return TaskResult.from_dict(values["result"], scored)
+        except (ValueError, KeyError, TypeError):  # it is scored again
             return None
-        return TaskResult.from_dict(values["result"], scored)
 
     def resume(self, task: str) -> list[Request]:
         """Requests that an earlier run scored; a line cut by a crash is dropped."""
@@ -44,8 +48,9 @@ class TaskStore:
         if lines and lines[0] == head:
             for line in lines[1:]:
                 try:
-                    requests += [Request(*values) for values in json.loads(line)]
-                except json.JSONDecodeError:
+                    batch = parse_json(line.encode(), list, strict=False)
+                    requests += [Request(*values) for values in batch]
+                except (ValueError, TypeError):
                     break
                 kept.append(line)
         write_text(path, "".join(f"{line}\n" for line in kept))
@@ -53,8 +58,8 @@ class TaskStore:
 
     def add(self, task: str, requests: Sequence[Request]) -> None:
         """Append one batch."""
-        with self._partial(task).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps([astuple(request) for request in requests]) + "\n")
+        line = json.dumps([astuple(request) for request in requests])
+        append_text(self._partial(task), f"{line}\n")
 
     def finish(self, task: str, result: TaskResult) -> None:
         """Write the documents and the result, and drop the partial file."""
@@ -73,12 +78,16 @@ class TaskStore:
         path = self._documents(task)
         if not path.is_file():
             return None
-        head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        if head != self.settings:
+        try:
+            lines = [parse_json(line, strict=False) for line in read_bytes(path).splitlines()]
+            if not lines or lines.pop(0) != self.settings:
+                return None
+            return tuple(
+                ScoredDocument(line["document"], line["label"], tuple(line["scores"]))
+                for line in lines
+            )
+        except (ValueError, KeyError, TypeError):
             return None
-        return tuple(
-            ScoredDocument(line["document"], line["label"], tuple(line["scores"])) for line in lines
-        )
 
     def _documents(self, task: str) -> Path:
         return self.folder / f"{task}.documents.jsonl"

@@ -10,14 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from l2r.recipes.changes import LENGTHS, set_field
 from l2r.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
 from l2r.recipes.packaged import packaged_recipes
 from l2r.routers import router_names
 from l2r.routers.config import nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.reading import parse_yaml
 
 _ROUTER = "router."
 _KIND = "router.kind"
@@ -77,8 +76,8 @@ def read_grid(axes: Sequence[str]) -> Grid:
             hint = "use --seeds" if field == "seed" else "give all its values at once"
             raise ValueError(f"grid names {field} twice or in the wrong place; {hint}")
         try:
-            values = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError as error:
+            values = parse_yaml(f"[{text}]")
+        except ValueError as error:
             raise ValueError(
                 f"grid {field} has values that are not valid YAML: {text!r}"
             ) from error

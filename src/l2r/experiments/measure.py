@@ -13,6 +13,7 @@ from l2r.checkpoints.run_card import update_card
 from l2r.diagnostics.choices import Batch, ChoiceLog
 from l2r.diagnostics.collect import LayerRecord, collect
 from l2r.diagnostics.diagnose import Settings, diagnose
+from l2r.diagnostics.flips import bf16_copy, flips
 from l2r.diagnostics.metrics import normalized_entropy
 from l2r.diagnostics.robustness import perturbation_stability
 from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
@@ -104,11 +105,14 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
     mean = diagnosis.mean()
     top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.by_layer("top1")]
     gain = routing_gain(model, batches(), task.loss)
+    flipped = flips(model, bf16_copy(model), batches(), _RUN[kind])
     return {
         "routing_gain": gain.random,
         "shuffled_gain": gain.shuffled,
         **{name: mean[theirs] for name, theirs in _OF_DIAGNOSIS.items()},
         "top1_entropy": sum(top1) / len(top1),
+        "flipped_decisions": flipped.decisions,
+        "flipped_tokens": flipped.tokens,
         **_relative_robustness(records),
     }
 
@@ -151,11 +155,10 @@ def _silent(line: str) -> None:
 def _language_batches(
     task: Any, recipe: LanguageRecipe, rows: int, device: torch.device
 ) -> Batches:
-    """Instances spread evenly over the held-out tokens."""
+    """Instances of the held-out tokens, chosen as for validation."""
     dataset, size = task.validation, recipe.evaluation.batch_size
-    count = min(len(dataset), rows)
-    chosen = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    parts = np.array_split(chosen, max(1, count // size))
+    chosen = task.choose_rows(dataset, rows)
+    parts = np.array_split(chosen, max(1, len(chosen) // size))
 
     def batches() -> Iterator[Batch]:
         for part in parts:
@@ -168,7 +171,7 @@ def _vision_batches(task: Any, recipe: VisionRecipe, rows: int, device: torch.de
     """Images spread evenly, with the class as the domain."""
     from l2r.checkpoints.image_input import ImageInput
 
-    images = ImageInput(task.validation, recipe.data)
+    images = ImageInput(task.validation, task.recipe.data)
     return partial(images.batches, rows, recipe.evaluation.batch_size, device), images.domains
 
 

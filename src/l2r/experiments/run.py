@@ -1,16 +1,19 @@
 """Train cells one after another: leave what is finished, resume the rest, say how each ended."""
 
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from l2r.experiments.cells import Cell
 from l2r.recipes.load import AnyRecipe
+from l2r.runs.atomic import refuse_link
 from l2r.runs.folder import RunFolder
 from l2r.training.claim import claim, has_recipe
 from l2r.training.loop import train
@@ -47,6 +50,7 @@ def run_cells(
         run = cell.run(root)
         label = f"[{number}/{len(cells)}] {cell.name}"
         try:
+            refuse_link(run.path)
             if is_finished(run, cell.recipe):
                 outcome = Outcome(cell, run)
             elif launch is None:
@@ -71,6 +75,11 @@ def is_finished(run: RunFolder, recipe: AnyRecipe) -> bool:
     return has_recipe(run, recipe) and run.is_finished()
 
 
+def environment(**more: str) -> dict[str, str]:
+    """For processes of ours: Python must not import from the folder that they are started in."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **more}
+
+
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome:
     """One process per cell; a signal to us is handed on, so that the cell saves before it ends."""
     run.create()
@@ -78,7 +87,8 @@ def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome
     command = [*launcher, "-m", "l2r", "train", str(run.recipe), "--out", str(run.path)]
     with stop_on_signals() as stop:
         # Not in our process group: Ctrl-C would reach it twice, and the second one kills.
-        with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
+        options: Any = {"stdout": sys.stderr, "start_new_session": True}
+        with subprocess.Popen(command, env=environment(), **options) as process:
             while process.poll() is None:
                 try:
                     process.wait(timeout=0.5)

@@ -4,7 +4,6 @@ Every process of a study walks the same list and takes what nobody has done or h
 one loses its cell alone, and a second command, here or on a shared disk, helps the first.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -20,9 +19,10 @@ import torch
 from l2r.experiments.cells import Cell
 from l2r.experiments.judging import Places
 from l2r.experiments.measure import measure
-from l2r.experiments.run import run_cells
+from l2r.experiments.run import environment, run_cells
 from l2r.experiments.study_plan import Registered
 from l2r.machine import describe_machine
+from l2r.runs.atomic import hold, make_folder
 from l2r.runs.folder import RunFolder
 from l2r.runs.study import CellResult
 from l2r.training.signals import stop_on_signals
@@ -61,8 +61,8 @@ def run_share(
                 continue
             trained, untrained = measure(run, cell.recipe, plan.plan.sample)
             seconds = None if resumed else round(time.perf_counter() - start, 1)
-            environment = run.read_json(run.environment)
-            facts = {"seconds": seconds, **describe_machine(), **_counts(run, environment)}
+            counts = _counts(run, run.read_json(run.environment))
+            facts = {"seconds": seconds, **describe_machine(), **counts}
             recipe = cell.recipe.model_dump(mode="json")
             curve = _curve(run, cell.recipe.training.log_every)
             CellResult(
@@ -84,11 +84,11 @@ def run_processes(
 
     A signal is handed on, so that every run saves before it ends.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    variables = environment(OMP_NUM_THREADS=str(threads))
     with stop_on_signals() as stop:
         # Not in our process group: Ctrl-C would reach them twice, and the second one kills.
         started = [
-            subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+            subprocess.Popen(command, env=variables, stdout=sys.stderr, start_new_session=True)
             for _ in range(processes)
         ]
         told = False
@@ -136,11 +136,6 @@ def _counts(run: RunFolder, environment: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
     """Whether this process holds the cell inside the block; a lock dies with its process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+    make_folder(path.parent.parent, path.parent.name)
+    with hold(path) as mine:
+        yield mine

@@ -1,7 +1,9 @@
 """Plans of studies: which arms are compared, by what, over how many seeds, said before the runs.
 
-A plan is YAML, one of ``plans/`` or a file of one's own. It is registered when git has it as it
-stands (or it came with the package) and its results were made with the same text.
+A plan is YAML, one of ``plans/`` or a file of one's own. One of ``plans/`` is registered when git
+has it as it stands (or it came with an installed package) and its results were made with the same
+text. A file of one's own is known by the digest of its text; git is not asked about it, because
+git runs programs that the configuration of a folder names.
 """
 
 import hashlib
@@ -11,20 +13,21 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-import yaml
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from l2r import __version__
 from l2r.experiments.cells import Cell, as_word
-from l2r.recipes.load import first_problem, load_recipe
-from l2r.recipes.schema import Section
+from l2r.recipes.load import AnyRecipe, first_problem, load_recipe
+from l2r.recipes.schema import CorpusVersion, LanguageRecipe, Section
 from l2r.routers.config import nearest
 from l2r.runs.contrasts import Contrast
 from l2r.runs.effects import design
 from l2r.runs.folder import SEED_MARK
+from l2r.runs.reading import read_yaml
 from l2r.runs.study import MEASURES, OF_IMAGES
 
 _FOLDER = Path(__file__).parent / "plans"
+_CHECKOUT = _FOLDER.parents[3]  # of this package, where it is one: src/l2r/experiments/plans
 # All held-out tokens, once, at the end; every step is in some point of the curve.
 _ALWAYS = (
     "evaluation.every=0",
@@ -108,6 +111,8 @@ class Plan(Section):
     deviation of the least seeds, is this narrow, or to the most. sd: expected deviation of the
     paired differences of the primary contrasts, from which the page says what the study can find.
     sample: held-out tokens or images for routing gain and routing metrics; losses are over all.
+    corpus_version: of the text of recipes that do not give one; a plan that does not either has
+    the first, whatever version of the package runs it.
     """
 
     title: str
@@ -121,6 +126,7 @@ class Plan(Section):
     half_width: PositiveFloat | None = None
     sd: PositiveFloat | None = None
     sample: PositiveInt = 65_536
+    corpus_version: CorpusVersion = 1
     arms: dict[str, Changes] = Field({})
     screens: dict[str, Screen] = Field({})
     contrasts: list[Contrast] = Field([])
@@ -142,6 +148,8 @@ class Plan(Section):
                 )
             if contrast.primary and contrast.metric not in self.margins:
                 raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")
+        if self.half_width is not None and not any(c.primary for c in self.contrasts):
+            raise ValueError("half_width: needs a primary contrast, whose interval it bounds")
         return self
 
     def all_arms(self) -> dict[str, Changes]:
@@ -165,20 +173,28 @@ class Plan(Section):
             Cell(
                 arm,
                 f"{as_word(arm)}{SEED_MARK}{seed}",
-                recipe.model_copy(update={"seed": seed}),
+                self._with_corpus(recipe).model_copy(update={"seed": seed}),
                 {},
             )
             for seed in range(self.seeds.first, self.seeds.first + seeds)
             for arm, recipe in recipes.items()
         ]
 
+    def _with_corpus(self, recipe: AnyRecipe) -> AnyRecipe:
+        if not isinstance(recipe, LanguageRecipe) or recipe.data.tokens:
+            return recipe
+        if "corpus_version" in recipe.data.model_fields_set:
+            return recipe
+        data = recipe.data.model_copy(update={"corpus_version": self.corpus_version})
+        return recipe.model_copy(update={"data": data})
+
 
 @dataclass(frozen=True)
 class Registered:
     """A plan, its name, and where its text stands.
 
-    digest: of the text. commit: that last changed the file, or the package's version; None where
-    the file is in no repository or was changed since. state: that in words.
+    digest: of the text. commit: that last changed a plan of the package, or the package's version;
+    None for a file of one's own and for one that was changed since. state: that in words.
     """
 
     plan: Plan
@@ -203,35 +219,40 @@ def read_plan(name: str) -> Registered:
     if not path.is_file():
         known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
         raise ValueError(f"unknown plan {name!r}{known}")
-    text = path.read_bytes()
+    text, values = path.read_bytes(), read_yaml(path)
     try:
-        plan = Plan.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"plan {name} is not valid YAML: {error}") from error
+        plan = Plan.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
-    return Registered(plan, path.stem, hashlib.sha256(text).hexdigest()[:16], *_registration(path))
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    if path.resolve().parent == _FOLDER.resolve():
+        return Registered(plan, path.stem, digest, *_registration(path.name))
+    state = f"not registered: no plan of the package; the digest of its text is {digest}"
+    return Registered(plan, path.stem, digest, None, state)
 
 
-def _registration(path: Path) -> tuple[str | None, str]:
-    """Commit or version, and the state in words."""
-    known = _git(path, "log", "-1", "--format=%H %cs", "--", path.name)
+def _registration(name: str) -> tuple[str | None, str]:
+    """Commit or version of a file in ``plans/``, and the state in words."""
+    known = _git("log", "-1", "--format=%H %cs", "--", name)
+    changed = _git("status", "--porcelain", "--", name)
     if known:
         commit, _, date = known.partition(" ")
-        if _git(path, "status", "--porcelain", "--", path.name):
+        if changed:
             return None, f"not registered: the file was changed after commit {commit} of {date}"
         return commit, f"registered in commit {commit} of {date}"
-    if path.parent == _FOLDER and _git(path, "status", "--porcelain", "--", path.name) in (
-        None,
-        "",
-    ):
-        return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
-    return None, "not registered: no git commit has the file"
+    if changed:
+        return None, "not registered: no git commit has the file"
+    return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
 
 
-def _git(path: Path, *args: str) -> str | None:
-    """Output of a git command in the folder of a file; None outside a repository."""
-    command = ["git", "-C", str(path.absolute().parent), *args]
+def _git(*args: str) -> str | None:
+    """Output of a git command in the package's own checkout; None where it is none.
+
+    An installed package may lie in anybody's repository, whose configuration is not ours.
+    """
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:

@@ -9,12 +9,19 @@ from l2r.functional.losses import (
 from l2r.functional.pooling import pool_anchors
 from l2r.functional.projection import low_rank_query, magnitude, rms_norm, standardize_magnitude
 from l2r.functional.scoring import cosine_scores, dot_scores, phi, psi, sips_scores, unit
-from l2r.functional.selection import routing_probs, select_experts
+from l2r.functional.selection import (
+    best_experts,
+    expert_weights,
+    routing_probs,
+    select_experts,
+)
 
 __all__ = [
+    "best_experts",
     "cosine_scores",
     "dot_scores",
     "expert_usage",
+    "expert_weights",
     "load_balancing_loss",
     "low_rank_query",
     "magnitude",

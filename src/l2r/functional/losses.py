@@ -141,7 +141,9 @@ def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
 
 
 def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
-    return torch.ones(tokens, device=device) if mask is None else mask.to(torch.float32)
+    if mask is None:
+        return torch.ones(tokens, dtype=torch.float32, device=device)
+    return mask.to(torch.float32)
 
 
 def _flat_mask(mask: Tensor, tokens: int) -> Tensor:

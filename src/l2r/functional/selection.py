@@ -1,7 +1,14 @@
 """Selection: logits to probabilities, and probabilities to k experts (paper, Section 3.1).
 
+Experts are chosen in one order everywhere, in these functions and in every kernel: largest first,
+the lowest index first among equals. NaN counts as -inf, so it comes last, and a token of which
+nothing is a number gets the first k experts. Softmax and sigmoid are ranked by their logits, whose
+order survives where probabilities round to 0 or 1.
+
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
+
+import math
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +18,18 @@ from torch import Tensor
 def routing_probs(logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
     """Softmax over experts, Eq. 2, in fp32 or better; logits already carry the temperature."""
     return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:
+    """Indices of the k largest of every token, in the order above.
+
+    Raises ValueError for a top_k outside of 1 to N.
+    """
+    if not 1 <= top_k <= ranking.shape[-1]:
+        raise ValueError(f"top_k must be between 1 and {ranking.shape[-1]}; got top_k={top_k}")
+    comparable = ranking.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    # torch.topk promises no order of equals.
+    return torch.sort(comparable, dim=-1, descending=True, stable=True).indices[..., :top_k]
 
 
 def select_experts(
@@ -25,13 +44,21 @@ def select_experts(
 
     The paper, as OLMoE, uses the probabilities as they are; ``normalize`` makes the k
     weights of a token sum to 1, with ``norm_eps`` added to the sum. ``ranking``: what experts
-    are chosen by, where it is not the probabilities.
+    are chosen by, where it is not the probabilities. Raises ValueError as ``best_experts``.
     """
-    if ranking is None:
-        weights, indices = torch.topk(probs, top_k, dim=-1)
-    else:
-        indices = torch.topk(ranking, top_k, dim=-1).indices
-        weights = probs.gather(-1, indices)
+    indices = best_experts(probs if ranking is None else ranking, top_k)
+    return expert_weights(probs, indices, normalize=normalize, norm_eps=norm_eps), indices
+
+
+def expert_weights(
+    probs: Float[Tensor, "T N"],
+    indices: Int[Tensor, "T K"],
+    *,
+    normalize: bool = False,
+    norm_eps: float = 0.0,
+) -> Float[Tensor, "T K"]:
+    """Weights of the outputs of chosen experts; see ``select_experts``."""
+    weights = probs.gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + norm_eps)
-    return weights, indices
+    return weights

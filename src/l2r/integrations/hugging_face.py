@@ -62,12 +62,16 @@ def copy_all(
 ) -> None:
     """Copy every value of a Hugging Face model from an engine's whole ``state``, or into it.
 
-    Raises ValueError, before anything is copied, where the two are not the same architecture.
+    Raises ValueError, before anything is copied, where the two are not the same architecture or
+    a value is not finite.
     """
+    from l2r.models.weights import check_finite
+
     ours, theirs = (
         Tensors("the Hugging Face model", model.state_dict()),
         Tensors("the engine", state),
     )
+    check_finite((ours if to_engine else theirs).left.items())
     try:
         found = list(pairs(ours, theirs))
         ours.all_taken()

@@ -6,6 +6,7 @@ Shape letters: T tokens, R rank, N experts, H anchors.
 from struct import Struct
 
 import torch
+from torch import Tensor
 
 from l2r.kernels import cpu_blocks as blocks
 from l2r.kernels.contract import (
@@ -15,6 +16,7 @@ from l2r.kernels.contract import (
     backward_in_stages,
     empty_grads,
     empty_results,
+    first_input,
     forward_in_stages,
     in_one_stage,
     sizes_of,
@@ -31,9 +33,10 @@ _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in 
 
 def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages; see ``contract.Backend``."""
-    if _compiled(given):
+    sizes = sizes_of(given)
+    if _compiled(given, sizes):
         done = empty_results(given, options)
-        _run("l2r_forward", options, done)
+        _run("l2r_forward", sizes, options, done)
         return done
     if in_one_stage(given, options):
         return blocks.forward(given, options)
@@ -42,41 +45,53 @@ def forward(given: Tensors, options: Options) -> Tensors:
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given; see ``contract.Backend``."""
-    anchors = tensors.anchors
-    if _compiled(tensors) and (anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS):
+    anchors, sizes = tensors.anchors, sizes_of(tensors)
+    few = anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS
+    if few and _compiled(tensors, sizes):
         grads = empty_grads(tensors, options)
-        _run("l2r_backward", options, tensors, up, grads)
+        _run("l2r_backward", sizes, options, tensors, up, grads)
         return grads
     if in_one_stage(tensors, options):
         return blocks.backward(tensors, up, options)
     return backward_in_stages(backward, tensors, up, options)
 
 
-def _compiled(tensors: Tensors) -> bool:
+def _compiled(tensors: Tensors, sizes: tuple[int, ...]) -> bool:
     """Whether the compiled code takes these tensors and is not slower than torch's products."""
     x, weight, _, anchors, rho_hat, query, logits, *_ = tensors
     for tensor in (x, weight, anchors, query, logits):
-        if tensor is not None and (tensor.dtype is not torch.float32 or not tensor.is_cpu):
-            return False  # torch then names the device that is wrong
-    tokens, _, rank, *_ = sizes_of(tensors)
+        if tensor is not None and tensor.dtype is not torch.float32:
+            return False
+    tokens, _, rank, *_ = sizes
     if rho_hat is not None or tokens == 0 or (rank > _MAX_RANK and tokens > blocks.FEW_TOKENS):
         return False
-    return library() is not None
+    return first_input(tensors).is_cpu and library() is not None
 
 
-def _run(name: str, options: Options, *tensors: Tensors) -> None:
+def _run(name: str, sizes: tuple[int, ...], options: Options, *tensors: Tensors) -> None:
     """Call the compiled code: one pass over the tokens."""
     kernels = library()
     assert kernels is not None  # see _compiled
-    sizes = (*sizes_of(tensors[0]), options.top_k)
+    sizes = (*sizes, options.top_k)
     scoring, *constants = options.score
-    getattr(kernels, name)(
+    failure = getattr(kernels, name)(
         _sizes(*sizes),
         _score(SCORINGS[scoring], *constants),
         _threads(sizes),
         options.normalize,
-        *[_pointers(*[0 if t is None else t.data_ptr() for t in each]) for each in tensors],
+        *[
+            _pointers(*[0 if t is None else t.data_ptr() or _unreadable(t, each) for t in each])
+            for each in tensors
+        ],
     )
+    if failure:
+        raise MemoryError(f"the router's kernel ran out of memory for T D R N H K {list(sizes)}")
+
+
+def _unreadable(tensor: Tensor, tensors: Tensors) -> int:
+    """Refuse a tensor whose storage was given back; to the compiled code it would be absent."""
+    (name,) = [n for n, other in zip(Tensors._fields, tensors, strict=True) if other is tensor]
+    raise ValueError(f"{name} must have memory; got a freed storage for {list(tensor.shape)}")
 
 
 def _threads(sizes: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from l2r.functional import phi, psi
+from l2r.functional import best_experts, phi, psi
 from l2r.kernels.contract import Options, Score, Tensors, first_input
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
@@ -65,13 +65,23 @@ def _project(given: Tensors, score: Score) -> Tensors:
 
 def _select(given: Tensors, options: Options) -> Tensors:
     wide = first_input(given).float()
-    weights, indices = torch.topk(torch.softmax(wide, dim=1), options.top_k, dim=1)
+    indices = _best(wide, options.top_k)
+    weights = torch.softmax(wide, dim=1).gather(1, indices)
     lse = None
     if options.save:  # log sum exp = logit - log prob, exact for the most probable expert
         lse = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
     if options.normalize:
         weights = weights / weights.sum(dim=1, keepdim=True)
     return given._replace(weights=weights, indices=indices, lse=lse)
+
+
+def _best(logits: Tensor, top_k: int) -> Tensor:
+    """``best_experts``; sorts all of them only where there are equals, or NaN, to put in order."""
+    if logits.is_cpu:  # another device would have to be waited for
+        values, indices = torch.topk(logits, min(top_k + 1, logits.shape[1]), dim=1)
+        if bool((values[:, 1:] < values[:, :-1]).all()):
+            return indices[:, :top_k].contiguous()
+    return best_experts(logits, top_k)
 
 
 def _select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor:

@@ -15,15 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from l2r import functional
 from l2r.kernels import plain
-from l2r.kernels.contract import DEFAULTS, Options, Score, Tensors, first_input, sizes_of
+from l2r.kernels.checks import DTYPES, beyond_triton, check
+from l2r.kernels.contract import DEFAULTS, Options, Score, Tensors, first_input
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import traced, transformed
 
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_MIN_LOGITS = 2**14  # of a selection alone; for fewer torch's own calls are faster on a CPU
-_MAX_EXPERTS, _MAX_HEADS, _MAX_RANK = 1024, 64, 64  # of the Triton kernels
+# Of a selection alone that has a gradient; for fewer torch's own derivatives are faster on a CPU.
+_MIN_LOGITS = 2**13
 
 linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
 
@@ -56,9 +57,20 @@ def softmax_top_k(
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
     made = _fused(Tensors(logits=logits), DEFAULTS, top_k, normalize)
-    if made is None:
-        return plain.softmax_top_k(logits, top_k, normalize=normalize)
-    return made.weights, made.indices
+    if made is not None:
+        return made.weights, made.indices
+    indices = best_experts(logits, top_k)
+    weights = functional.expert_weights(
+        functional.routing_probs(logits), indices, normalize=normalize
+    )
+    return weights, indices
+
+
+def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:
+    """Indices of the k largest, which have no gradient; see ``functional.best_experts``."""
+    ranking = ranking.detach()
+    made = _fused(Tensors(logits=ranking), DEFAULTS, top_k)
+    return functional.best_experts(ranking, top_k) if made is None else made.indices
 
 
 def route_logits(
@@ -117,46 +129,24 @@ def _named_for(tensor: Tensor) -> str | None:
 def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bool = False) -> Any:
     """Results of the backend for the device of the first tensor; None where plain code must run.
 
-    Raises ValueError for sizes that a kernel would read past; plain code finds them itself.
+    Raises ValueError for tensors that do not fit together, in plain code as in the others.
     """
+    check(given, top_k)
     first, present = first_input(given), [tensor for tensor in given if tensor is not None]
     name, watched = _named_for(first), traced(*present)
-    if name is None or not _DTYPES.issuperset([tensor.dtype for tensor in present]):
+    if name is None or not DTYPES.issuperset([tensor.dtype for tensor in present]):
         return None
     if torch.compiler.is_exporting() if watched else transformed():
         return None
-    if name == "cpu" and first is given.logits and (watched or first.numel() < _MIN_LOGITS):
-        return None
-    if name == "triton":
-        _, _, rank, experts, heads = sizes_of(given)
-        if experts > _MAX_EXPERTS or heads > _MAX_HEADS or rank > _MAX_RANK:
+    if name == "cpu" and first is given.logits:
+        derived = first.requires_grad and torch.is_grad_enabled()
+        if watched or (derived and first.numel() < _MIN_LOGITS):
             return None
-    _check(given, top_k)
+    if name == "triton" and beyond_triton(given):
+        return None
     return run(name, watched, given, Options(score, top_k or 0, normalize))
 
 
 @cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _check(given: Tensors, top_k: int | None) -> None:
-    x, weight, gain, anchors, *_ = given
-    if x is not None and weight is not None:
-        hidden = x.shape[1]
-        if weight.shape[1] != hidden:
-            sizes = f"for x {list(x.shape)}; got {list(weight.shape)}"
-            raise ValueError(f"projection must be [R, {hidden}] {sizes}")
-        if gain is not None and (gain.shape[0] != hidden or gain.dtype is not weight.dtype):
-            found = f"got {list(gain.shape)} of {gain.dtype}"
-            raise ValueError(f"gain must be [{hidden}] of {weight.dtype}; {found}")
-    if anchors is not None:
-        rank = first_input(given).shape[1] if weight is None else weight.shape[0]
-        if anchors.shape[2] != rank:
-            raise ValueError(
-                f"anchors must be [N, H, {rank}] for this query; got {list(anchors.shape)}"
-            )
-    if top_k is not None:
-        experts = anchors.shape[0] if anchors is not None else first_input(given).shape[1]
-        if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k must be between 1 and {experts}; got top_k={top_k}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from l2r.kernels.checks import check_backward, check_indices, check_operation
 from l2r.kernels.contract import (
     GIVEN,
     MADE,
@@ -34,6 +35,7 @@ from l2r.kernels.guard import Guarded
 
 _ABSENT = (0, 0, 0)
 _ALL = len(Tensors._fields)
+_UP = ("up_query", "up_logits", "up_weights")
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
 
@@ -72,7 +74,9 @@ def _made(given: Tensors, done: Tensors) -> tuple[Tensor | None, ...]:
 
 def _forward(*inputs: Any) -> tuple[Tensor | None, ...]:
     scoring, constants, top_k, normalize, name = inputs[GIVEN:]
-    given = _dense(Tensors(*inputs[:GIVEN]))
+    given = Tensors(*inputs[:GIVEN])
+    check_operation(given, inputs[GIVEN:])
+    given = _dense(given)
     options = Options(Score(scoring, *constants), top_k, normalize, save=True)
     return _made(given, backend(name).forward(given, options))
 
@@ -106,13 +110,15 @@ def _input_grads(run_backward: Callable[..., Any], ctx: Any, grads: Any) -> tupl
 
 def _backward(*inputs: Any) -> tuple[Tensor | None, ...]:
     query, logits, weights, scoring, constants, top_k, normalize, name, need_x = inputs[_ALL:]
-    tensors = _dense(Tensors(*inputs[:_ALL]))
+    tensors, up = Tensors(*inputs[:_ALL]), Tensors(query=query, logits=logits, weights=weights)
+    check_backward(tensors, up, inputs[_ALL + len(_UP) : -1])
+    check_indices(tensors)
+    tensors = _dense(tensors)
     options = Options(Score(scoring, *constants), top_k, normalize, need_x=need_x)
     if first_input(tensors).shape[0] == 0:
         grads = empty_grads(tensors, options)
         return tuple([None if grad is None else grad.zero_() for grad in grads[:GIVEN]])
-    up = _dense(Tensors(query=query, logits=logits, weights=weights))
-    return backend(name).backward(tensors, up, options)[:GIVEN]
+    return backend(name).backward(tensors, _dense(up), options)[:GIVEN]
 
 
 class _Eager(Function):
@@ -155,10 +161,8 @@ def _route(*inputs: Any) -> Any:
 @_route.register_fake
 def _(*inputs: Any) -> Any:
     given, options = Tensors(*inputs[:GIVEN]), Options(top_k=inputs[-3], save=True)
+    check_operation(given, inputs[GIVEN:])
     return _filled(_made(given, empty_results(given, options)), first_input(given))
-
-
-_UP = ("up_query", "up_logits", "up_weights")
 
 
 @torch.library.custom_op(
@@ -172,7 +176,9 @@ def _route_backward(*inputs: Any) -> Any:
 
 @_route_backward.register_fake
 def _(*inputs: Any) -> Any:
-    tensors = Tensors(*inputs[:_ALL])
+    tensors, (query, logits, weights) = Tensors(*inputs[:_ALL]), inputs[_ALL : _ALL + len(_UP)]
+    up = Tensors(query=query, logits=logits, weights=weights)
+    check_backward(tensors, up, inputs[_ALL + len(_UP) : -1])
     grads = empty_grads(tensors, Options(need_x=inputs[-1]))
     return _filled(grads[:GIVEN], first_input(tensors))
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.functional import (
+    best_experts,  # noqa: F401  the plain form of dispatch.best_experts
     cosine_scores,
     dot_scores,
     low_rank_query,
@@ -63,8 +64,8 @@ def anchor_logits(
 def softmax_top_k(
     logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
-    """Softmax over experts and the k largest, Eq. 2 and 3."""
-    return select_experts(routing_probs(logits), top_k, normalize=normalize)
+    """Softmax over experts and the k largest, Eq. 2 and 3; the logits decide which they are."""
+    return select_experts(routing_probs(logits), top_k, normalize=normalize, ranking=logits)
 
 
 def route_logits(

@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing
+from l2r.models.weights import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
@@ -152,14 +153,16 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
 
         ``dense`` is a model or the path of one; ``config`` must have its sizes (default: its
         sizes with our MoE defaults). Routers are fresh. The classifier is fresh too where the
-        number of classes differs. The result computes what the dense model does if the router
-        has ``normalize_weights``; otherwise the MoE blocks' outputs shrink by the sum of the k
-        weights, which the paper leaves as they are.
+        number of classes differs or the folder has none. The result computes what the dense model
+        does if the router has ``normalize_weights``; otherwise the MoE blocks' outputs shrink by
+        the sum of the k weights, which the paper leaves as they are.
 
-        Raises ValueError if a size differs.
+        Raises ValueError if a size differs, or the weights in a folder are not whole.
         """
         if not isinstance(dense, nn.Module):
-            dense = ViTForImageClassification.from_pretrained(dense)
+            dense = read_weights(
+                ViTForImageClassification, Path(dense), optional=("classifier.", "pooler.")
+            )
         if config is None:
             theirs: ViTConfig = dense.config
             config = L2rViTConfig(**theirs.to_dict())

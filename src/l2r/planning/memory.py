@@ -17,10 +17,10 @@ _WIDE = 4  # bytes of fp32
 class Memory:
     """Bytes on one GPU. ``peak`` is less than the sum: not all of it is there at one time.
 
-    buckets: of ddp. activations: kept for the backward pass, all blocks. casts: bf16 copies of
-    weights that stay with them. logits: with their logarithm and gradient. dispatch: of
-    activations, the rows that go to experts and come back, all blocks. gathered: weights that
-    fsdp2 puts together.
+    weights: and their moving average, where there is one. buckets: of ddp. activations: kept for
+    the backward pass, all blocks. casts: bf16 copies of weights that stay with them. logits: with
+    their logarithm and gradient. dispatch: of activations, the rows that go to experts and come
+    back, all blocks. gathered: weights that fsdp2 puts together.
     """
 
     weights: float
@@ -84,7 +84,7 @@ def formula(sizes: Sizes, cut: Cut) -> Memory:
     done = before or gradients - _WIDE * block_numbers / sharded
     at_first_block = states + done + one + cast + inside + root + pair
     return Memory(
-        weights=weights,
+        weights=weights * (2 if sizes.averaged else 1),
         gradients=before or gradients,
         optimizer=2 * weights,
         buckets=buckets,

@@ -33,15 +33,16 @@ def meta_model(recipe: "AnyRecipe") -> nn.Module:
 def tokens_per_item(recipe: "AnyRecipe") -> int:
     """Tokens of a sequence, or patches of an image and its class token."""
     if isinstance(recipe, VisionRecipe):
-        return (recipe.model.image_size // recipe.model.patch_size) ** 2 + 1
+        sizes = recipe.model_options()
+        return int(sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
     return recipe.data.sequence_length
 
 
 def example_batch(recipe: "AnyRecipe", model: Any, items: int, **options: Any) -> dict[str, Tensor]:
     """A micro-batch as the task makes it: empty pixels, or zeros for tokens."""
     if isinstance(recipe, VisionRecipe):
-        side, labels = recipe.model.image_size, model.config.num_labels
-        pixels = torch.empty(items, recipe.model.num_channels, side, side, **options)
+        side, labels = model.config.image_size, model.config.num_labels
+        pixels = torch.empty(items, model.config.num_channels, side, side, **options)
         return {"pixel_values": pixels, "targets": torch.empty(items, labels, **options)}
     options["dtype"] = torch.long
     return {"input_ids": torch.zeros(items, recipe.data.sequence_length, **options)}

@@ -4,10 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from l2r.routers.config import named, options_of
+from l2r.runs.reading import parse_yaml
 
+# What a recipe says of its images, by section; it says nothing of others.
+PIXELS = {
+    "model": ("image_size", "patch_size", "num_channels"),
+    "data": ("mean", "deviation"),
+}
+BUILT_IN_IMAGES = ("digits", "fashion-mnist")  # other names are places, which may move
+_SHOWN = 200  # characters of a value in an error
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
@@ -15,9 +21,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -
     """Values of ``above`` over those of ``below``, section by section; neither is changed.
 
     Another router keeps the options that it reads as well; a length of training replaces one that
-    is given in another unit. ``place`` is the section that both are, e.g. ``training``.
+    is given in another unit; of other images than built-in ones, sizes and statistics are open
+    until they are read. ``place`` is the section that both are, e.g. ``training``.
     """
-    merged = dict(below)
+    merged = dict(below) if place else _for_images(below, above)
     if place == "router" and "kind" in below and "kind" in above:
         merged = _for_kind(merged, above["kind"])
     given = {f"{place}.{name}" for name, value in above.items() if value is not None}
@@ -53,9 +60,23 @@ def read_change(change: str) -> tuple[str, Any]:
     if not separator or not field:
         raise ValueError(f"changes must look like key.sub=value; got {change!r}")
     try:
-        return field, yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field} has a value that is not valid YAML: {text!r}") from error
+        return field, parse_yaml(text)
+    except ValueError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{field} has a value that is not valid YAML: {shown!r}") from error
+
+
+def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``below`` without what it says of its built-in images, where ``above`` names others."""
+    old, new = ((values.get("data") or {}).get("images") for values in (below, above))
+    if old not in BUILT_IN_IMAGES or new in (None, old):
+        return dict(below)
+    return {
+        name: {field: v for field, v in value.items() if field not in PIXELS.get(name, ())}
+        if isinstance(value, dict)
+        else value
+        for name, value in below.items()
+    }
 
 
 def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:

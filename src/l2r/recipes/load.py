@@ -12,6 +12,7 @@ from l2r.recipes.packaged import packaged_recipes, settings
 from l2r.recipes.schema import LanguageRecipe
 from l2r.recipes.vision import VisionRecipe
 from l2r.routers.config import nearest
+from l2r.runs.reading import read_yaml
 
 AnyRecipe = LanguageRecipe | VisionRecipe
 _KINDS: dict[Any, type[AnyRecipe]] = {"language": LanguageRecipe, "vision": VisionRecipe}
@@ -45,16 +46,17 @@ def recipe_header(name: str) -> str:
 def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Recipe from a packaged name or a path, with ``key.sub=value`` changes applied in order.
 
-    Another ``router.kind`` keeps the options that it reads as well; of steps, tokens and epochs the
-    one given last holds.
+    Another ``router.kind`` keeps the options that it reads as well; other ``data.images`` than
+    built-in ones are read as they are; of steps, tokens and epochs the one given last holds.
 
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
     the nearest known name), a value out of its limits or a setting that nothing reads.
     """
     values, given = _read(name), dict(_values(name))
     given.pop("base", None)
-    # The router first: the options given for it hold for the new one, wherever they stand.
-    for change in sorted(changes, key=lambda change: not change.startswith("router.kind=")):
+    # Router and images first: what is given for them holds for the new ones, wherever it stands.
+    first = ("router.kind=", "data.images=")
+    for change in sorted(changes, key=lambda change: not change.startswith(first)):
         field, value = read_change(change)
         values, given = set_field(values, field, value), set_field(given, field, value)
     recipe = parse_recipe(values, source=name)
@@ -107,13 +109,7 @@ def _values(name: str) -> dict[str, Any]:
 def _file_values(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"recipe file {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"recipe {path} must be a mapping of fields; got {type(values).__name__}")
-    return values
+    return read_yaml(path)
 
 
 def _unknown(name: str) -> ValueError:

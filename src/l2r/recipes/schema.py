@@ -18,6 +18,7 @@ from l2r.functional.losses import BalanceVariant, ZVariant
 from l2r.routers import RouterConfig
 from l2r.routers.config import OtherThan, ReadWith, check_read
 
+CorpusVersion = Literal[1, 2]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -96,10 +97,14 @@ class TextSection(Section):
 
     corpus: "embedded", or a folder of text files. tokens: folders written by l2r data prepare;
     validation_tokens: the same for validation; tokenizer: its folder or tokenizer.json.
+    corpus_version: of the rules by which text is chosen, held out and validated on (docs/data.md).
     """
 
     read_with: ClassVar = {
-        **{name: {"tokens": ([],)} for name in ("corpus", "vocab_size", "characters_per_domain")},
+        **{
+            name: {"tokens": ([],)}
+            for name in ("corpus", "vocab_size", "characters_per_domain", "corpus_version")
+        },
         "tokenizer": {"tokens": OtherThan([])},
     }
 
@@ -107,9 +112,19 @@ class TextSection(Section):
     corpus: str = "embedded"
     vocab_size: Annotated[int, Field(ge=300)] = 4096
     characters_per_domain: Annotated[int, Field(ge=10_000)] = 4_000_000
+    corpus_version: CorpusVersion = 2
     tokens: list[str] = []
     validation_tokens: list[str] = []
     tokenizer: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_versions(cls, values: Any) -> Any:
+        """A section given whole was written by a run; before there were versions, there was one."""
+        if not isinstance(values, dict) or values.get("tokens") or "corpus_version" in values:
+            return values
+        whole = {"corpus", "vocab_size", "characters_per_domain", "tokens", "tokenizer"}
+        return {**values, "corpus_version": 1} if whole <= values.keys() else values
 
     @model_validator(mode="after")
     def _both_splits(self) -> Self:
@@ -163,8 +178,9 @@ class OptimizerSection(Section):
     """AdamW with a warmup and a cosine.
 
     warmup: in tokens (or samples for images), from warmup_start * lr to lr; then a cosine to
-    final * lr at the end. decay_anchors, decay_norms: whether weight decay touches the anchors,
-    and the norms and biases (OLMoE decays everything; the paper does not say for anchors).
+    final * lr at the end. decay_anchors: whether weight decay touches the anchors (the paper does
+    not say). decay_norms: whether it touches the gains of norms, every bias, the class token and
+    the position embeddings; OLMoE decays everything, DeiT none of these.
     """
 
     read_with: ClassVar = {
@@ -255,11 +271,15 @@ class LanguageRecipe(Recipe):
     data: TextSection = TextSection()
 
     def model_options(self, vocab_size: int) -> dict[str, Any]:
-        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none."""
+        """Keyword arguments of L2rOlmoeConfig; ``vocab_size`` is for a recipe that gives none.
+
+        Rows are packed, so that no id stands for padding: its embedding would never be trained.
+        """
         options = self.model.model_dump(exclude={"init_from", "rope_theta"})
         return {
             **options,
             "vocab_size": self.model.vocab_size or vocab_size,
+            "pad_token_id": None,
             "max_position_embeddings": self.data.sequence_length,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.model.rope_theta},
             "router": self.router_config().to_dict(),

@@ -68,7 +68,7 @@ def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[
         sections.append(Section("Agreement of routers", _AGREEMENT, [agreed]))
     for name, view in noted.items():
         if "over_time" in view.info:
-            figure = saturation_curves(view.info["over_time"])
+            figure = saturation_curves(view, view.info["over_time"])
             sections.append(Section(f"Saturation of {name}", _SATURATION, [figure]))
     return sections
 

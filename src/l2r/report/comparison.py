@@ -1,10 +1,12 @@
 """The comparison of several runs: one table and one page."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from l2r.report.analyses import analysis_sections, routing_sections
+from l2r.report.compared import results_to_compare
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.paper_tables import accuracy_table
@@ -15,19 +17,31 @@ from l2r.report.text_view import text_sections
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.progress import read_progress
 from l2r.runs.statistics import mean_interval
 from l2r.runs.text_routing import TextRouting
 
-# column -> number of the diagnosis, and which direction is better
+# column, number of the diagnosis, and which direction is better, if routers can be compared by it
 _ROUTING = (
-    ("mean margin", "mean_margin", "max"),
-    ("low-margin rate", "low_margin_rate", "min"),
+    ("mean margin", "mean_margin", None),
+    ("low-margin rate", "low_margin_rate", None),
     ("stability", "stability", "max"),
     ("top-k overlap", "topk_overlap", "max"),
     ("margin / spread", "scale_free_margin", "max"),
     ("load entropy", "entropy", "max"),
     ("routing gain", "routing_gain", "max"),
 )
+
+_CAPTION = (
+    "CE: validation cross-entropy in nats per token; top1, top5: share of validation images whose "
+    "label is among the first guesses. Balance loss: mean over the last tenth of training, k when "
+    "balanced. Margins are gaps between the two largest logits; raw gaps of different scorings are "
+    "not comparable, margin / spread divides by the standard deviation of a token's logits. "
+    "Stability and overlap: under noise of sigma 0.02 on router inputs. Routing gain: rise of the "
+    "cross-entropy, in nats, with random experts. Routing metrics are means over layers."
+)
+_SAME_START = "Every run starts from the same weights outside its router and sees the same batches."
+_NOT_THE_SAME = "Runs differ in their seed, data, model or batch."
 
 PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
 
@@ -45,11 +59,14 @@ def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
-    """A table of accuracy, mean and interval over repeats of a run; none for language."""
+    """A table of accuracy, mean and interval over ended repeats of a run; none for language."""
     found: dict[str, list[tuple[float, float]]] = {}
+    unfinished = []
     for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
-        if "top1" in last:
+        if not read_progress(run).ended:
+            unfinished.append(run.name)
+        elif "top1" in last:
             arm = run.name.partition(SEED_MARK)[0]
             found.setdefault(arm, []).append((100 * last["top1"], 100 * last["top5"]))
     if not found:
@@ -58,44 +75,55 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     for arm, pairs in found.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
         results[arm] = (top1, top5, len(pairs))
-    return [accuracy_table(results)]
+    table = accuracy_table(results)
+    note = f" Unfinished and not counted: {', '.join(unfinished)}." if unfinished else ""
+    return [replace(table, caption=table.caption + note)]
 
 
 def comparison_table(runs: Sequence[RunFolder]) -> Table:
-    """One row per run: validation CE per domain, balance, routing metrics, router parameters."""
-    last = {run.name: (run.read_metrics("validation") or [{}])[-1] for run in runs}
-    first = next(iter(last.values()), {})
-    domains = [key for key in first if key.startswith("ce/")]
-    accuracies = [key for key in ("top1", "top5") if key in first]
-    columns: list[tuple[str, str]] = [(accuracy, "max") for accuracy in accuracies]
+    """One row per run: validation CE per domain, balance, routing metrics, router parameters.
+
+    Runs that have ended are compared at their ends. The others have no results beside them; where
+    none has ended, all are compared at the last place that all have validated. The best are marked
+    among ended runs that saw as much.
+    """
+    progress = [read_progress(run) for run in runs]
+    records, ranked, notes = results_to_compare(runs, progress)
+    last = [(run.read_metrics("validation") or [{}])[-1] for run in runs]
+    fields = dict.fromkeys(field for record in last for field in record)
+    domains = [field for field in fields if field.startswith("ce/")]
+    accuracies = [field for field in ("top1", "top5") if field in fields]
+    columns: list[tuple[str, str | None]] = [(accuracy, "max") for accuracy in accuracies]
     columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
     columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
-    rows = []
-    for run in runs:
-        mean = read_diagnosis(run.path).numbers() if is_diagnosed(run.path) else {}
+    rows, undiagnosed = [], []
+    for run, state, record in zip(runs, progress, records, strict=True):
+        mean = {}
+        if state.ended and is_diagnosed(run.path):
+            mean = read_diagnosis(run.path).numbers()
+        elif state.ended:
+            undiagnosed.append(run.path)
         rows.append(
             (
                 run.name,
-                *(last[run.name].get(field) for field in (*accuracies, *domains)),
-                last_tenth(run, "balance"),
+                state.step if state.ended else str(state),
+                *(record.get(field) for field in (*accuracies, *domains)),
+                last_tenth(run, "balance", end=record["step"]) if record else None,
                 *(mean.get(field) for _, field, _ in _ROUTING),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
+    if undiagnosed:
+        command = shlex.join(["l2r", "diagnose", *map(str, undiagnosed)])
+        out = shlex.quote(str(undiagnosed[0].parent))
+        notes.append(f"`{command} --out {out}` fills the columns of routing that are empty.")
     return Table(
         "Routers compared",
-        ("router", *(name for name, _ in columns)),
+        ("router", "steps", *(name for name, _ in columns)),
         tuple(rows),
-        caption=(
-            "CE: validation cross-entropy in nats per token; top1, top5: share of validation "
-            "images whose label is among the first guesses. Balance loss: mean over the last "
-            "tenth of training, k when balanced. Margins are gaps between the two largest "
-            "logits; raw gaps of different scorings are not comparable, margin / spread divides "
-            "by the standard deviation of a token's logits. Stability and overlap: under noise "
-            "of sigma 0.02 on router inputs. Routing gain: rise of the cross-entropy, in nats, "
-            "with random experts. Routing metrics are means over layers."
-        ),
-        best=tuple(columns),
+        caption=" ".join([*notes, _CAPTION]),
+        best=tuple((name, better) for name, better in columns if better),
+        unranked=frozenset(range(len(runs))) - ranked,
     )
 
 
@@ -113,7 +141,6 @@ def write_report(
     """
     runs = first_seeds(every)
     tables = [*accuracy_over_seeds(every), comparison_table(runs)]
-    facts = {run.name: run.read_json(run.environment) for run in runs}
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
@@ -123,7 +150,7 @@ def write_report(
         Section("Result", parts=tables),
         Section(
             "Training",
-            "Every run starts from the same weights outside its router and sees the same batches.",
+            _SAME_START if _start_alike(runs) else _NOT_THE_SAME,
             [curves(lines, PANELS[unit], unit)],
         ),
         Section(
@@ -132,10 +159,14 @@ def write_report(
     ]
     if views:
         sections += [*routing_sections(views), *analysis_sections(views, details=False)]
-    sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(facts)])]
-    seen = max((run.read_metrics("train") or [{}])[-1].get(unit, 0) for run in runs)
-    parameters = facts[runs[0].name].get("parameters", 0)
-    summary = f"{len(runs)} run(s) of a model with {parameters:,} parameters, {seen:,} {unit} each."
+    sections += [*patch_sections(runs), *more, Section("Runs", parts=[facts_table(runs)])]
+    progress = {run.name: read_progress(run) for run in runs}
+    sizes = [run.read_json(run.environment).get("parameters", 0) for run in runs]
+    seen = _span([state.seen for state in progress.values()])
+    summary = f"{len(runs)} run(s) of a model with {_span(sizes)} parameters, {seen} {unit} each."
+    late = [f"{name} (step {state})" for name, state in progress.items() if not state.ended]
+    if late:
+        summary += f" Unfinished: {', '.join(late)}."
     if reload is not None:
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
@@ -145,18 +176,21 @@ def write_report(
 
 def unit_of(runs: Sequence[RunFolder]) -> str:
     """What the runs count their progress in: tokens or images."""
-    record = (runs[0].read_metrics("train") or [{}])[0]
-    return "images" if "images" in record else "tokens"
+    return read_progress(runs[0]).unit
 
 
-def facts_table(facts: dict[str, dict[str, Any]]) -> Table:
-    """One row per run: sizes, versions, device and command."""
+def facts_table(runs: Sequence[RunFolder]) -> Table:
+    """One row per run: how far it is, sizes, versions, device and command."""
+    unit = unit_of(runs)
     rows = []
-    for name, fact in facts.items():
+    for run in runs:
+        fact, state = run.read_json(run.environment), read_progress(run)
         packages = fact.get("packages", {})
         rows.append(
             (
-                name,
+                run.name,
+                state.step if state.ended else str(state),
+                state.seen,
                 fact.get("parameters"),
                 fact.get("router_parameters"),
                 packages.get("torch"),
@@ -166,5 +200,24 @@ def facts_table(facts: dict[str, dict[str, Any]]) -> Table:
                 fact.get("command"),
             )
         )
-    columns = ("run", "parameters", "router parameters", "torch", "transformers", "threads")
-    return Table("", (*columns, "device", "command"), tuple(rows))
+    columns = ("run", "steps", unit, "parameters", "router parameters", "torch", "transformers")
+    return Table("", (*columns, "threads", "device", "command"), tuple(rows))
+
+
+def _start_alike(runs: Sequence[RunFolder]) -> bool:
+    """Whether runs differ neither in what their weights are drawn from nor in their batches."""
+    recipes = [run.read_recipe() for run in runs]
+    parts = [
+        {
+            **{field: recipe.get(field) for field in ("seed", "data", "model")},
+            "batch": (recipe.get("training") or {}).get("global_batch"),
+        }
+        for recipe in recipes
+    ]
+    return all(part == parts[0] for part in parts)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """The number that all share, or the least and the largest."""
+    least, most = min(numbers), max(numbers)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"

@@ -138,7 +138,7 @@ def write_diagnosis(
         *analysis_sections(views, details=True),
     ]
     for name, view in views.items():
-        rows = {f"{i} {layer['name']}": layer for i, layer in enumerate(view.layers)}
+        rows = {f"{view.label(i)} {row['name']}": row for i, row in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
         why = {row["certificate"] for row in view.layers if "certificate" in row}  # there is none
         sections.append(Section(f"Layers of {name}", "; ".join(sorted(why)), tables))
@@ -177,7 +177,7 @@ def _table(
             (name, *(row.get(field) for field in present.values())) for name, row in rows.items()
         ),
         caption=caption,
-        best=best if len(rows) > 1 and key == "checkpoint" else (),
+        best=best if key == "checkpoint" else (),
     )
 
 

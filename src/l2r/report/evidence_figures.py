@@ -28,6 +28,8 @@ METRICS = {
     "logit_spread": "logit spread",
     "weight_sum": "sum of the k weights",
     "first_experts": "experts ever first",
+    "flipped_decisions": "decisions flipped by bf16",
+    "flipped_tokens": "tokens flipped by bf16",
 }
 _COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
 _SCALES = ("logit_spread", "weight_sum", "first_experts")

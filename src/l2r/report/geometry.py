@@ -36,7 +36,7 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
         for space, name in (("x", "sample_x"), ("q", "sample_query"))
         if (having := [layer for layer in layers if f"{layer}.{name}" in view.arrays])
     ]
-    titles = [f"{space}, layer {layer}" for space, _, having in rows for layer in having]
+    titles = [f"{space}, layer {view.label(i)}" for space, _, having in rows for i in having]
     columns = max(len(having) for _, _, having in rows)
     figure = make_subplots(
         rows=len(rows),
@@ -70,7 +70,7 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
 
 def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
     """Decision regions of rank-2 routers: background first expert, rings anchors, dots tokens."""
-    titles = [f"Routing plane, layer {layer}" for layer in layers]
+    titles = [f"Routing plane, layer {view.label(layer)}" for layer in layers]
     figure, places = panel_figure(titles, len(layers))
     for place, layer in zip(places, layers, strict=True):
         axis, anchors = view.array(layer, "plane_axis"), view.array(layer, "anchors")

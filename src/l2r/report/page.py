@@ -1,14 +1,13 @@
 """One self-contained HTML page from titled sections of text, tables and plotly figures."""
 
 import html
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from l2r.report.tables import Table
+from l2r.report.tables import Table, prose
 from l2r.runs.atomic import write_text
 
 _STYLE = """
@@ -63,7 +62,7 @@ def write_page(
     text = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{again}"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{_prose(summary)}</p><nav>{links}</nav>"
+        f"<h1>{html.escape(title)}</h1><p>{prose(summary)}</p><nav>{links}</nav>"
         f"{section_html(sections)}</body></html>"
     )
     write_text(path, text)
@@ -75,7 +74,7 @@ def section_html(sections: Sequence[Section]) -> str:
     body, script = "", True
     for number, section in enumerate(sections):
         body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
-        body += f"<p>{_prose(section.text)}</p>" if section.text else ""
+        body += f"<p>{prose(section.text)}</p>" if section.text else ""
         for part in section.parts:
             if isinstance(part, Link):
                 href, shown = html.escape(quote(part.href)), html.escape(part.text)
@@ -87,8 +86,3 @@ def section_html(sections: Sequence[Section]) -> str:
                 body += part.to_html(full_html=False, include_plotlyjs=script)
                 script = False
     return body
-
-
-def _prose(text: str) -> str:
-    """Text as HTML, with names in backticks as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

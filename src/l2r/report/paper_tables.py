@@ -5,13 +5,13 @@ from typing import Any
 
 from l2r.report.tables import Table
 from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.runs.statistics import Interval
+from l2r.runs.statistics import Interval, share_interval
 
 # (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
 Counts = tuple[tuple[int, int, int, int], int, int]
-Row = Mapping[str, float | None]
-# Difference, lower and upper end of its interval, as shares of 1.
-Difference = tuple[float, float, float]
+_ENDS = ("95% from", "95% to")
+# A number, lower and upper end of its 95% interval.
+Estimate = tuple[float, float, float]
 
 
 def parameter_table(
@@ -23,6 +23,9 @@ def parameter_table(
         title, caption = "Router cost", "Multiply-adds of matrix products for one token, all layers"
     caption += f"; in parentheses the share of the linear router's {linear:,}."
     caption += " Norms, tanh and pooling come on top." if cost else ""
+    if not cost and max(cells.values()) > linear:
+        caption += " Where it is above 100% a router has more parameters than the linear one in its"
+        caption += " place."
     ranks = sorted({rank for rank, _ in cells})
     heads = sorted({head for _, head in cells})
     rows = tuple(
@@ -98,21 +101,23 @@ def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Tab
 
 def downstream_table(
     columns: Sequence[str],
-    rows: Mapping[str, tuple[Row, Row]],
-    differences: Mapping[str, Mapping[str, Difference]],
+    rows: Mapping[str, Mapping[str, Estimate | None]],
+    differences: Mapping[str, Mapping[str, Estimate]],
 ) -> Table:
-    """Accuracy and standard error of every checkpoint in percent, then every difference.
+    """Accuracy of every checkpoint in percent with its interval, then every difference.
 
-    ``rows`` maps a checkpoint to both, by column; ``differences`` a pair's name to its columns.
+    ``rows`` maps a checkpoint to its columns; ``differences`` a pair's name to its columns, as
+    shares of 1.
     """
+    points = {
+        name: {c: tuple(100 * value for value in estimate) for c, estimate in by_column.items()}
+        for name, by_column in differences.items()
+    }
     cells: list[tuple[str | float | None, ...]] = []
-    for name, (accuracy, error) in rows.items():
-        cells.append((name, *(accuracy[column] for column in columns)))
-        cells.append(("standard error", *(error[column] for column in columns)))
-    for name, by_column in differences.items():
-        for position, label in enumerate((name, "95% from", "95% to")):
-            values = (100 * by_column[c][position] if c in by_column else None for c in columns)
-            cells.append((label, *values))
+    for name, by_column in {**rows, **points}.items():
+        for position, label in enumerate((name, *_ENDS)):
+            estimates = (by_column.get(column) for column in columns)
+            cells.append((label, *(None if e is None else e[position] for e in estimates)))
     caption = "MMLU is the mean of its four groups, Overall the mean of all eight tasks."
     if differences:
         caption += " Differences are over the same documents, by pairs."
@@ -120,17 +125,19 @@ def downstream_table(
 
 
 def images_table(record: Mapping[str, Any]) -> Table:
-    """Accuracies with the standard errors of shares of independent images, from evaluation.json."""
-    shares, images = [record["top1"], record["top5"]], record["images"]
-    errors = [100 * (share * (1 - share) / images) ** 0.5 for share in shares]
+    """Accuracies with the intervals of shares of independent images, from evaluation.json."""
+    images = record["images"]
+    shares = [share_interval(round(record[top] * images), images) for top in ("top1", "top5")]
     name = record["checkpoint"] + (" (average)" if record["averaged"] else "")
-    accuracies = [100 * share for share in shares]
+    accuracies, *ends = (
+        [100 * share[position] for share in shares] for position in range(len(Interval._fields))
+    )
     return Table(
         "Accuracy on images (%)",
         ("Model", "Top-1 (%)", "Top-5 (%)", "CE", "images", "skipped"),
         (
             (name, *accuracies, record["ce"], images, len(record["skipped"])),
-            ("standard error", *errors, None, None, None),
+            *((label, *end, None, None, None) for label, end in zip(_ENDS, ends, strict=True)),
         ),
         digits=2,
     )

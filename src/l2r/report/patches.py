@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 from l2r.report.page import Section, write_page
 from l2r.report.style import expert_axis, layout
+from l2r.runs.diagnosis import block_number
 from l2r.runs.folder import RunFolder
 from l2r.runs.patches import PatchRouting
 
@@ -146,5 +147,5 @@ def _class_name(routing: PatchRouting, label: int) -> str:
 
 def _short(name: str) -> str:
     """``vit.layers.8.mlp.router`` as ``layer 8``."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    return f"layer {numbers[0]}" if numbers else name
+    number = block_number(name)
+    return f"layer {number}" if number else name

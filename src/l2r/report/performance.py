@@ -1,6 +1,5 @@
 """Benchmark results as a table, figures and a page; reads the JSON that ``l2r bench`` writes."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import plotly.graph_objects as go
 from l2r.report.page import Section, write_page
 from l2r.report.style import ROUTER_COLORS, layout, router_color
 from l2r.report.tables import Table
+from l2r.runs.reading import parse_json, read_bytes
 
 AXES = {
     "tokens": "tokens T",
@@ -115,7 +115,7 @@ def bench_section(bench: Mapping[str, Any]) -> Section:
 def read_bench(path: Path) -> dict[str, Any]:
     """A benchmark written by ``l2r bench --out``. Raises ValueError for any other file."""
     try:
-        bench: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        bench: dict[str, Any] = parse_json(read_bytes(path), strict=False)
         bench_section(bench)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(

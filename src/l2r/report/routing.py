@@ -27,7 +27,7 @@ USAGE_TITLES = {
 def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     """Layer x expert heatmap per run; 1 is the layer's mean over experts."""
     grids = {name: _relative(view.by_layer(kind)) for name, view in views.items()}
-    labels = {name: [str(i) for i in range(len(grid))] for name, grid in grids.items()}
+    labels = {n: [v.label(i) for i in range(len(v.layers))] for n, v in views.items()}
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
 
 
@@ -38,7 +38,7 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
         layers, domains = view.few_layers(), view.info["domains"]
         counts = [view.array(layer, "usage_by_domain")[: len(domains)] for layer in layers]
         grids[name] = _relative(np.concatenate(counts))
-        labels[name] = [f"{layer} · {domain}" for layer in layers for domain in domains]
+        labels[name] = [f"{view.label(i)} · {domain}" for i in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 
 

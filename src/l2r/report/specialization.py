@@ -30,15 +30,16 @@ def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
     for place, field in zip(places, fields, strict=True):
         for number, (name, view) in enumerate(views.items()):
             line = line_style(name, number)
-            x = list(range(len(view.layers)))
+            positions = range(len(view.layers))
+            x = [int(view.label(i)) for i in positions]
             low, high, chance, own = (
                 [layer.get(f"{field}{end}") for layer in view.layers]
                 for end in ("_by_chance_low", "_by_chance_high", "_by_chance", "")
             )
-            known_x = [i for i in x if low[i] is not None]
+            known_at = [i for i in positions if low[i] is not None]
             figure.add_scatter(
-                x=known_x + known_x[::-1],
-                y=[high[i] for i in known_x] + [low[i] for i in known_x[::-1]],
+                x=[x[i] for i in (*known_at, *known_at[::-1])],
+                y=[high[i] for i in known_at] + [low[i] for i in known_at[::-1]],
                 fill="toself",
                 fillcolor=line["color"],
                 opacity=0.15,
@@ -72,7 +73,7 @@ def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
 
 def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figure:
     """Share of each domain's tokens that go to each expert, and k / N, a panel per layer."""
-    figure, places = panel_figure([f"layer {layer}" for layer in layers], 1)
+    figure, places = panel_figure([f"layer {view.label(layer)}" for layer in layers], 1)
     domains = view.info["domains"]
     few = len(domains) <= 6  # as many colors as everybody can tell apart
     colors = [router_color("", i) for i in range(6)] if few else expert_colors(len(domains))
@@ -110,7 +111,7 @@ def coactivation_heatmaps(
     for layer in layers:
         chance = view.layers[layer].get("coactivation_by_chance")
         known = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
-        titles.append(f"{name}, layer {layer}{known}")
+        titles.append(f"{name}, layer {view.label(layer)}{known}")
     figure, places = panel_figure(titles, len(titles), horizontal_spacing=0.09)
     for place, layer in zip(places, layers, strict=True):
         together = view.array(layer, "coactivation")
@@ -197,7 +198,7 @@ def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
     return figure
 
 
-def saturation_curves(over_time: Mapping[str, Any]) -> go.Figure:
+def saturation_curves(view: Diagnosis, over_time: Mapping[str, Any]) -> go.Figure:
     """Router saturation: overlap of each checkpoint's choices with the last one's, by layer."""
     titles = {"top1": "First expert", "topk": "All k experts"}
     figure, places = panel_figure(list(titles.values()), 2)
@@ -211,7 +212,7 @@ def saturation_curves(over_time: Mapping[str, Any]) -> go.Figure:
                 y=values,
                 mode="lines+markers",
                 line={"color": colors[layer]},
-                name=f"layer {layer}",
+                name=f"layer {view.label(layer)}",
                 legendgroup=str(layer),
                 showlegend=field == "top1",
                 **place,

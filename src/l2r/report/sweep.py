@@ -44,8 +44,7 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
     )
     text = "Worst layer, mean over seeds."
     sections.append(Section("Routing health", text, [curves(lines, HEALTH_PANELS, unit)]))
-    facts = {run.name: run.read_json(run.environment) for run in runs}
-    sections.append(Section("Runs", parts=[facts_table(facts)]))
+    sections.append(Section("Runs", parts=[facts_table(runs)]))
     summary = f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed."
     return write_page(path, title="l2r: sweep", summary=summary, sections=sections)
 

@@ -13,7 +13,8 @@ _NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyph
 class Table:
     """Columns and rows of plain values; floats are shown with ``digits`` decimals.
 
-    ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold.
+    ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold where
+    rows differ. Rows whose number is in ``unranked`` are compared with no other.
     """
 
     title: str
@@ -22,6 +23,7 @@ class Table:
     caption: str = ""
     digits: int = 4
     best: tuple[tuple[str, str], ...] = ()
+    unranked: frozenset[int] = frozenset()
 
     def records(self) -> list[dict[str, Any]]:
         """Rows as dictionaries, values unrounded."""
@@ -42,15 +44,15 @@ class Table:
         best = self._best_values()
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
         body = ""
-        for row in self.rows:
-            cells = ""
+        for number, row in enumerate(self.rows):
+            cells, ranked = "", number not in self.unranked
             for column, value in zip(self.columns, row, strict=True):
                 text = html.escape(self.show(value))
-                marked = column in best and self.show(value) == self.show(best[column])
+                marked = ranked and column in best and text == self.show(best[column])
                 kind = " class='number'" if _NUMBER.match(text) else ""
                 cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
-        caption = f"<p class='caption'>{html.escape(self.caption)}</p>" if self.caption else ""
+        caption = f"<p class='caption'>{prose(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
 
     def to_markdown(self) -> str:
@@ -61,11 +63,17 @@ class Table:
 
     def _best_values(self) -> dict[str, float]:
         choose = {"max": max, "min": min}
-        found = {}
+        ranked = [row for number, row in enumerate(self.rows) if number not in self.unranked]
+        best = {}
         for column, direction in self.best:
             position = self.columns.index(column)
-            values = [r[position] for r in self.rows if isinstance(r[position], int | float)]
+            values = [r[position] for r in ranked if isinstance(r[position], int | float)]
             values = [v for v in values if not math.isnan(v)]
-            if values:
-                found[column] = choose[direction](values)
-        return found
+            if len({self.show(value) for value in values}) > 1:
+                best[column] = choose[direction](values)
+        return best
+
+
+def prose(text: str) -> str:
+    """Text as HTML, with names in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

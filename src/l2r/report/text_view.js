@@ -140,7 +140,9 @@ function paint() {
     pane.chooser.value = expert;
   }
   const depth = Number(controls.layer.max) + 1;
-  const name = `${controls.layer.valueAsNumber + 1} of ${depth}`;
+  const block = /\.(\d+)\./.exec(layerOf(panes[0].checkpoint).name); // as the model counts them
+  const number = controls.layer.valueAsNumber;
+  const name = `${block ? block[1] : number} (${number + 1} of ${depth})`;
   find("layer-number").textContent = name;
   controls.layer.setAttribute("aria-valuetext", name);
   mark();
@@ -184,10 +186,11 @@ function factsOf(pane, token) {
   const { checkpoint } = pane;
   const layer = layerOf(checkpoint);
   const number = panes.indexOf(pane);
+  const largest = Math.max(...panes.map((pane) => layerOf(pane.checkpoint).largest)); // one scale
   const table = make("table");
   for (const { expert, weight } of choicesOf(checkpoint, layer, token)) {
     const bar = make("i");
-    bar.style.width = `${100 * weight / layer.largest}%`;
+    bar.style.width = `${100 * weight / largest}%`;
     const button = make("button", { type: "button", className: `swatch e${expert}` }, String(expert));
     button.setAttribute("aria-label", `expert ${expert} of ${checkpoint.name}`);
     button.addEventListener("click", () => choose(number, expert));

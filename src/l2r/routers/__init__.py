@@ -9,6 +9,7 @@ from l2r.routers.linear_sips import LinearSipsConfig, LinearSipsRouter
 from l2r.routers.registry import build_router, register_router
 from l2r.routers.xmoe import XMoEConfig, XMoERouter
 from l2r.routers.zoo.attention import AttentionConfig, AttentionRouter
+from l2r.routers.zoo.low_rank import LowRankConfig, LowRankRouter
 from l2r.routers.zoo.mixture import MixtureConfig, MixtureRouter
 from l2r.routers.zoo.perturbed_cosine import PerturbedCosineConfig, PerturbedCosineRouter
 from l2r.routers.zoo.sigmoid import SigmoidConfig, SigmoidRouter, update_selection_bias
@@ -23,6 +24,8 @@ __all__ = [
     "LinearRouter",
     "LinearSipsConfig",
     "LinearSipsRouter",
+    "LowRankConfig",
+    "LowRankRouter",
     "MixtureConfig",
     "MixtureRouter",
     "PerturbedCosineConfig",

@@ -64,6 +64,7 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.selection = self.own_selection()
+        self._captures = 0  # open blocks of ``capture``
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
             self.log_temperature = nn.Parameter(torch.empty(()))
@@ -113,6 +114,8 @@ class Router(nn.Module):
 
         ``bias`` [N] is what some model families pass for their selection.
         """
+        if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
+            pass
         if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self._route(x, bias)

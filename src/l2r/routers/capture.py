@@ -55,5 +55,11 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
         return hook
 
-    with hooked({module: hook_for(name) for name, module in routers.items()}):
-        yield record
+    for router in routers.values():
+        router._captures += 1
+    try:
+        with hooked({module: hook_for(name) for name, module in routers.items()}):
+            yield record
+    finally:
+        for router in routers.values():
+            router._captures -= 1

@@ -1,8 +1,11 @@
 """The router of a name: ``@register_router("name")`` adds one, ``build_router`` builds one."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import torch
 
 from l2r.routers.base import Router
 from l2r.routers.config import KINDS, RouterConfig, make_config, named
@@ -49,10 +52,24 @@ def build_router(
 
     ``build_router("l2r_sips", hidden_size=2048, num_experts=64, top_k=8, rank=2, heads=16)``
 
+    Parameters are float32, also under a half-precision default dtype, or float64 under that one.
+
     Raises ValueError that names the field, the value and what is allowed.
     """
     config = make_config(kind, **options) if isinstance(kind, str) else kind
     if options and not isinstance(kind, str):
         config = dataclasses.replace(config, **options)
     cls = router_class(config.kind)
-    return cls(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+    with _at_least_float32():
+        return cls(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+
+
+@contextmanager
+def _at_least_float32() -> Iterator[None]:
+    """A default dtype no narrower than float32 inside the block."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(default, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)

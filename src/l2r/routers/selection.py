@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.functional import routing_probs, select_experts
+from l2r.functional import best_experts, expert_weights, routing_probs
 from l2r.kernels import dispatch
 
 
@@ -27,6 +27,7 @@ class Selection:
     surrounding block passes with each call. family: model family whose rule this is, None for a
     router's own.
 
+    Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
     A subclass with another rule overrides ``__call__``.
     """
 
@@ -64,9 +65,8 @@ class Selection:
             return dispatch.softmax_top_k(logits, top_k, normalize=self.normalize)
         scores = torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
         ranking = logits if self.by_score else self._ranking(router, scores, bias)
-        weights, indices = select_experts(
-            scores, top_k, normalize=self.normalize, norm_eps=self.norm_eps, ranking=ranking
-        )
+        indices = dispatch.best_experts(ranking, top_k)
+        weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
         return weights * self.scale, indices
 
     def __repr__(self) -> str:
@@ -83,10 +83,13 @@ class Selection:
             scores = scores + bias.reshape(-1)
         if self.kept_groups >= self.groups:
             return scores
-        grouped = scores.view(scores.shape[0], self.groups, -1)
+        grouped = scores.masked_fill(scores.isnan(), float("-inf"))
+        grouped = grouped.view(scores.shape[0], self.groups, -1)
         quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
-        kept = quality.topk(self.kept_groups, dim=-1).indices
+        kept = best_experts(quality, self.kept_groups)
         dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, kept, False)
+        # Whatever the kept are worth, they stand before the dropped.
+        grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
         return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
 
 

@@ -1,9 +1,20 @@
-"""Files that appear whole or not at all: temporary name, fsync, rename."""
+"""Files that appear whole or not at all, and never at the other end of a link.
 
+A folder may be a stranger's: a name in it that can be guessed may be a link to a file of the
+user's. A temporary name is drawn anew for every file and must not exist; a link under the final
+name is replaced, not followed; what is opened in place (a log, a lock) must be a regular file.
+"""
+
+import fcntl
 import json
 import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_text(path: Path, text: str) -> None:
@@ -14,11 +25,16 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a binary file in the same way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        os.fsync(stream.fileno())
-    publish(temporary, path)
+    temporary, stream = new_file(path)
+    try:
+        with stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        publish(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -26,11 +42,79 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def new_file(path: Path) -> tuple[Path, BinaryIO]:
+    """Open a file beside ``path`` that did not exist; its name, ``.NAME.….part``, is drawn."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    return temporary, temporary.open("xb")  # x: never an existing file, and never a link
+
+
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished file its real name and store the new name."""
+    """Give a finished file or folder its real name and store the new name."""
     temporary.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add to the end of a text file and hand it to the operating system.
+
+    Raises ValueError where there is a link or anything else that is no regular file.
+    """
+    with os.fdopen(_open_regular(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[bool]:
+    """Lock a file, made if need be, for the block: whether this process got it.
+
+    A lock dies with its process. Raises ValueError as ``append_text`` does.
+    """
+    with os.fdopen(_open_regular(path, os.O_RDWR)) as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def make_folder(root: Path, *names: str) -> Path:
+    """Make ``root``, then folder after folder below it; the last one's path.
+
+    ``root`` is what a person named and may be a link. Raises ValueError for a link below it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        root = root / name
+        refuse_link(root)
+        root.mkdir(exist_ok=True)
+    return root
+
+
+def refuse_link(path: Path) -> None:
+    """Raise ValueError where ``path`` is a link."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and nothing is written through links; remove it")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all in it; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file, made if need be; ValueError for a link, a pipe, a device."""
+    refuse_link(path)  # O_NOFOLLOW is for one that comes between; it says so in fewer words
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is no regular file; remove it")
+    return descriptor

@@ -8,7 +8,6 @@ diagnosis.safetensors  arrays named ``<layer>.<array>``
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from l2r.runs.atomic import write_bytes, write_json
+from l2r.runs.reading import parse_json, read_bytes
 
 SCHEMA = 1
 USAGE = ("top1", "topk", "importance")
@@ -54,6 +54,15 @@ class Diagnosis:
         """The first, the middle and the last, for what is drawn of each."""
         return sorted({0, len(self.layers) // 2, len(self.layers) - 1})
 
+    def label(self, layer: int) -> str:
+        """Number of a layer as the model counts its blocks; its position where two have the same.
+
+        An encoder and a decoder count their blocks separately, for example.
+        """
+        blocks = [block_number(str(row.get("name", ""))) for row in self.layers]
+        unique = layer < len(blocks) == len({*blocks} - {None})
+        return str(blocks[layer]) if unique else str(layer)
+
     def array(self, layer: int, name: str) -> Array:
         """One array of a layer."""
         return self.arrays[f"{layer}.{name}"]
@@ -69,6 +78,11 @@ class Diagnosis:
         write_json(folder / _NUMBERS, text)
 
 
+def block_number(module: str) -> str | None:
+    """``8`` of ``vit.layers.8.mlp.router``; None for a module without a number."""
+    return next((part for part in module.split(".") if part.isdigit()), None)
+
+
 def is_diagnosed(folder: Path) -> bool:
     """Whether the folder holds a diagnosis, of this version or of 0.1.0."""
     return (folder / _NUMBERS).is_file() or (folder / _VERSION_0_1_0).is_file()
@@ -80,16 +94,21 @@ def read_diagnosis(folder: Path) -> Diagnosis:
         raise ValueError(f"{folder} holds no diagnosis; l2r diagnose writes one")
     try:
         if not (folder / _NUMBERS).is_file():
-            return _from_0_1_0(json.loads((folder / _VERSION_0_1_0).read_text(encoding="utf-8")))
-        text = json.loads((folder / _NUMBERS).read_text(encoding="utf-8"))
+            return _from_0_1_0(parse_json(read_bytes(folder / _VERSION_0_1_0), strict=False))
+        text = parse_json(read_bytes(folder / _NUMBERS), strict=False)
         if text["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}; got {text['schema']}")
         layers, arrays = text["layers"], load_file(folder / _ARRAYS)
         needed = {f"{layer}.{kind}" for layer in range(len(layers)) for kind in USAGE}
         if not needed or not needed <= arrays.keys():
             raise ValueError("it has no layers, or layers without their use of experts")
-        return Diagnosis(text["info"], layers, arrays)
-    except (ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+        shapes = {arrays[name].shape for name in needed}
+        if len(shapes) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes):
+            raise ValueError("the use of experts must be one number for each, in every layer")
+        diagnosis = Diagnosis(dict(text["info"]), [dict(row) for row in layers], arrays)
+        diagnosis.numbers()
+        return diagnosis
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError) as error:
         raise ValueError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
 
 

@@ -3,14 +3,18 @@
 from l2r.runs.folder import RunFolder
 
 
-def last_tenth(run: RunFolder, field: str) -> float | None:
+def last_tenth(run: RunFolder, field: str, *, end: int | None = None) -> float | None:
     """Mean of a number of the training records whose step lies in the last tenth of the run.
 
-    ``ce`` counts every step of them, not only those that were logged. None where no record has
-    the field.
+    ``ce`` counts every step of them, not only those that were logged. ``end`` is the step at
+    which the run is taken to end. None where no record has the field.
     """
     every = run.read_metrics("train_mean") if field == "ce" else []
-    records = [record for record in every or run.read_metrics("train") if field in record]
+    records = [
+        record
+        for record in every or run.read_metrics("train")
+        if field in record and (end is None or record["step"] <= end)
+    ]
     if not records:
         return None
     tail = [record for record in records if record["step"] > 0.9 * records[-1]["step"]]

@@ -17,15 +17,16 @@ tensorboard/         the same numbers as metrics.jsonl; wandb/ where that is the
 loggers.json         logger -> what it calls this run, of wandb and trackio
 """
 
-import fcntl
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import append_text, hold, refuse_link, write_json, write_text
+from l2r.runs.reading import parse_json, read_json, read_yaml
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
@@ -46,6 +47,13 @@ class RunFolder:
         self.evaluation = self.path / "evaluation.json"
         self.tensorboard = self.path / "tensorboard"
         self.loggers = self.path / "loggers.json"
+        self.folders = (
+            self.checkpoints,
+            self.model,
+            self.averaged_model,
+            self.tensorboard,
+            *(self.path / name for name in ("evaluation", "wandb")),
+        )
         self._parsed: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
 
     @property
@@ -54,29 +62,40 @@ class RunFolder:
         return self.path.name
 
     def create(self) -> None:
-        """Make the folder. Raises OSError, naming the path, when that is not possible."""
+        """Make the folder.
+
+        Raises OSError, naming the path, when that is not possible, and ValueError where a folder
+        that a run has is a link; the run folder itself may be one.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            probe.write_text("")
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
         except OSError as error:
             raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+        for folder in self.folders:
+            refuse_link(folder)
 
     def read_recipe(self) -> dict[str, Any]:
-        """Fields of the recipe as plain values."""
-        import yaml  # the rest of this module needs no package
+        """Fields of the recipe as plain values. Raises ValueError where it cannot be read."""
+        return read_yaml(self.recipe)
 
-        return dict(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
+    def read_training(self, field: str) -> Any:
+        """A field of the recipe's section ``training``; None without it or without a recipe."""
+        section = self.read_recipe().get("training") if self.is_run() else None
+        return section.get(field) if isinstance(section, dict) else None
+
+    def planned_steps(self) -> int | None:
+        """Steps that the run is to have, where the environment or the recipe gives them."""
+        steps = self.read_json(self.environment).get("steps") or self.read_training("steps")
+        return steps if isinstance(steps, int) else None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder for one process. Raises ValueError when another run holds it."""
-        with (self.path / ".lock").open("w") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(f"output folder {self.path} is in use by another run") from error
+        with hold(self.path / ".lock") as mine:
+            if not mine:
+                raise ValueError(f"output folder {self.path} is in use by another run")
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
@@ -111,12 +130,12 @@ class RunFolder:
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.metrics.read_bytes().splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                record = parse_json(line, strict=False)
+            except ValueError:
                 break
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not _is_record(record):
                 break
             records.append(record)
         return records
@@ -128,18 +147,11 @@ class RunFolder:
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one record and hand it to the operating system."""
-        with self.metrics.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
-            stream.flush()
+        append_text(self.metrics, json.dumps(record) + "\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run, or an empty dictionary where there is none."""
-        if not path.is_file():
-            return {}
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+        return read_json(path, strict=False) if path.is_file() else {}
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file whole or not at all."""
@@ -155,13 +167,21 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the final weights are there, and their average where the recipe keeps one."""
         exports = [self.model]
-        if self.read_recipe()["training"].get("ema_decay"):
+        if self.read_training("ema_decay"):
             exports.append(self.averaged_model)
         return all((folder / "config.json").is_file() for folder in exports)
 
     def is_run(self) -> bool:
         """Whether the folder looks like a run."""
         return self.recipe.is_file()
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
+    numbers = [v for name, v in record.items() if name != "kind"]
+    flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
+    known = all(n is None or isinstance(n, int | float) for n in flat)
+    return known and type(record.get("step")) is int and isinstance(record.get("kind"), str)
 
 
 def find_runs(path: str | Path) -> list[RunFolder]:

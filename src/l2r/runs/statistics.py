@@ -1,4 +1,4 @@
-"""95% intervals of a mean from a few repeats (Student's t)."""
+"""95% intervals: of a mean of a few repeats, of a share of trials, of a ratio of sums."""
 
 import math
 import statistics
@@ -26,6 +26,15 @@ class Interval(NamedTuple):
         return self.high - self.mean
 
 
+class Ratio(NamedTuple):
+    """A ratio of sums, its standard error and 95% interval; NaN where one unit leaves them open."""
+
+    value: float
+    error: float
+    low: float
+    high: float
+
+
 def mean_interval(values: Sequence[float]) -> Interval:
     """Mean of repeats and its 95% interval. Raises ValueError for no values."""
     if not values:
@@ -35,6 +44,57 @@ def mean_interval(values: Sequence[float]) -> Interval:
         return Interval(mean, mean, mean)
     half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def share_interval(hits: float, trials: float) -> Interval:
+    """Share of trials that were hits, with Wilson's interval, which is right at 0 and 1 too.
+
+    Raises ValueError for no trials.
+    """
+    if trials <= 0:
+        raise ValueError(f"a share needs at least 1 trial; got {trials}")
+    share, z = hits / trials, statistics.NormalDist().inv_cdf(0.975)
+    center = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    variance = share * (1 - share) / trials + z * z / (4 * trials * trials)
+    half = z * math.sqrt(variance) / (1 + z * z / trials)
+    # at a border that end is the share itself, but for rounding
+    return Interval(share, max(0.0, center - half), min(1.0, center + half))
+
+
+def mean_share(parts: Sequence[tuple[int, int]]) -> Interval:
+    """Mean of the shares of independent (hits, trials), with its interval.
+
+    It is that of one share of as many trials as would leave the mean its variance, for which a hit
+    and a miss are added to every part: one without hits, or without misses, is not certain.
+    Raises ValueError for no part or one without trials.
+    """
+    if not parts or any(trials < 1 for _, trials in parts):
+        raise ValueError(f"a mean needs shares of at least 1 trial; got {list(parts)}")
+    shares = [(hits + 1) / (trials + 2) for hits, trials in parts]
+    squares = zip(shares, parts, strict=True)
+    variance = sum(p * (1 - p) / trials for p, (_, trials) in squares) / len(parts) ** 2
+    likely = statistics.fmean(shares)
+    trials = likely * (1 - likely) / variance
+    return share_interval(statistics.fmean(h / n for h, n in parts) * trials, trials)
+
+
+def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float]) -> Ratio:
+    """Sum of ``tops`` by sum of ``bottoms``, two numbers of every unit that was drawn.
+
+    The error is that of the mean of what the ratio leaves of every unit, ``top - ratio * bottom``,
+    so large units count for more; the interval is Student's.
+    Raises ValueError where the bottoms have no sum.
+    """
+    total, count = math.fsum(bottoms), len(bottoms)
+    if not total > 0:
+        raise ValueError(f"a ratio needs a sum above 0 below it; got {total} of {count} units")
+    value = math.fsum(tops) / total
+    if count == 1:
+        return Ratio(value, math.nan, math.nan, math.nan)
+    rest = [top - value * bottom for top, bottom in zip(tops, bottoms, strict=True)]
+    error = statistics.stdev(rest) * math.sqrt(count) / total
+    half = _quantile(count - 1) * error
+    return Ratio(value, error, value - half, value + half)
 
 
 def _quantile(freedom: int) -> float:

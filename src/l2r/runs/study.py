@@ -12,13 +12,15 @@ from typing import Any
 from l2r.runs.atomic import write_text
 from l2r.runs.contrasts import Judged
 from l2r.runs.effects import Levels
+from l2r.runs.reading import parse_json, read_bytes
 
 # By name what a cell measures, at its end and at step 0, and what it does of images alone.
 MEASURES = (
     "train_ce", "validation_ce", "balance", "routing_gain", "shuffled_gain", "load_entropy",
     "max_over_mean", "dead_experts", "top1_entropy", "scale_free_margin", "mean_margin",
     "low_margin_rate", "cosine_variance", "stability", "topk_overlap", "relative_stability",
-    "relative_topk_overlap", "logit_spread", "weight_sum", "first_experts",
+    "relative_topk_overlap", "logit_spread", "weight_sum", "first_experts", "flipped_decisions",
+    "flipped_tokens",
 )  # fmt: skip
 OF_IMAGES = ("top1",)
 _DIGITS = 7  # of stored measures: more than the seeds agree on, less than rounding disturbs
@@ -55,10 +57,17 @@ class CellResult:
 def read_result(path: Path) -> CellResult:
     """One file. Raises ValueError where it is not one."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_bytes(path), strict=False)
         values["curve"] = [(int(step), float(loss)) for step, loss in values["curve"]]
-        return CellResult(**values)
-    except (ValueError, TypeError, KeyError) as error:
+        for name in ("trained", "untrained"):
+            values[name] = {metric: float(value) for metric, value in values[name].items()}
+        result = CellResult(**values)
+        fits = isinstance(result.arm, str) and type(result.seed) is int
+        fits &= isinstance(result.recipe, dict) and isinstance(result.facts, dict)
+        if not fits or not {"digest", "commit"} <= result.plan.keys():
+            raise ValueError("arm, seed, recipe, plan and facts are of other types")
+        return result
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is not the result of a cell: {error}") from error
 
 

@@ -12,10 +12,10 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from transformers.utils.output_capturing import install_output_capuring_hook
+from transformers.utils import output_capturing
 
+from l2r.models import L2rOlmoeConfig, L2rViTConfig
 from l2r.models.initialize import attach_router
-from l2r.models.olmoe import L2rOlmoeConfig
 from l2r.routers import Router, RouterConfig
 from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
@@ -67,9 +67,17 @@ def swap_routers(
     stream of their own. ``save_pretrained`` then writes the description into config.json, and
     ``l2r.load_pretrained`` reads it back.
 
-    Raises ValueError for a family that cannot be swapped (with the reason), for layers without
-    a router, and for ``config.normalize_weights`` where the family decides about it.
+    Raises ValueError, before anything changes, for a family that cannot be swapped (with the
+    reason), for routers that carry adapters, for layers without a router, for a model without a
+    configuration, and for ``config.normalize_weights`` where the family decides about it.
     """
+    if not isinstance(config, RouterConfig):
+        raise ValueError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"model must have a config in which the swap is recorded; got "
+            f"{type(model).__name__}; pass the model inside"
+        )
     sites = select_sites(model, layers)
     for site in sites:
         place_router(model, site, new_router(site, config, selection))
@@ -83,12 +91,13 @@ def record_swap(
     """Write into the model's configuration which routers now sit where."""
     model_config: Any = model.config
     everywhere = len(sites) == len(router_sites(model))
-    if isinstance(model_config, L2rOlmoeConfig) and everywhere and selection == "family":
+    ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
+    if ours and everywhere and selection == "family":
         model_config.router = config.to_dict()  # says it all by itself
         if hasattr(model_config, "l2r_swap"):
             del model_config.l2r_swap
         return
-    layers = [site.layer for site in sites]
+    layers = sorted({site.layer for site in sites})  # PEFT keeps a router and its trained copy
     entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
     earlier = getattr(model_config, "l2r_swap", None) or []
     keeps = selection == "family" and any(swap["selection"] == "router" for swap in earlier)
@@ -111,15 +120,18 @@ def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list
 def router_sites(model: nn.Module) -> list[Site]:
     """The routers of a supported family, or ours in their place, in the order of the layers.
 
-    Raises ValueError where there is none, with the reason for families known not to fit.
+    Raises ValueError where there is none, with the reason for families known not to fit, and
+    where PEFT has put adapters on them.
     """
-    found = [
-        Site(path, _layer_index(path), module)
-        for path, module in model.named_modules()
-        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
-    ]
-    if found:
-        return found
+    sites = find_sites(model)
+    adapted = [site.path for site in sites if site.path.endswith(".base_layer")]
+    if adapted:
+        raise ValueError(
+            f"routers carry adapters ({adapted[0].removesuffix('.base_layer')}); merge them or "
+            "swap first"
+        )
+    if sites:
+        return sites
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     reason = REFUSED.get(kind.removesuffix("_text"))
     if reason:
@@ -129,11 +141,23 @@ def router_sites(model: nn.Module) -> list[Site]:
     )
 
 
+def find_sites(model: nn.Module) -> list[Site]:
+    """The same, or an empty list."""
+    return [
+        Site(path, _layer_index(path), module)
+        for path, module in model.named_modules()
+        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
+    ]
+
+
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
     """The sites of some layers, or all. Raises ValueError for a layer without a router."""
     sites = router_sites(model)
     if layers is None:
         return sites
+    is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
+    if not is_list or not layers or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"layers must be None or a list of at least one index; got {layers!r}")
     by_layer = {site.layer: site for site in sites}
     for layer in layers:
         if layer not in by_layer:
@@ -170,7 +194,7 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             _carry(site.router, router, router.selection.bias.partition(".")[0])
     if not isinstance(site.router, Router) or _is_recorded(site.router):
         # transformers looks for the old class, so the new module brings the hook itself.
-        install_output_capuring_hook(router, "router_logits", 0)
+        router.register_forward_hook(_record_logits)
     return router.train(site.router.training)
 
 
@@ -186,7 +210,18 @@ def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
 def _is_recorded(router: Router) -> bool:
     """Whether transformers' hook that records ``router_logits`` is on the module."""
     hooks = router._forward_hooks.values()
-    return any(getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks)
+    names = ("output_capturing_hook", _record_logits.__name__)
+    return any(getattr(hook, "__name__", "") in names for hook in hooks)
+
+
+def _record_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Hand the logits to transformers' ``output_router_logits``, as its own hook does.
+
+    That one is a closure, with which a model can be neither pickled nor sent to a process.
+    """
+    collected = output_capturing._active_collector.get()
+    if collected is not None and "router_logits" in collected:
+        collected["router_logits"].append(output[0])
 
 
 def _carry(old: nn.Module, router: Router, name: str) -> None:

@@ -4,9 +4,7 @@ A checkpoint is a folder ``step-N`` with the shards of every rank and ``state.js
 flat (``model.…``, ``optimizer.….exp_avg``), so a run saved under DDP loads under FSDP2.
 """
 
-import json
 import os
-import shutil
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -25,9 +23,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from l2r.runs.atomic import publish, write_json
+from l2r.models.weights import check_finite
+from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
+from l2r.runs.reading import parse_json, read_bytes
 from l2r.training.ranks import Ranks
+
+_MODEL = "model."
 
 
 def save_checkpoint(
@@ -47,8 +49,9 @@ def save_checkpoint(
     target = run.checkpoints / f"step-{step:08d}"
     temporary = run.checkpoints / f".{target.name}.part"
     if ranks.first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        remove(temporary)
+        make_folder(run.path, run.checkpoints.name)
+        temporary.mkdir()  # it must not exist, so that it is no link either
     ranks.wait()
     state = {**_tensors(model, optimizer), **(extra or {}), **_random_state(ranks)}
     try:
@@ -59,7 +62,7 @@ def save_checkpoint(
             save(state, storage_writer=writer, no_dist=ranks.world == 1)
     except BaseException as error:
         if ranks.first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
         if isinstance(error, OSError | CheckpointException | RuntimeError):
             raise OSError(f"cannot write checkpoint {target}: {_cause(error)}") from error
         raise
@@ -71,10 +74,10 @@ def save_checkpoint(
             sums[shard.name] = _checksum(shard)
         facts = {"step": step, "world": ranks.world, "crc32": sums}
         write_json(temporary / "state.json", facts)
-        shutil.rmtree(target, ignore_errors=True)
+        remove(target)
         publish(temporary, target)
         for old in run.complete_checkpoints()[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
     ranks.wait()
     return target
 
@@ -106,14 +109,14 @@ def load_weights(folder: Path, model: nn.Module) -> int:
     ranks = Ranks(0, 1, next(model.parameters()).device)
     step, _ = _verified(folder, ranks)
     values: dict[str, Any] = get_model_state_dict(model)
-    _read(folder, {f"model.{name}": value for name, value in values.items()}, ranks)
+    _read(folder, {_MODEL + name: value for name, value in values.items()}, ranks)
     return step
 
 
 def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
     """Step and number of ranks of a checkpoint whose shards are what was written."""
     try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        saved = parse_json(read_bytes(folder / "state.json"))
         step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {folder} has no readable state.json: {error}") from error
@@ -132,6 +135,9 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             reader = HuggingFaceStorageReader(path=str(folder))
             saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+            left = sorted(name for name in saved.keys() - state.keys() if name.startswith(_MODEL))
+            if left:
+                raise ValueError(f"the model has no place for {', '.join(left[:3])}")
             numbers = {
                 name: torch.empty(saved[name].size, dtype=value.dtype, device=value.device)
                 for name, value in state.items()
@@ -141,6 +147,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
         for name, number in numbers.items():
             mine = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
             mine.view(-1).copy_(number.view(-1)[: mine.numel()])
+        check_finite((name, value) for name, value in state.items() if name.startswith(_MODEL))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
 
@@ -157,7 +164,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """
     values, optimized = get_state_dict(model, optimizer)
     slots: Any = optimized["state"]
-    state: dict[str, Any] = {f"model.{name}": value for name, value in values.items()}
+    state: dict[str, Any] = {_MODEL + name: value for name, value in values.items()}
     for name, own in slots.items():
         state |= {f"optimizer.{name}.{slot}": value for slot, value in own.items()}
     return state

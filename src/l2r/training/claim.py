@@ -1,6 +1,8 @@
 """One run folder, one recipe, one process (group) at a time."""
 
+from l2r.recipes.changes import PIXELS
 from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe
+from l2r.recipes.vision import VisionRecipe
 from l2r.routers import RouterConfig
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
@@ -10,10 +12,31 @@ from l2r.training.ranks import Ranks
 def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:
     """Whether the folder is a run of a recipe that means the same, however it was written down.
 
-    A field that did not exist when the run began has its default. Raises ValueError where the
-    folder's recipe cannot be read.
+    A field that did not exist when the run began has its default; one that is read from images is
+    as the run read it. Raises ValueError where the folder's recipe cannot be read.
     """
-    return run.is_run() and meaning(load_recipe(str(run.recipe))) == meaning(recipe)
+    return run.is_run() and meaning(load_recipe(str(run.recipe))) == meaning(resumed(run, recipe))
+
+
+def resumed(run: RunFolder, recipe: AnyRecipe) -> AnyRecipe:
+    """The recipe with what the run in the folder, if there is one, has read from the same images.
+
+    Raises ValueError where the folder's recipe cannot be read.
+    """
+    if not isinstance(recipe, VisionRecipe) or not recipe.open_fields() or not run.is_run():
+        return recipe
+    own = load_recipe(str(run.recipe))
+    if not isinstance(own, VisionRecipe) or own.data.images != recipe.data.images:
+        return recipe
+    values = {
+        f"{section}.{name}": getattr(getattr(own, section), name)
+        for section, names in PIXELS.items()
+        for name in names
+    }
+    try:
+        return recipe.completed(values)
+    except ValueError:  # what is set does not fit: a recipe of other values
+        return recipe
 
 
 def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:

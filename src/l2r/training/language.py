@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from l2r.checkpoints.loading import hugging_face_tokenizer
 from l2r.checkpoints.pretrained import model_like
-from l2r.data.corpus import CorpusOptions, build_corpus
+from l2r.checkpoints.seen_text import corpus_options
+from l2r.data.corpus import build_corpus
+from l2r.data.rows import balanced_rows, even_rows, name_domains_without_rows
 from l2r.data.tokens import TokenDataset
 from l2r.evaluation.perplexity import token_losses, validation_loss
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
@@ -26,7 +28,7 @@ class LanguageTask:
     unit = "tokens"
 
     def __init__(self, recipe: LanguageRecipe, report: Callable[[str], None]) -> None:
-        self.recipe = recipe
+        self.recipe, self.report = recipe, report
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.
@@ -39,15 +41,13 @@ class LanguageTask:
             train: Any = data.tokens
             validation: Any = data.validation_tokens
         else:
-            options = CorpusOptions(
-                folder=None if data.corpus == "embedded" else data.corpus,
-                vocab_size=data.vocab_size,
-                characters_per_domain=data.characters_per_domain,
-            )
-            corpus = build_corpus(options, report=report)
+            corpus = build_corpus(corpus_options(recipe), report=report)
             train, validation, self.tokenizer = corpus.train, corpus.validation, corpus.tokenizer
         self.train = TokenDataset(train, data.sequence_length)
         self.validation = TokenDataset(validation, data.sequence_length)
+        name_domains_without_rows(self.validation, report)
+        first = not data.tokens and data.corpus_version == 1
+        self.choose_rows = even_rows if first else balanced_rows
         self.item_size = data.sequence_length
         self.items = len(self.train)
         if recipe.evaluation.tasks:  # nor should it cost training that no tokenizer fits
@@ -58,6 +58,8 @@ class LanguageTask:
         start = self.recipe.model.init_from
         config = self.model_config()
         model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
+        # A model to start from may have a row for padding, which no gradient would reach.
+        model.config.pad_token_id = model.get_input_embeddings().padding_idx = None
         model.set_experts_implementation(register())  # ours: fewer passes (docs/performance.md)
         return model
 
@@ -67,7 +69,6 @@ class LanguageTask:
         return L2rOlmoeConfig(
             **self.recipe.model_options(identity.vocab_size),
             eos_token_id=identity.eos_token_id,
-            pad_token_id=1,
         )
 
     def micro_batches(self, step: int, ranks: Ranks) -> list[dict[str, Tensor]]:
@@ -95,6 +96,7 @@ class LanguageTask:
             batch_size=section.batch_size,
             max_batches=section.max_batches,
             device=device,
+            choose=self.choose_rows,
         )
         return {f"ce/{domain}": loss for domain, loss in losses.items()}
 

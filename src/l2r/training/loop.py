@@ -5,24 +5,22 @@ is a function of the step, so a run resumes to the same bits from weights, optim
 state and one integer.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
+from l2r.checkpoints.pretrained import new_folder
 from l2r.checkpoints.run_card import write_run_card
-from l2r.machine import describe_machine
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.recipes.load import AnyRecipe
-from l2r.routers import Router
+from l2r.runs.atomic import remove
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim
+from l2r.training.claim import claim, resumed
+from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
 from l2r.training.memory import keep_freed_memory
@@ -45,7 +43,8 @@ from l2r.training.task import Task, build_task
 class RunResult:
     """How a run ended: ``finished`` is false when a signal stopped it early.
 
-    signal: that came, also where it was too late to stop this run.
+    signal: that came, also where it was too late to stop this run. first: whether this process is
+    the one of its ranks that prints.
     """
 
     folder: Path
@@ -53,6 +52,7 @@ class RunResult:
     steps: int
     finished: bool
     signal: int | None = None
+    first: bool = True
 
 
 def train(
@@ -83,12 +83,19 @@ def train(
         ranks.wait()
         lock = run.lock() if ranks.first else nullcontext()
         with lock, progress_bar(show=show_progress and ranks.first) as progress:
-            task = build_task(recipe, report)
-            trainer = _Trainer(recipe, run, task, ranks, on_step)
+            task = build_task(resumed(run, recipe), report if ranks.first else _silent)
+            task.report = report  # what one rank meets later, the others do not see
+            trainer = _Trainer(task.recipe, run, task, ranks, on_step)
+            if trainer.size_note:
+                report(trainer.size_note)
             position = (task.unit, trainer.units_per_step)
             own = run if ranks.first else None
             with closing(Monitor(own, progress, label, trainer.steps, position)) as monitor:
                 return trainer.fit(monitor)
+
+
+def _silent(line: str) -> None:
+    del line
 
 
 class _Trainer:
@@ -121,9 +128,11 @@ class _Trainer:
             checkpoint_activations(model)
         if training.compile:
             compile_blocks(model)
+        self.size_note = ""
         if ranks.first:
-            facts = _environment(model, recipe, task.describe(), ranks.world)
-            run.write_json(run.environment, facts)
+            facts = environment(model, recipe, task.describe(), ranks.world)
+            run.write_json(run.environment, {**facts, "steps": self.steps})
+            self.size_note = size_note(facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.step = TrainingStep(recipe, task, self.model, self.optimizer, ranks)
@@ -164,9 +173,13 @@ class _Trainer:
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()
                 if stopping and step < self.steps:
-                    return RunResult(self.run.path, step, self.steps, False, stop.signal)
+                    return self._result(step, finished=False, number=stop.signal)
         self._export()
-        return RunResult(self.run.path, step, self.steps, True, stop.signal)
+        return self._result(step, finished=True, number=stop.signal)
+
+    def _result(self, step: int, *, finished: bool, number: int | None) -> RunResult:
+        first = self.ranks.first
+        return RunResult(self.run.path, step, self.steps, finished, number, first)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -204,9 +217,10 @@ class _Trainer:
             torch.manual_seed(self.recipe.seed)
             model = self.task.build_model()
             model.load_state_dict(weights)
-            temporary = folder.with_name(f".{folder.name}.part")
-            self.task.export(model, temporary)
-            temporary.replace(folder)
+            for stale in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed
+                remove(stale)
+            with new_folder(folder) as part:
+                self.task.export(model, part)
             write_run_card(self.run, folder, model, averaged=folder == self.run.averaged_model)
         self.ranks.wait()
 
@@ -228,21 +242,3 @@ def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
         return max(1, round(training.tokens / units_per_step))
     assert training.epochs is not None
     return max(1, round(training.epochs * (items // training.global_batch)))
-
-
-def _environment(
-    model: nn.Module, recipe: AnyRecipe, data: dict[str, Any], world: int
-) -> dict[str, Any]:
-    """Versions, hardware, command, data and parameter counts."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    return {
-        **describe_machine(),
-        "command": " ".join(sys.argv),
-        "ranks": world,
-        "router": recipe.router_config().kind,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "router_parameters": sum(p.numel() for r in routers for p in r.parameters()),
-        "linear_router_parameters": sum(r.num_experts * r.hidden_size for r in routers),
-        "moe_layers": len(routers),
-        "data": data,
-    }

@@ -44,6 +44,16 @@ def expert_loads(captured: Captured) -> Loads:
     }
 
 
+def add_loads(total: Loads, loads: Loads) -> Loads:
+    """Sums by router and call; ``total`` may be empty. Nothing is changed in place."""
+    if not total:
+        return loads
+    return {
+        name: [a + b for a, b in zip(calls, loads[name], strict=True)]
+        for name, calls in total.items()
+    }
+
+
 def layer_usage(
     captured: Captured, section: LossSection, loads: Loads
 ) -> list[Float[Tensor, " N"]]:
@@ -55,7 +65,10 @@ def layer_usage(
 
 
 def routing_summary(loads: Loads) -> dict[str, list[float] | list[int]]:
-    """Per layer: load entropy in [0, 1], max / mean load and the number of unused experts."""
+    """Per layer: load entropy in [0, 1], max / mean load and the number of unused experts.
+
+    ``loads`` may be shares or sums of them, over parts of a step of as many tokens each.
+    """
     entropy, peak, dead = [], [], []
     for load in (load for calls in loads.values() for load in calls):
         share = load / load.sum()

@@ -7,6 +7,8 @@ from torch import nn
 
 from l2r.recipes.schema import OptimizerSection
 
+_TOKENS = ("cls_token", "mask_token", "position_embeddings")  # of a ViT, each one vector of its own
+
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
     """AdamW in two groups, decayed and not; OLMoE decays every parameter.
@@ -18,11 +20,10 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_temperature = name.split(".")[-1] == "log_temperature"
-        is_anchor = name.endswith(".anchors")
-        is_norm = parameter.dim() < 2
-        skip = is_anchor and not section.decay_anchors
-        skip = skip or is_temperature or (is_norm and not section.decay_norms)
+        kind = name.rpartition(".")[2]
+        skip = kind == "log_temperature"
+        skip = skip or (kind == "anchors" and not section.decay_anchors)
+        skip = skip or (_is_norm_like(kind, parameter) and not section.decay_norms)
         (kept if skip else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": section.weight_decay},
@@ -35,6 +36,14 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
         eps=section.eps,
         fused=True,
     )
+
+
+def _is_norm_like(kind: str, parameter: nn.Parameter) -> bool:
+    """Whether ``decay_norms`` is about a parameter, by the last part of its name.
+
+    Gains of norms are vectors; biases of stacked experts are [N, F].
+    """
+    return parameter.dim() < 2 or kind.endswith("bias") or kind in _TOKENS
 
 
 def learning_rate(section: OptimizerSection, position: int, end: int) -> float:

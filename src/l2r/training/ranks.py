@@ -29,10 +29,12 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum of a tensor over all ranks, no gradient."""
-        if self.world > 1:
-            dist.all_reduce(value)
-        return value
+        """Sum of a tensor over all ranks, no gradient; in one process the tensor itself."""
+        if self.world == 1:
+            return value
+        total = value.clone()  # others may hold the value: a load is counted for several sums
+        dist.all_reduce(total)
+        return total
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised its flag."""

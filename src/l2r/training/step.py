@@ -18,6 +18,7 @@ from l2r.training.health import NonFiniteError, explain_gradient, explain_loss
 from l2r.training.monitor import MeanLoss
 from l2r.training.objective import (
     Loads,
+    add_loads,
     auxiliary_losses,
     expert_loads,
     layer_usage,
@@ -88,7 +89,7 @@ class TrainingStep:
         batches = self.task.micro_batches(step, self.ranks)
         usage = self._usage_of_step(batches)
         totals: dict[str, Tensor] = {}
-        summary: dict[str, Any] = {}
+        total_loads: Loads = {}
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             with accumulate(self.model, last=last):
@@ -98,11 +99,11 @@ class TrainingStep:
                 # A loss that is not finite must leave a gradient that no rank takes for one.
                 known = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
                 (loss / len(batches) * known).backward()  # type: ignore[no-untyped-call]
-            if last and summarize:
-                summary = routing_summary(loads)
+            if summarize:
+                total_loads = add_loads(total_loads, loads)
             for name, value in losses.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value / len(batches)
-        return totals, summary
+        return totals, routing_summary(self._loads_over_ranks(total_loads))
 
     def _loss(
         self, batch: Batch, usage: list[Tensor] | None
@@ -142,6 +143,9 @@ class TrainingStep:
                 parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))
                 sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return self._over_ranks([total / len(batches) for total in sums])
+
+    def _loads_over_ranks(self, loads: Loads) -> Loads:
+        return {name: [self.ranks.sum(load) for load in calls] for name, calls in loads.items()}
 
     def _over_ranks(self, usage: list[Tensor]) -> list[Tensor]:
         return [self.ranks.sum(part) / self.ranks.world for part in usage]

@@ -18,8 +18,11 @@ class Task(Protocol):
     """Data, model and loss of one run. ``unit`` and ``item_size`` say how progress is counted.
 
     unit: "tokens" or "images". item_size: units per sequence or image. items: items per epoch.
+    recipe: with what was left to be read from the data. report: receives lines.
     """
 
+    recipe: Any
+    report: Callable[[str], None]
     unit: str
     item_size: int
     items: int

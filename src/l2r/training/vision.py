@@ -13,6 +13,7 @@ from l2r.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
 from l2r.evaluation.accuracy import evaluate_accuracy
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.recipes.vision import VisionRecipe
+from l2r.training.pixels import read_pixels
 from l2r.training.ranks import Ranks
 
 
@@ -23,26 +24,26 @@ class VisionTask:
     item_size = 1
 
     def __init__(self, recipe: VisionRecipe, report: Callable[[str], None]) -> None:
-        self.recipe = recipe
         self.report = report
+        train, validation = open_images(recipe.data.images)
+        self.recipe = recipe = read_pixels(recipe, train, report)
         data, model = recipe.data, recipe.model
-        train, validation = open_images(data.images)
         if model.num_labels not in (None, len(train.classes)):
             raise ValueError(
                 f"model.num_labels must be the number of classes of the data, "
                 f"{len(train.classes)}, or null; got {model.num_labels}"
             )
+        options = recipe.model_options()
+        sizes = {"size": options["image_size"], "channels": options["num_channels"]}
         self.train = ImageDataset(
             train,
-            size=model.image_size,
-            channels=model.num_channels,
+            **sizes,
             crop=RandomCrop(scale=data.crop_scale, aspect=data.crop_aspect),
             seed=recipe.seed,
         )
         self.validation = ImageDataset(
             validation,
-            size=model.image_size,
-            channels=model.num_channels,
+            **sizes,
             crop=CenterCrop(share=data.center),
         )
         self.items = len(self.train)
@@ -82,8 +83,7 @@ class VisionTask:
             batch.positions,
             classes=len(self.train.classes),
             **data.augmentation.model_dump(),
-            mean=data.mean,
-            deviation=data.deviation,
+            **data.standard._asdict(),
             seed=self.recipe.seed,
         )
         size = training.micro_batch
@@ -101,8 +101,7 @@ class VisionTask:
         found = evaluate_accuracy(
             model,
             self.validation,
-            mean=self.recipe.data.mean,
-            deviation=self.recipe.data.deviation,
+            **self.recipe.data.standard._asdict(),
             batch_size=section.batch_size,
             max_images=section.batch_size * section.max_batches,
             workers=self.recipe.data.workers,

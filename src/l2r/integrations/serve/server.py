@@ -45,6 +45,7 @@ class Options:
     continuous_batching: bool = False
     num_blocks: int | None = None
     allowed_hosts: tuple[str, ...] = ()
+    trust_remote_code: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -98,13 +99,16 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
         )
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {options.dtype!r}")
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
     with ExitStack() as stack:
         # Before minutes of loading; nobody can connect until uvicorn listens.
         sockets = _bound(options.host, options.port, stack)
-        model = load_pretrained(checkpoint, dtype=options.dtype).eval().to(options.device)
+        model = load_pretrained(
+            checkpoint, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+        )
+        model = model.eval().to(options.device)
         worker = _worker(model, options)
         stack.callback(worker.close)
         limits = _fitting(options.limits, model, worker)

@@ -162,31 +162,19 @@ void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
     for (int64_t i = 0; i < size; ++i) sums[i] += sums[part * size + i];
 }
 
-}  // namespace
-
-extern "C" {
-
-// The chain of gradients through the stages that ran, by what is not null:
-//   weights:  up.logits, up.weights -> the logits'   (without up.weights: up.logits are the logits')
-//   anchors:  the logits' -> grads.anchors, the query's
-//   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
-// Where the chain ends early, its last gradient goes to grads.logits or grads.query.
-void l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
-                  int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
-                  const Tensors* gradients) {
-  const Sizes s = *sizes;
-  const Score c = *score;
-  const Tensors in = *tensors, up = *upstream, grads = *gradients;
+// See l2r_backward.
+void backward(const Sizes s, const Score c, int32_t threads, bool normalize_weights,
+              const Tensors in, const Tensors up, const Tensors grads) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
   const int64_t anchor_numbers = in.anchors ? s.rank * s.num_anchors() : 0;
   const int64_t weight_numbers = in.x ? s.rank * s.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
+  Rooms rooms(2 * s.rank + 2 * s.experts, threads);
   if (grads.x) large_pages(grads.x, s.tokens * s.hidden);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
-    std::vector<float> room(2 * s.rank + 2 * s.experts);
-    float *a = room.data(), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
+    float *a = rooms.of(part), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       const float *q = in.query + t * s.rank, *z = in.logits + t * s.experts;
@@ -227,6 +215,27 @@ void l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
       grads.weight[i] = in.gain ? weight_sums[i] * in.gain[d] : weight_sums[i];
       if (in.gain) grads.gain[d] += weight_sums[i] * in.weight[i];
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The chain of gradients through the stages that ran, by what is not null:
+//   weights:  up.logits, up.weights -> the logits'   (without up.weights: up.logits are the logits')
+//   anchors:  the logits' -> grads.anchors, the query's
+//   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
+// Where the chain ends early, its last gradient goes to grads.logits or grads.query.
+// Not 0 where memory ran out.
+int32_t l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
+                     int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
+                     const Tensors* gradients) {
+  try {
+    backward(*sizes, *score, threads, normalize_weights, *tensors, *upstream, *gradients);
+  } catch (const std::exception&) {
+    return 1;
+  }
+  return 0;
 }
 
 }  // extern "C"

@@ -2,17 +2,20 @@
 
 The library is built on first use where a C++ compiler is found (one to two seconds, said on the
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
-the flags, the compiler and the processor. Without a compiler, or with ``L2R_CPU_KERNEL=off``,
+the flags, the compiler and the processor, in a folder of this user's: what others may have
+written is not loaded. Without a compiler, or with ``L2R_CPU_KERNEL=off``,
 torch operations run instead; the results agree to a few units of fp32 rounding.
 ``L2R_CPU_MARCH`` builds for another processor than this one (x86-64-v3: AVX2 without AVX-512).
 """
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -57,7 +60,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, types in _TYPES.items():
         function = getattr(kernels, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, ctypes.c_int32
     return kernels
 
 
@@ -67,12 +70,11 @@ def _build(compiler: str) -> Path:
     sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = cache_folder()
+    folder = _private_folder()
     path = folder / f"cpu-kernel-{digest}.so"
-    if path.exists():
+    if _is_private(path):
         return path
     _log.warning("compiling the CPU router kernel, once, into %s", path)
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as room:
         fresh = Path(room) / "kernel.so"
         subprocess.run(
@@ -81,8 +83,34 @@ def _build(compiler: str) -> Path:
             check=True,
             text=True,
         )
+        fresh.chmod(0o700)
         fresh.replace(path)
     return path
+
+
+def _private_folder() -> Path:
+    """Where this user keeps kernels; a folder for this process alone where that is not safe."""
+    user = os.getuid() if hasattr(os, "getuid") else "own"
+    folder = cache_folder() / f"kernels-{user}"  # a cache may be shared by several users
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _is_private(folder):
+        return folder
+    _log.warning("others may write in %s, so the CPU kernel is compiled again, elsewhere", folder)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder is there, no link, this user's, and only this user may write it."""
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not hasattr(os, "getuid"):  # such systems have no mode bits that say who may write
+        return True
+    kept = stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)
+    return kept and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _processor() -> bytes:

@@ -70,7 +70,7 @@ inline void pool(const float* a, float length, const AnchorSide& keys, const Siz
     for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
 }
 
-// The K largest, smallest index first among equals; returns the log-sum-exp.
+// The K largest, smallest index first among equals, NaN as -inf; returns the log-sum-exp.
 inline float select(const float* logits, const Sizes& s, bool normalize, float* weights,
                     int64_t* indices, float* probs) {
   const int64_t n = s.experts, k = s.top_k;
@@ -84,7 +84,7 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
   }
   int64_t filled = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float value = logits[i];
+    const float value = logits[i] == logits[i] ? logits[i] : -HUGE_VALF;
     if (filled == k && !(value > weights[k - 1])) continue;
     int64_t place = filled < k ? filled++ : k - 1;
     for (; place > 0 && value > weights[place - 1]; --place) {
@@ -104,26 +104,15 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
   return top + std::log(total);
 }
 
-}  // namespace
-
-extern "C" {
-
-// Stages by what is given; results are filled where not null, logits always where anchors are
-// given:
-//   project: x, weight, maybe gain       -> query, rstd
-//   score:   anchors and the query       -> logits
-//   select:  weights not null, logits    -> weights, indices, lse
-void l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
-                 int32_t normalize_weights, const Tensors* tensors) {
-  const Sizes s = *sizes;
-  const Score c = *score;
-  const Tensors in = *tensors;
+// See l2r_forward.
+void forward(const Sizes s, const Score c, int32_t threads, bool normalize_weights,
+             const Tensors in) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
+  Rooms rooms(2 * s.rank + 2 * s.experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
-    std::vector<float> room(2 * s.rank + 2 * s.experts);
-    float *own = room.data(), *a = own + s.rank, *work = a + s.rank;
+    float *own = rooms.of(part), *a = own + s.rank, *work = a + s.rank;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       float* q = in.query ? in.query + t * s.rank : own;
@@ -140,6 +129,26 @@ void l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
       if (in.lse) in.lse[t] = total;
     }
   }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Stages by what is given; results are filled where not null, logits always where anchors are
+// given:
+//   project: x, weight, maybe gain       -> query, rstd
+//   score:   anchors and the query       -> logits
+//   select:  weights not null, logits    -> weights, indices, lse
+// Not 0 where memory ran out.
+int32_t l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
+                    int32_t normalize_weights, const Tensors* tensors) {
+  try {
+    forward(*sizes, *score, threads, normalize_weights, *tensors);
+  } catch (const std::exception&) {
+    return 1;
+  }
+  return 0;
 }
 
 }  // extern "C"

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 namespace {
@@ -26,7 +27,7 @@ inline float fast_exp2(float x) {
   series = series * rest + 2.402224208e-01f;
   series = series * rest + 6.931469776e-01f;
   series = series * rest + 1.0f;
-  const int32_t power = (static_cast<int32_t>(rounded) + 127) << 23;
+  const uint32_t power = (static_cast<uint32_t>(static_cast<int32_t>(rounded)) + 127u) << 23;
   float scale;
   std::memcpy(&scale, &power, sizeof scale);
   return series * scale;
@@ -135,6 +136,18 @@ struct AnchorSide {
   static float clamped_norm(float length, const Score& c) {
     return c.scoring == 0 ? 1.0f : length > c.eps ? length : c.eps;
   }
+};
+
+// Work of one thread, on cache lines of its own; made before threads start, since what they throw
+// would end the process.
+struct Rooms {
+  static constexpr int64_t kLine = 16;
+  int64_t size;
+  std::vector<float> numbers;
+
+  Rooms(int64_t size, int32_t threads) : size(size + kLine), numbers(this->size * threads) {}
+
+  float* of(int32_t part) { return numbers.data() + part * size; }
 };
 
 // W_q [R, D] with the gain of the norm folded in.

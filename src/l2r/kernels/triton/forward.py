@@ -83,16 +83,21 @@ def take_best(logits, free, experts, N):
 @triton.jit
 @no_type_check
 def select_block(logits, given, call, rows, experts, T):
-    """Write the K largest probabilities and their experts; returns the log-sum-exp [BT]."""
+    """Write the K largest probabilities and their experts; returns the log-sum-exp [BT].
+
+    NaN ranks as -inf, and makes the log-sum-exp and so all weights NaN.
+    """
     inside = (experts < call.N)[None, :]
     masked = tl.where(inside, logits, -float("inf"))
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
+    # Only NaN differs from itself.
+    ranking = tl.where(logits != logits, -float("inf"), logits)  # noqa: PLR0124
     free = tl.broadcast_to(inside, logits.shape)
     row = rows * call.K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(call.K):
-        best, choice, free = take_best(logits, free, experts, call.N)
+        best, choice, free = take_best(ranking, free, experts, call.N)
         weight = tl.exp(best - lse)
         chosen_sum += weight
         tl.store(given.indices + row + k, choice.to(tl.int64), mask=rows < T)
@@ -101,7 +106,7 @@ def select_block(logits, given, call, rows, experts, T):
     if call.NORMALIZE:
         free = tl.broadcast_to(inside, logits.shape)
         for k in range(call.K):
-            best, choice, free = take_best(logits, free, experts, call.N)
+            best, choice, free = take_best(ranking, free, experts, call.N)
             tl.store(given.weights + row + k, tl.exp(best - lse) / chosen_sum, mask=rows < T)
     return lse
 

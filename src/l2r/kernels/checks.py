@@ -1,0 +1,239 @@
+"""Refuses a call whose tensors do not fit together, before a kernel takes their addresses.
+
+A decoded token feels every microsecond, so ``fits`` looks at sizes and devices without names;
+``walk`` is the same question by the letters of the sizes, and names what is wrong.
+
+Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from l2r.kernels.contract import GIVEN, MADE, SCORINGS, Score, Tensors
+
+DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_LAYOUT = ("TD", "RD", "D", "NHR", "T", "TR", "TN", "T", "TK", "TK", "T")
+_LABELS = tuple("projection" if name == "weight" else name for name in Tensors._fields)
+_RESULTS = {"rstd": torch.float32, "weights": torch.float32, "indices": torch.int64}
+_RESULTS["lse"] = torch.float32
+# Of the Triton kernels: name and largest size by letter.
+_MOST = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}
+# They count blocks of tokens and the entries of a parameter in 32 bits.
+_MOST["T"] = ("tokens", 2**31 - 2**10)
+_MOST_NUMBERS = 2**31 - 1
+
+
+def check(given: Tensors, top_k: int | None) -> None:
+    """Raise ValueError unless the given tensors are neighboring stages and fit together.
+
+    ``top_k`` is None where nothing is selected.
+    """
+    if not fits(given, top_k):
+        walk(given, top_k)
+        raise AssertionError(f"no fault found in {[t if t is None else t.shape for t in given]}")
+
+
+# One function: what calls cost is more than what they would ask.
+def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
+    """Whether ``walk`` would find nothing."""
+    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
+    starts = (x is None) + (query is None) + (logits is None) == 2
+    if not starts or (x is None) is not (weight is None):
+        return False
+    first = x if x is not None else query if logits is None else logits
+    shape = first.shape  # type: ignore[union-attr]
+    if len(shape) != 2:
+        return False
+    tokens, width = shape
+    if weight is not None:
+        rows = weight.shape
+        if len(rows) != 2 or rows[1] != width or 0 in rows:
+            return False
+        width = rows[0]
+    if gain is not None and not (
+        weight is not None and gain.shape == weight.shape[1:] and gain.dtype is weight.dtype
+    ):
+        return False
+    experts = 0 if logits is None else width
+    if anchors is not None:
+        sizes = anchors.shape
+        if logits is not None or len(sizes) != 3 or sizes[2] != width or 0 in sizes:
+            return False
+        experts = sizes[0]
+    elif query is not None:
+        return False
+    if not (logits is None if top_k is None else 1 <= top_k <= experts):
+        return False
+    device = first.device  # type: ignore[union-attr]
+    for tensor in (weight, gain, anchors, rho_hat):
+        if tensor is not None and tensor.device != device:
+            return False
+    return rho_hat is None or (query is not None and rho_hat.shape == (tokens,))
+
+
+def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
+    """Sizes by their letters; raises ValueError by name where ``given`` do not fit together."""
+    sizes = _stages(given, top_k)
+    if top_k is not None and not 1 <= top_k <= sizes["N"]:
+        raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k={top_k}")
+    if given.gain is not None and given.weight is not None:
+        _same_dtype("gain", given.gain, given.weight.dtype)
+    return sizes
+
+
+def check_operation(given: Tensors, rule: tuple[Any, ...]) -> None:
+    """``check``, and what only a call past ``dispatch`` can get wrong: dtypes, names, limits.
+
+    ``rule`` are the arguments of the operation after its tensors.
+    """
+    scoring, constants, top_k, _, backend = rule
+    if scoring not in SCORINGS:
+        raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
+    if len(constants) != len(Score._fields) - 1:
+        raise ValueError(f"constants must be {len(Score._fields) - 1} numbers; got {constants}")
+    if backend not in ("cpu", "triton"):
+        raise ValueError(f"backend must be one of cpu, triton; got {backend!r}")
+    if given.rho_hat is not None and scoring != "sips":
+        raise ValueError(f"rho_hat must be None for scoring={scoring!r}, which never reads it")
+    for label, tensor in zip(_LABELS, given[:GIVEN], strict=False):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            allowed = ", ".join(sorted(str(dtype) for dtype in DTYPES))
+            raise ValueError(f"{label} must be of {allowed}; got {tensor.dtype}")
+    check(given, top_k or None)
+    if backend == "triton" and (reason := beyond_triton(given)):
+        raise ValueError(reason)
+
+
+def beyond_triton(given: Tensors) -> str:
+    """Why the Triton kernels do not take these sizes; empty where they do."""
+    sizes: dict[str, Any] = {}
+    for letters, tensor in zip(_LAYOUT, given, strict=True):
+        if tensor is not None:
+            sizes.update(zip(letters, tensor.shape, strict=True))
+    for letter, (name, most) in _MOST.items():
+        if sizes.get(letter, 0) > most:
+            return f"{name} must be <= {most} for triton; got {name}={sizes[letter]}"
+    if sizes.get("R", 0) * sizes.get("D", 0) > _MOST_NUMBERS:
+        shape = [sizes["R"], sizes["D"]]
+        return f"projection must have <= {_MOST_NUMBERS} numbers for triton; got {shape}"
+    return ""
+
+
+def check_backward(tensors: Tensors, up: Tensors, rule: tuple[Any, ...]) -> None:
+    """Raise ValueError unless a backward gets what its forward gave, and gradients of that."""
+    x, _, gain, anchors, _, query, logits, *_ = tensors
+    given, top_k = Tensors(*tensors[:MADE]), rule[2]
+    if x is None and anchors is not None:
+        given = given._replace(query=query)
+    elif x is None:
+        given = given._replace(logits=logits)
+    check_operation(given, rule)
+    needed = {"query": x is not None or anchors is not None, "rstd": gain is not None}
+    needed["logits"] = anchors is not None or top_k > 0
+    needed |= dict.fromkeys(("weights", "indices", "lse"), top_k > 0)
+    for name, wanted in needed.items():
+        tensor = getattr(tensors, name)
+        if (tensor is not None) is not wanted:
+            rule_of = "must be given" if wanted else "must not be given"
+            raise ValueError(f"{name} {rule_of} to the backward of these stages")
+        if tensor is not None and name in _RESULTS:
+            _same_dtype(name, tensor, _RESULTS[name])
+        elif tensor is not None and tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} must be of a dtype of the router; got {tensor.dtype}")
+    _sizes(tensors, {"K": top_k})
+    _check_up(tensors, up, top_k)
+
+
+def _check_up(tensors: Tensors, up: Tensors, top_k: int) -> None:
+    last = ["logits"] if tensors.anchors is not None or top_k else ["query"]
+    last += ["weights"] if top_k else []
+    if all(getattr(up, name) is None for name in last):
+        raise ValueError(f"the gradient of {' or '.join(last)} must be given; got None")
+    for name in ("query", "logits", "weights"):
+        grad, result = getattr(up, name), getattr(tensors, name)
+        if grad is None:
+            continue
+        if name not in last:
+            raise ValueError(f"the gradient of {name} must be None, which is no last result")
+        found = (list(grad.shape), grad.dtype, grad.device)
+        if found != (wanted := (list(result.shape), result.dtype, result.device)):
+            raise ValueError(
+                f"the gradient of {name} must be {wanted[0]} of {wanted[1]} on {wanted[2]}; "
+                f"got {found[0]} of {found[1]} on {found[2]}"
+            )
+
+
+def check_indices(tensors: Tensors) -> None:
+    """Raise ValueError for an index of no expert, which a sum of gradients would follow.
+
+    What is on a GPU is not read: its kernels compare indices and never follow one.
+    """
+    indices, logits = tensors.indices, tensors.logits
+    if indices is None or logits is None or not indices.is_cpu or not indices.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    if low < 0 or high >= logits.shape[1]:
+        got = low if low < 0 else high
+        raise ValueError(f"indices must be between 0 and {logits.shape[1] - 1}; got {got}")
+
+
+def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
+    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
+    rules: list[tuple[str, Any, str, bool]] = [
+        ("x", weight, "projection", x is not None),
+        ("x", gain, "gain", x is not None),
+        ("projection", x, "x", weight is not None),
+        ("query", rho_hat, "rho_hat", query is not None),
+        ("anchors", query, "query", x is not None or anchors is not None),
+        ("x or query", anchors, "anchors", x is not None or query is not None),
+    ]
+    for wanted, tensor, name, present in rules:
+        if tensor is not None and not present:
+            raise ValueError(f"{wanted} must be given with {name}; got None")
+    for name, tensor, other, there in (
+        ("query", query, "x", x),
+        ("logits", logits, "x", x),
+        ("logits", logits, "anchors", anchors),
+    ):
+        if tensor is not None and there is not None:
+            raise ValueError(f"{name} must not be given with {other}, from which it is made")
+    if x is None and query is None and logits is None:
+        raise ValueError("x, query or logits must be given; got None")
+    sizes = _sizes(given, {})
+    if top_k is not None and "N" not in sizes:
+        raise ValueError(f"anchors must be given with x and top_k={top_k}; got None")
+    if top_k is None and logits is not None:
+        raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k=0")
+    return sizes
+
+
+def _sizes(tensors: Tensors, known: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by their letters; raises ValueError for one that differs or is 0, and for devices."""
+    sizes, device, first = dict(known), None, ""
+    for label, letters, tensor in zip(_LABELS, _LAYOUT, tensors, strict=True):
+        if tensor is None:
+            continue
+        shape = list(tensor.shape)
+        wanted = [sizes.get(letter, letter) for letter in letters]
+        fitting = len(shape) == len(letters) and all(
+            isinstance(want, str) or want == size for want, size in zip(wanted, shape, strict=True)
+        )
+        if not fitting:
+            raise ValueError(f"{label} must be [{', '.join(map(str, wanted))}]; got {shape}")
+        sizes.update(zip(letters, shape, strict=True))
+        if device is None:
+            device, first = tensor.device, label
+        elif tensor.device != device:
+            raise ValueError(f"{label} must be on {device}, as {first}; got {tensor.device}")
+        for letter in letters:
+            if letter != "T" and sizes[letter] == 0:
+                least = f"with {', '.join(c for c in letters if c != 'T')} >= 1"
+                raise ValueError(f"{label} must be [{', '.join(letters)}] {least}; got {shape}")
+    return sizes
+
+
+def _same_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        raise ValueError(f"{name} must be of {dtype}; got {tensor.dtype}")

@@ -1,0 +1,202 @@
+"""Read a model's weights from a folder, whole: the one place that calls ``from_pretrained``.
+
+transformers draws what is missing at random and says so in a log alone. Here a folder is refused
+whose weights are missing, left over, of other shapes or not finite, and one whose config.json
+describes a model that its files cannot hold, before memory is taken for it.
+"""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+
+from l2r.runs.reading import read_json
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head")
+_COUNTS = (  # 0 in models that have none
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_labels",
+)  # fmt: skip
+# Numbers of config.json's model to one in the files. A tied matrix is stored once and may be
+# counted twice; quantized files pack up to 16 parameters into an int32.
+_TIED, _PACKED = 2, 16
+_SPARE = 10**8  # below 400 MB more, loading goes on, so that the message names what is missing
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
+_NAMED = 3
+
+
+def read_weights(
+    architecture: Any,
+    folder: Path,
+    *,
+    optional: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """The model in ``folder``, built by ``architecture``: an Auto class or a class of transformers.
+
+    ``optional`` are parts of names that may be missing, and then are drawn at random, or left over.
+    ``options`` go to ``from_pretrained``; ``trust_remote_code`` is for Auto classes. Raises
+    ValueError, naming up to three tensors of a kind, for weights that are missing, left over, of
+    other shapes or not finite, and for sizes in config.json that the files cannot hold.
+    """
+    trusted = {"trust_remote_code": trust_remote_code}
+    config, shapes = options.get("config") or read_config(folder, **trusted), _stored_shapes(folder)
+    if hasattr(architecture, "from_config"):  # an Auto class
+        options |= trusted
+    if shapes is not None:
+        _check_parameters(architecture, config, shapes, **trusted)
+    try:
+        model, info = architecture.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        _refuse({"not those of whole experts": _uneven_experts(shapes or {})})
+        raise ValueError("the matrices of the experts cannot be put together") from error
+    _refuse(
+        {
+            "missing": _needed(info["missing_keys"], optional),
+            "not in the model of config.json": _needed(info["unexpected_keys"], optional),
+            "of another shape": [
+                f"{name} is {list(stored)} in the files and {list(built)} in the model"
+                for name, stored, built in sorted(info["mismatched_keys"])
+            ],
+            "unreadable": [str(message) for message in info["error_msgs"]],
+        }
+    )
+    check_finite(model.state_dict().items())
+    return model
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration in a folder, whose sizes are compared with the files of weights first.
+
+    transformers makes lists and modules by their number: 10**9 layers would take minutes and all
+    memory. Raises ValueError for a size that is too small or that the files cannot hold.
+    """
+    shapes = _stored_shapes(folder)
+    if shapes is not None:
+        _check_fields(folder, shapes)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where tensors hold NaN or an infinity, by one pass over each."""
+    names = []
+    for name, tensor in tensors:
+        # FSDP2 and expert parallelism: every rank looks at its own part.
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # Offloaded tensors are on meta and have no numbers here; what is packed or in eight bits
+        # is a code of a quantizer, for which torch has no arithmetic; no number has no extremes.
+        if (
+            value.is_meta
+            or not value.is_floating_point()
+            or value.itemsize < 2
+            or not value.numel()
+        ):
+            continue
+        if not torch.stack(torch.aminmax(value)).isfinite().all():
+            names.append(name)
+    _refuse({"not finite": names})
+
+
+def _stored_shapes(folder: Path) -> Shapes | None:
+    """Shapes of all tensors in the safetensors files of a folder; None where it has no such file.
+
+    Pickled weights give no shapes without being read. Raises ValueError for files without tensors.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stream:
+            names = stream.keys()
+            shapes |= {name: tuple(stream.get_slice(name).get_shape()) for name in names}
+    if files and not shapes:
+        raise ValueError(f"{files[0].name} holds no tensors")
+    return shapes or None
+
+
+def _check_fields(folder: Path, shapes: Shapes) -> None:
+    numbers = _numbers(shapes)
+    config = read_json(folder / "config.json", strict=False)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    limits = {
+        **dict.fromkeys(_LAYERS, (1, len(shapes), "tensors")),
+        **dict.fromkeys(_WIDTHS, (1, numbers, "numbers")),
+        **dict.fromkeys(_COUNTS, (0, numbers, "numbers")),
+    }
+    for part in parts:
+        for field, (least, most, unit) in limits.items():
+            value = part.get(field)
+            if not isinstance(value, int):
+                continue
+            if value < least:
+                raise ValueError(f"{field} must be >= {least}; got {value}")
+            if value > most:
+                raise ValueError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
+
+
+def _check_parameters(
+    architecture: Any, config: Any, shapes: Shapes, *, trust_remote_code: bool
+) -> None:
+    """Refuse a config.json whose model, built without memory, is larger than the files."""
+    with torch.device("meta"):
+        if hasattr(architecture, "from_config"):
+            options = {"trust_remote_code": trust_remote_code}
+            model = architecture.from_config(copy.deepcopy(config), **options)
+        else:
+            model = architecture._from_config(copy.deepcopy(config))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    packed = getattr(config, "quantization_config", None) is not None
+    if parameters > _SPARE + _numbers(shapes) * _TIED * (_PACKED if packed else 1):
+        raise ValueError(
+            f"config.json describes {parameters:,} parameters, and the files hold "
+            f"{_numbers(shapes):,} numbers"
+        )
+
+
+def _numbers(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _needed(names: Iterable[str], optional: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in names if not any(part in name for part in optional))
+
+
+def _uneven_experts(shapes: Shapes) -> list[str]:
+    """Matrices of single experts that others of their layer have, or have in another shape."""
+    stacks: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    numbers: dict[str, set[str]] = {}
+    for name, shape in shapes.items():
+        if match := _EXPERT.fullmatch(name):
+            layer, number, matrix = match.groups()
+            stacks.setdefault((layer, matrix), {})[number] = shape
+            numbers.setdefault(layer, set()).add(number)
+    uneven = []
+    for (layer, matrix), stack in stacks.items():
+        usual = Counter(stack.values()).most_common(1)[0][0]
+        uneven += [f"{layer}{n}{matrix}" for n in numbers[layer] if stack.get(n) != usual]
+    return sorted(uneven)
+
+
+def _refuse(problems: Mapping[str, list[str]]) -> None:
+    """Raise ValueError on one line where there is a problem."""
+    parts = []
+    for problem, names in problems.items():
+        if names:
+            others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            parts.append(f"{problem} ({', '.join(names[:_NAMED])}{others})")
+    if parts:
+        raise ValueError(f"weights are {'; '.join(parts)}")

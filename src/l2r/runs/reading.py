@@ -1,0 +1,154 @@
+"""Reads JSON and YAML of a folder that may be a stranger's: within limits, or one line why not.
+
+Values that our own files hold are nested a few levels deep and take kilobytes. The limits are far
+above that, and below what a parser or what comes after it could choke on.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
+MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
+MAX_VALUES = 100_000  # of a YAML file whose aliases are written out
+_NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file of at most ``MAX_BYTES``. Raises ValueError for a larger one, OSError for none."""
+    with path.open("rb") as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it must have at most {MAX_BYTES:,} bytes")
+    return data
+
+
+def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
+    """The one value of a JSON text, of the type ``kind``: dict or list.
+
+    ``strict`` refuses what JSON has no meaning for: a name twice in one object, NaN, infinities.
+    Raises ValueError, in one line that does not name the file.
+    """
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    hooks: Any = {"object_pairs_hook": _unique, "parse_constant": _refused, "parse_float": _finite}
+    try:
+        value = json.loads(text.decode("utf-8-sig"), **(hooks if strict else {}))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    if not isinstance(value, kind):
+        name = "object" if kind is dict else "list"
+        raise ValueError(f"it must be a JSON {name}; got {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path, *, strict: bool = True) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError, in one line, for any other file."""
+    try:
+        return parse_json(read_bytes(path), strict=strict)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """The one value of a YAML text, without tags of Python's.
+
+    Aliases count as what they stand for. Raises ValueError, in one line, for a name twice in one
+    mapping, too many levels or values, and what is not YAML.
+    """
+    import yaml  # the rest of this room needs no package
+
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The YAML mapping of a file. Raises ValueError, in one line, for any other file."""
+    try:
+        values = parse_yaml(read_bytes(path))
+        if not isinstance(values, dict):
+            raise ValueError(f"it must be a mapping of fields; got {type(values).__name__}")
+        return values
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+
+
+@contextmanager
+def files_of(folder: Path) -> Iterator[None]:
+    """What goes wrong inside the block is due to a file in ``folder``: a ValueError says so."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a file in {folder} does not hold what it should: {error!r}") from error
+
+
+def _depth(text: bytes) -> int:
+    """The deepest level of JSON text, read without a parser: theirs call themselves."""
+    level = deepest = 0
+    for token in _NESTING.finditer(text):
+        if token[0] in (b"[", b"{"):
+            level += 1
+            deepest = max(deepest, level)
+        elif token[0] in (b"]", b"}"):
+            level -= 1
+    return deepest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_twice([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_twice(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        ((name, _),) = Counter(names).most_common(1)
+        raise ValueError(f"it has {name!r:.80} twice")
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"numbers must be finite; got {constant}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refused(text)
+
+
+def _check(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Values below a YAML node with aliases written out, and its levels; ``known`` by node."""
+    if id(node) in known:
+        counted = known[id(node)]
+        if counted is None:
+            raise ValueError("it has an alias inside what the alias stands for")
+        return counted
+    known[id(node)] = None
+    parts = [] if isinstance(node.value, str) else list(node.value)
+    if parts and isinstance(parts[0], tuple):
+        _refuse_twice([key.value for key, _ in parts if isinstance(key.value, str)])
+        parts = [part for pair in parts for part in pair]
+    counts = [_check(part, known) for part in parts]
+    values = 1 + sum(below for below, _ in counts)
+    levels = 1 + max((below for _, below in counts), default=0)
+    if values > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values with its aliases written out")
+    if levels > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    known[id(node)] = values, levels
+    return values, levels

@@ -1,0 +1,129 @@
+"""Files that appear whole or not at all, whatever comes between."""
+
+import errno
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from l2r.runs import atomic
+
+
+def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch) -> None:
+    """Every byte has left Python's buffer when it is synced, and the file is synced by then."""
+    synced, real, replace = [], os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_size, (tmp_path / "file").exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(
+        Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1]
+    )
+    atomic.write_bytes(tmp_path / "file", b"x" * 100)
+    assert synced[:2] == [(100, False), "renamed"]
+    assert len(synced) == 3 and synced[2][1]  # the folder that holds the name
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_full_disk_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch, fails) -> None:
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    atomic.write_text(tmp_path / "file", "old")
+    monkeypatch.setattr(os if fails == "fsync" else Path, fails, full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic.write_text(tmp_path / "file", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def _die_before_the_name(path: Path) -> None:
+    atomic.publish = lambda *_: os._exit(9)
+    atomic.write_text(path, "new")
+
+
+def test_a_process_that_dies_before_the_name_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic.write_text(path, "old")
+    child = multiprocessing.get_context("fork").Process(target=_die_before_the_name, args=(path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 9 and path.read_text() == "old"
+    (left,) = set(tmp_path.iterdir()) - {path}
+    assert left.name.startswith(".file.") and left.name.endswith(".part")  # what prepare removes
+    atomic.write_text(path, "newer")
+    assert path.read_text() == "newer"
+
+
+def test_names_of_unfinished_files_cannot_be_guessed(tmp_path: Path) -> None:
+    """64 bits drawn for every file: two files, two names, and a name that is taken is refused."""
+    names = set()
+    for _ in range(2):
+        temporary, stream = atomic.new_file(tmp_path / "file")
+        stream.close()
+        names.add(temporary.name.removeprefix(".file.").removesuffix(".part"))
+    assert len(names) == 2 and {len(name) for name in names} == {16}
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / ".file.guess.part").symlink_to(tmp_path / "victim")
+    monkeypatch.setattr(atomic.secrets, "token_hex", lambda _: "guess")
+    with pytest.raises(FileExistsError):
+        atomic.write_text(tmp_path / "file", "new")
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_files_have_the_permissions_of_the_users_choice(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        atomic.write_text(tmp_path / "file", "")
+        atomic.append_text(tmp_path / "log", "")
+    finally:
+        os.umask(before)
+    for name in ("file", "log"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+
+
+def test_a_log_grows_at_its_end(tmp_path: Path) -> None:
+    for line in ("one\n", "two é\n"):
+        atomic.append_text(tmp_path / "log", line)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "one\ntwo é\n"
+
+
+def test_a_lock_is_held_once_and_keeps_what_the_file_has(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("kept")
+    with atomic.hold(tmp_path / "lock") as mine, atomic.hold(tmp_path / "lock") as second:
+        assert mine and not second
+    with atomic.hold(tmp_path / "lock") as again:
+        assert again
+    assert (tmp_path / "lock").read_text() == "kept"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "nothing"])
+def test_what_is_removed_is_gone_and_no_more(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("")
+    path = tmp_path / "gone"
+    if kind == "file":
+        path.write_text("")
+    elif kind == "folder":
+        (path / "inner").mkdir(parents=True)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "kept")
+    atomic.remove(path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+def test_folders_are_made_below_a_link_of_the_users_and_through_no_other(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    assert atomic.make_folder(tmp_path / "root", "a", "b") == tmp_path / "root" / "a" / "b"
+    assert atomic.make_folder(tmp_path / "root", "a", "b").is_dir()  # also where it is there
+    (tmp_path / "disk" / "out").symlink_to(tmp_path / "disk" / "a")
+    with pytest.raises(ValueError, match="out is a link"):
+        atomic.make_folder(tmp_path / "root", "out", "b", "c")
+    assert not (tmp_path / "disk" / "a" / "b" / "c").exists()

@@ -1,0 +1,144 @@
+"""One step: how far it may go, at which rate, on which rows, and what AdamW would hide."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from l2r.recipes.load import load_recipe
+from l2r.training import step as training_step
+from l2r.training.bias_balance import BiasBalance
+from l2r.training.language import LanguageTask
+from l2r.training.optimizer import build_optimizer
+from l2r.training.ranks import Ranks
+from l2r.training.step import TrainingStep
+
+ONE = Ranks(0, 1, torch.device("cpu"))
+ORDER = 256 * 2**-24  # a mean over 256 tokens in fp32, summed in another order
+
+
+@pytest.fixture
+def start(tiny_changes):
+    """A step of a fresh run of a recipe with changes."""
+
+    def build(*changes, recipe="demo/l2r-sips"):
+        loaded = load_recipe(recipe, [*tiny_changes, *changes])
+        torch.manual_seed(loaded.seed)
+        task = LanguageTask(loaded, print)
+        model = task.build_model()
+        return TrainingStep(loaded, task, model, build_optimizer(model, loaded.optimizer), ONE)
+
+    return build
+
+
+def norm_of_gradients(model):
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+
+
+def test_a_gradient_is_clipped_to_its_limit_and_recorded_as_it_was(start):
+    free = start("training.clip_norm=1e9")
+    recorded = free.take(0, 1e-3, summarize=True)["grad_norm"]
+    assert recorded == pytest.approx(norm_of_gradients(free.model), rel=ORDER)
+    limit = 0.5 * recorded
+    clipped = start(f"training.clip_norm={limit}")
+    assert clipped.take(0, 1e-3, summarize=True)["grad_norm"] == recorded
+    # torch divides by the norm + 1e-6
+    assert norm_of_gradients(clipped.model) == pytest.approx(limit, rel=1e-6 / recorded + ORDER)
+
+
+def test_every_group_takes_the_step_at_the_rate_that_is_given(start):
+    step = start("optimizer.decay_norms=false")
+    assert len(step.optimizer.param_groups) == 2
+    for number, rate in enumerate((1e-3, 3e-5)):
+        assert step.take(number, rate, summarize=True)["lr"] == rate
+        assert {group["lr"] for group in step.optimizer.param_groups} == {rate}
+
+
+def test_the_optimizer_is_adamw_with_the_recipes_constants(start):
+    constants = ["betas=[0.8, 0.97]", "eps=1e-5", "weight_decay=0.3", "decay_norms=false"]
+    groups = start(*(f"optimizer.{change}" for change in constants)).optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert all((group["betas"], group["eps"]) == ((0.8, 0.97), 1e-5) for group in groups)
+
+
+def test_gradients_are_those_of_the_mean_however_a_step_is_cut(start):
+    """The gradients, which AdamW divides by their own size and clipping by their norm."""
+    scope = ("losses.balance_scope=step", "training.clip_norm=1e9")
+    whole, parts = start(*scope), start(*scope, "training.micro_batch=1")
+    for step in (whole, parts):
+        step.take(0, 1e-3, summarize=False)
+    assert norm_of_gradients(whole.model) == pytest.approx(norm_of_gradients(parts.model), rel=1e-5)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_seed_of_the_recipe_draws_the_rows(start):
+    rows = {}
+    for seed in (0, 5):
+        task = start(f"seed={seed}").task
+        rows[seed] = task.micro_batches(3, ONE)[0]["input_ids"]
+        chosen = task.train.batch(3, 8, seed, rank=0, world_size=1)
+        assert torch.equal(rows[seed], task.train.rows(chosen)["input_ids"])
+    assert not torch.equal(rows[0], rows[5])
+
+
+def test_ranks_share_the_rows_of_a_step(start):
+    task = start().task
+    whole = task.micro_batches(2, ONE)[0]["input_ids"]
+    shares = [task.micro_batches(2, Ranks(r, 2, ONE.device))[0]["input_ids"] for r in range(2)]
+    assert torch.equal(torch.cat(shares), whole)
+
+
+def test_the_average_takes_in_the_weights_after_their_step(start):
+    step = start("training.ema_decay=0.9")
+    expected = {n: p.detach().clone() for n, p in step.model.named_parameters()}
+    for number in range(3):
+        step.take(number, 1e-3, summarize=False)
+        decay = (1 + number) / (10 + number)
+        for name, parameter in step.model.named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * parameter.detach()
+    for name, average in step.average.parameters.items():
+        torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_biases_move_against_the_loads_of_their_own_step(start, monkeypatch):
+    """By the sign of mean - load over the micro-batches of one step, none of an earlier one."""
+    step = start("losses.bias_speed=0.01", "training.micro_batch=2", recipe="zoo/sigmoid")
+    counted: list = []
+    count = training_step.expert_loads
+    monkeypatch.setattr(
+        training_step, "expert_loads", lambda c: counted.append(count(c)) or counted[-1]
+    )
+    routers = step.bias_balance.routers
+    expected = {name: torch.zeros(8) for name in routers}
+    for number in range(3):
+        counted.clear()
+        step.take(number, 1e-2, summarize=False)
+        assert len(counted) == 4
+        for name, router in routers.items():
+            load = sum(loads[name][0] for loads in counted)
+            expected[name] += 0.01 * torch.sign(load.mean() - load)
+            torch.testing.assert_close(router.e_score_correction_bias, expected[name])
+
+
+def test_biases_move_by_the_loads_of_all_ranks(start):
+    """One rank's load says the opposite of the sum."""
+    balance = BiasBalance(start(recipe="zoo/sigmoid").model, 0.5)
+    (name, router), *_ = balance.routers.items()
+    mine, theirs = torch.zeros(8), torch.zeros(8)
+    mine[0], theirs[1] = 1.0, 3.0
+    balance.add({name: [mine]})
+    balance.step(SimpleNamespace(sum=lambda load: load + theirs))
+    assert router.e_score_correction_bias[:3].tolist() == [-0.5, -0.5, 0.5]
+    assert not balance.loads
+
+
+def test_constrained_parameters_return_after_every_step(start, monkeypatch):
+    step, constrained = start(), []
+    monkeypatch.setattr(training_step, "constrain", constrained.append)
+    for number in range(2):
+        step.take(number, 1e-3, summarize=False)
+    assert constrained == [step.model] * 2
+    assert isinstance(step.model, nn.Module)

@@ -14,7 +14,7 @@ import pytest
 from l2r.integrations.serve.doors import Doors
 from l2r.integrations.serve.limits import Limits
 from l2r.integrations.serve.sequence import Sequence
-from tests.integrations.serve.conftest import CONTEXT, serving
+from tests.integrations.serve.conftest import CONTEXT, Answer, serving
 
 MODES = pytest.mark.parametrize("batching", [False, True], ids=["one_by_one", "batching"])
 
@@ -71,6 +71,14 @@ def until(condition):
             return
         time.sleep(0.01)
     raise TimeoutError("it did not happen")
+
+
+def answered(client):
+    """Whether a connection is let in."""
+    try:
+        return client.ask("/health").status == 200
+    except ConnectionError:
+        return False
 
 
 @MODES
@@ -144,14 +152,7 @@ def test_more_connections_than_allowed_are_closed(folder):
                 for _ in range(3)
             )
             assert third.recv(2**16).startswith(b"HTTP/1.1 429 ")
-
-        def answered():
-            try:
-                return client.complete().status == 200
-            except ConnectionError:
-                return False
-
-        until(answered)
+        until(lambda: answered(client))
 
 
 def test_half_open_connections_are_closed(folder):
@@ -161,6 +162,16 @@ def test_half_open_connections_are_closed(folder):
                 half.sendall(head)
                 assert half.recv(2**16) == b""
         assert client.complete().status == 200
+
+
+def test_what_is_no_http_is_refused_in_the_form_of_errors(client):
+    for junk in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 2**17):
+        with socket.create_connection(("localhost", client.port), 60) as connection:
+            connection.sendall(junk)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            error = Answer(answer.status, json.loads(answer.read())).error
+            assert answer.status == 400 and error["type"] == "invalid_request_error"
 
 
 def test_a_body_that_does_not_come_is_given_up(folder):
@@ -238,21 +249,14 @@ def through(doors, send, **headers):
     asyncio.run(doors(scope, None, send))
 
 
-def test_a_client_that_takes_nothing_is_given_up():
-    left = []
-
-    async def app(scope, receive, send):
-        try:
-            await send({})
-        finally:
-            left.append(True)
-
-    async def stuck(message):
-        await asyncio.Event().wait()
-
-    limits = Limits(take_seconds=0.01)
-    through(Doors(app, host="localhost", allowed=(), limits=limits), stuck, host="localhost")
-    assert left == [True]
+def test_a_client_that_takes_nothing_is_given_up(folder):
+    """An answer of 64 MiB, more than the buffers of sockets hold: the name of the model."""
+    limits = Limits(connections=1, take_seconds=0.1)
+    with serving(folder, limits=limits, name="x" * 2**26) as client:
+        with socket.create_connection(("localhost", client.port), 60) as stuck:
+            stuck.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert stuck.recv(1)
+            until(lambda: answered(client))
 
 
 def test_hosts_that_are_meant_are_let_in():

@@ -198,9 +198,10 @@ def half_open_connections(port: int, number: int) -> tuple[int, int]:
                 half.sendall(HALF[: turn % 2 * len(HALF)])
             selector.register(half, selectors.EVENT_READ)
         while selector.get_map():
-            for key, _ in selector.select(timeout=60) or [(None, 0)]:
-                if key is None:
-                    return refused, closed
+            events = selector.select(timeout=60)
+            if not events:
+                break  # they stay
+            for key, _ in events:
                 assert isinstance(key.fileobj, socket.socket)
                 selector.unregister(key.fileobj)
                 try:

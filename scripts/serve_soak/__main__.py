@@ -136,7 +136,7 @@ def soak(
         "change, %": 100 * (last / first - 1), "end, s": ended,
     }  # fmt: skip
     claims = {
-        f"good requests were lost: {dict(counts.lost)}": not counts.lost,
+        f"good requests were lost: {dict(+counts.lost)}": not +counts.lost,
         "greedy answers changed": not counts.changed,
         f"bad requests got no 4xx: {dict(counts.wrong.most_common(5))}": not counts.wrong,
         "memory changed by more than 2%": abs(last / first - 1) <= 0.02,

@@ -69,9 +69,10 @@ def run_clients(
             if turn % BAD_ONE_IN:
                 ask_good(port, *next(turns), counts, lock)
             elif turn % (7 * BAD_ONE_IN) == 0:
-                leave(port, stream=turn % (14 * BAD_ONE_IN) == 0)
+                begun = leave(port, stream=turn % (14 * BAD_ONE_IN) == 0)
                 with lock:
-                    counts.left += 1
+                    counts.left += begun
+                    counts.lost["a stream did not begin"] += not begun
             else:
                 with lock:
                     request = next(bad)
@@ -173,9 +174,12 @@ def ask_bad(port: int, request: Request, counts: Counts, lock: threading.Lock) -
             counts.wrong[f"{request[1]} {request[2][:60]!r}: {problem}"] += 1
 
 
-def leave(port: int, *, stream: bool) -> None:
-    """Ask for a long answer and go: after the first bytes of a stream, or before any."""
-    body = json.dumps({"prompt": "Long", "max_tokens": 400, "stream": stream}).encode()
+def leave(port: int, *, stream: bool) -> bool:
+    """Ask for a long answer and go: after the first bytes of a stream, or before any.
+
+    Returns whether the answer was there, or on its way.
+    """
+    body = json.dumps({"prompt": "Long", "max_tokens": 200, "stream": stream}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -183,9 +187,9 @@ def leave(port: int, *, stream: bool) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
         connection.sendall(head.encode() + body)
         if stream:
-            connection.recv(512)
-        else:
-            time.sleep(0.5)
+            return connection.recv(512).startswith(b"HTTP/1.1 200 ")
+        time.sleep(0.5)
+        return True
 
 
 def half_open_connections(port: int, number: int) -> tuple[int, int]:

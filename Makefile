@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 STEPS ?=
-MINUTES ?= 15
+SECONDS ?= 900
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
@@ -70,8 +70,8 @@ peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/
 serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
 	.venv-serve/bin/python $(WHOLE_WAY)
 
-serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, MINUTES (15) with each worker of l2r serve
-	$(BIN)/python scripts/serve_soak.py --minutes $(MINUTES)
+serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) with each worker of l2r serve
+	$(BIN)/python -m scripts.serve_soak --seconds $(SECONDS)
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict

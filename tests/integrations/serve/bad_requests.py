@@ -1,4 +1,4 @@
-"""Requests that must be refused: for the tests, and for scripts/serve_soak.py."""
+"""Requests that must be refused: for the tests, and for scripts/serve_soak."""
 
 import json
 
@@ -20,7 +20,8 @@ BAD = {
     "seed": [1e30, 2**63, -(2**63) - 1, 1.5, "x", [], {}, True, HUGE, float("nan")],
     "stop": [5, {}, True, "", [""], [5], ["a"] * 5, "x" * 10_000, "\ud800", [None]],
     "stream": ["x", 5, [], {}],
-    "generation_config": [{"num_beams": 1500}, '{"num_beams": 1500}', None],
+    "stream_options": [{}, {"include_usage": True}, 5],  # without stream
+    "generation_config": [{"num_beams": 1500}, '{"num_beams": 1500}'],
     "num_beams": [1500],
     "tools": [[]],
     "function_call": ["auto"],

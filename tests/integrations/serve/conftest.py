@@ -89,7 +89,8 @@ def serving(folder, **options):
     """A client of a server that runs while the block does; it has the server's worker."""
     if options.get("continuous_batching"):
         options.setdefault("num_blocks", 4)
-    with server.serving(folder, Options(name="served", port=0, **options)) as (port, worker):
+    options = {"name": "served", **options}
+    with server.serving(folder, Options(port=0, **options)) as (port, worker):
         yield Client(port, worker)
 
 

@@ -6,6 +6,9 @@ import torch
 from l2r import L2RConfig, swap_routers
 from l2r.checkpoints.export import export_remote_code
 from l2r.checkpoints.loading import load_causal_lm
+from l2r.integrations.serve.answers import ChatAnswer
+from l2r.integrations.serve.sampling import Choice, Sampler, Sampling
+from l2r.integrations.serve.sequence import Step
 from tests.evaluation.conftest import checkpoint
 from tests.integrations.serve.conftest import CONTEXT, serving
 
@@ -120,6 +123,13 @@ def test_logprobs_are_those_of_the_model(client, folder):
     assert listed["text_offset"][0] == 0 and len(listed["text_offset"]) == len(tokens)
 
 
+def test_log_probabilities_are_numbers_of_json():
+    """OpenAI's -9999.0 stands for one that is too small for JSON."""
+    logits = torch.tensor([3e38, -3e38])
+    choice = Sampler(Sampling(max_tokens=1, temperature=0, alternatives=2))(logits)
+    assert choice.likeliest == ((0, 0.0), (1, -9999.0))
+
+
 def test_fields_of_others_are_ignored(client):
     plain = text_of(client.complete())
     sent = {"user": "someone", "metadata": {"run": "1"}, "store": False, "service_tier": "auto"}
@@ -149,6 +159,11 @@ def test_the_official_client_completes_and_streams(openai_client, folder):
             choice.logprobs.token_logprobs, abs=1e-4
         )
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    prompt_tokens = len(load_causal_lm(folder)[1](PROMPT)["input_ids"])
+    new_tokens = sum(len(choice.logprobs.tokens) for choice in whole.choices)
+    assert whole.usage.prompt_tokens == prompt_tokens
+    assert whole.usage.completion_tokens == new_tokens
+    assert whole.usage.total_tokens == prompt_tokens + new_tokens
     with pytest.raises(openai.BadRequestError, match="temperature"):
         openai_client.completions.create(**asked | {"temperature": -1})
     with pytest.raises(openai.NotFoundError, match="another"):
@@ -172,6 +187,40 @@ def test_the_official_client_chats_and_streams(openai_client, folder):
         **asked | {"messages": TURNS[:1] + parts}, max_tokens=NEW
     )
     assert again.choices[0].message.content == expected
+
+
+def test_a_message_of_the_official_client_may_be_sent_back(openai_client):
+    """Its dictionary has a null for every field that this server does not send."""
+    asked = {"model": "served", "temperature": 0, "max_tokens": 2}
+    message = openai_client.chat.completions.create(**asked, messages=TURNS).choices[0].message
+    turns = [*TURNS, message.model_dump(), TURNS[1]]
+    assert None in message.model_dump().values()
+    assert openai_client.chat.completions.create(**asked, messages=turns).choices[0].message
+
+
+def test_bytes_are_given_for_whole_characters(small_tokenizer):
+    """A token of half a character has bytes that its text does not show."""
+    chat = ChatAnswer("served", small_tokenizer, logprobs=True)
+    tokens = small_tokenizer("a\u00e9")["input_ids"]
+    steps = [Step(Choice(token, -1.0), "", "length") for token in tokens]
+    content = chat.whole([steps], 1)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[97], None, None]
+
+
+def test_an_end_token_is_no_text(folder, tmp_path):
+    """Although the tokenizer has it as an ordinary one."""
+    text, tokens = generated(folder)
+    model, tokenizer = load_causal_lm(folder)
+    place = next(n for n in range(1, NEW) if tokens[n] not in tokens[:n])
+    model.generation_config.eos_token_id = tokens[place]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with serving(tmp_path) as client:
+        answer = client.complete(prompt=PROMPT, max_tokens=NEW)
+    assert text_of(answer) == tokenizer.decode(tokens[:place])
+    assert text.startswith(text_of(answer))
+    assert answer.body["choices"][0]["finish_reason"] == "stop"
+    assert answer.body["usage"]["completion_tokens"] == place + 1
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path):

@@ -1,17 +1,14 @@
 """Clients that leave, hang or come in crowds, and workers that stop."""
 
-import asyncio
 import http.client
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
-from l2r.integrations.serve.doors import Doors
 from l2r.integrations.serve.limits import Limits
 from l2r.integrations.serve.sequence import Sequence
 from tests.integrations.serve.conftest import CONTEXT, serving
@@ -136,48 +133,6 @@ def test_more_requests_than_allowed_are_told_to_wait(folder, gate):
         assert client.complete(max_tokens=1).status == 200
 
 
-def test_more_connections_than_allowed_are_closed(folder):
-    with serving(folder, limits=Limits(connections=2)) as client:
-        with ExitStack() as stack:
-            _, _, third = (
-                stack.enter_context(socket.create_connection(("localhost", client.port), 60))
-                for _ in range(3)
-            )
-            assert third.recv(2**16).startswith(b"HTTP/1.1 429 ")
-
-        def answered():
-            try:
-                return client.complete().status == 200
-            except ConnectionError:
-                return False
-
-        until(answered)
-
-
-def test_half_open_connections_are_closed(folder):
-    with serving(folder, limits=Limits(head_seconds=0.05)) as client:
-        for head in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"):
-            with socket.create_connection(("localhost", client.port), 60) as half:
-                half.sendall(head)
-                assert half.recv(2**16) == b""
-        assert client.complete().status == 200
-
-
-def test_a_body_that_does_not_come_is_given_up(folder):
-    with serving(folder, limits=Limits(body_seconds=0.05)) as client:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-        with socket.create_connection(("localhost", client.port), 60) as slow:
-            slow.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n{")
-            assert slow.recv(2**16).startswith(b"HTTP/1.1 408 ")
-
-
-def test_a_body_above_the_limit_is_refused(client):
-    limit = Limits(context=CONTEXT).body
-    answer = client.ask("/v1/completions", b" " * (limit + 1))
-    assert answer.status == 413 and answer.error["code"] == "request_too_large"
-    assert client.ask("/v1/completions", b" " * limit).status == 400
-
-
 @MODES
 def test_answers_in_the_making_end_with_the_server(batching, folder, monkeypatch):
     steps, step = [], Sequence.step
@@ -230,49 +185,3 @@ def test_many_clients_get_the_answers_of_one(batching, folder):
         alone = [client.complete(prompt=p, max_tokens=8).body["choices"] for p in prompts]
         together = pool.map(lambda p: client.complete(prompt=p, max_tokens=8), prompts * 3)
         assert [answer.body["choices"] for answer in together] == alone * 3
-
-
-def through(doors, send, **headers):
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(doors(scope, None, send))
-
-
-def test_a_client_that_takes_nothing_is_given_up():
-    left = []
-
-    async def app(scope, receive, send):
-        try:
-            await send({})
-        finally:
-            left.append(True)
-
-    async def stuck(message):
-        await asyncio.Event().wait()
-
-    limits = Limits(take_seconds=0.01)
-    through(Doors(app, host="localhost", allowed=(), limits=limits), stuck, host="localhost")
-    assert left == [True]
-
-
-def test_hosts_that_are_meant_are_let_in():
-    def entered(host, *allowed, listening):
-        messages = []
-
-        async def app(scope, receive, send):
-            messages.append("in")
-
-        async def send(message):
-            messages.append(message.get("status"))
-
-        through(Doors(app, host=listening, allowed=allowed, limits=Limits()), send, host=host)
-        return messages[0] == "in"
-
-    assert entered("model.example:80", "Model.example", listening="localhost")
-    assert not entered("model.example", listening="localhost")
-    assert entered("10.0.0.7:8000", listening="10.0.0.7")
-    assert not entered("10.0.0.8", listening="10.0.0.7")
-    for everywhere in ("0.0.0.0", "::"):
-        assert entered("10.0.0.7:8000", listening=everywhere)
-        assert entered("[fe80::1]:8000", listening=everywhere)
-        assert not entered("rebound.example:8000", listening=everywhere)

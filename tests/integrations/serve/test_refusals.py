@@ -1,11 +1,14 @@
 """What the server must refuse: other routes, other hosts, bad values; good requests go on."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from l2r.integrations.serve.limits import Limits
+from l2r.integrations.serve.requests import IGNORED, ChatRequest, CompletionRequest
 from tests.integrations.serve.bad_requests import (
     BODIES,
     CHATS,
@@ -18,6 +21,7 @@ from tests.integrations.serve.bad_requests import (
 )
 from tests.integrations.serve.conftest import CONTEXT
 
+ROOT = Path(__file__).resolve().parents[3]
 # What is refused before a worker sees it needs one kind of worker.
 BATCHING = pytest.mark.parametrize("client", [True], ids=["batching"], indirect=True)
 
@@ -116,14 +120,13 @@ ACCEPTED = {
     "echo": lambda value: value is False,
     "best_of": lambda value: number(value, 1, 1, int),
 }
-NULL = {"model", *ACCEPTED} - {"prompt"}
 
 
 @given(field=st.sampled_from([*COMPLETIONS, "unknown"]), value=json_values)
 def test_no_value_is_an_error_of_the_server(client, field, value):
     answer = client.complete(**{field: value})
     if answer.status == 200:
-        assert field in NULL if value is None else ACCEPTED[field](value)
+        assert field != "prompt" if value is None else ACCEPTED[field](value)
     else:
         refused(answer)
 
@@ -132,3 +135,17 @@ def test_no_value_is_an_error_of_the_server(client, field, value):
 def test_a_good_request_after_bad_ones_is_answered(client, bad):
     refused(client.complete(**dict(bad)))
     still_answers(client)
+
+
+def test_the_page_has_the_limits():
+    limits, page = Limits(), (ROOT / "docs" / "serving.md").read_text()
+    rows = dict(line.strip("| ").split(" | ")[:2] for line in page.splitlines() if " | " in line)
+    assert rows["choices of a request, prompts times `n`"] == f"{limits.choices}"
+    assert rows["requests in flight"] == f"{limits.requests}, `--max-requests`"
+    assert rows["seconds until a request's head is there"] == f"{limits.head_seconds}"
+    assert rows["seconds until its body is there"] == f"{limits.body_seconds}"
+    assert rows["seconds until a client takes what was written"] == f"{limits.take_seconds}"
+    assert rows["seconds of work without a token"] == f"{limits.stall_seconds}"
+    assert f"{limits.characters // limits.context} times the context" in page
+    fields = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | {*IGNORED}
+    assert not {field for field in fields - {"prompt", "messages"} if f"`{field}`" not in page}

@@ -9,6 +9,7 @@ from typing import Any
 
 from l2r.integrations.serve.sampling import Choice
 from l2r.integrations.serve.sequence import Step
+from l2r.integrations.serve.text import UNFINISHED
 
 DONE = "data: [DONE]\n\n"
 
@@ -119,7 +120,8 @@ class ChatAnswer(Answer):
     def _one(self, choice: Choice) -> dict[str, Any]:
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
             text = self._text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            whole = None if UNFINISHED in text else list(text.encode())
+            return {"token": text, "logprob": logprob, "bytes": whole}
 
         likeliest = [entry(*pair) for pair in choice.likeliest]
         return {**entry(choice.token, choice.logprob), "top_logprobs": likeliest}

@@ -87,7 +87,7 @@ async def _answer(
     flow = Flow(asked, prompts, tokenizer=tokenizer, ends=served.ends, worker=served.worker)
     answer = form(served.name, tokenizer, logprobs=asked.alternatives is not None)
     if asked.stream:
-        events = _events(flow, answer, with_usage=asked.stream_options.include_usage)
+        events = _events(flow, answer, with_usage=asked.with_usage)
         return _Stream(events, flow.cancel)
     try:
         steps = await _unless_left(request, _collected(flow))

@@ -1,12 +1,11 @@
 """The first look at a request, before its body is read: host, origin, number in flight."""
 
-import asyncio
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from l2r.integrations.serve.errors import RequestError
 from l2r.integrations.serve.limits import Limits
@@ -52,9 +51,7 @@ class Doors:
         counted = scope["method"] == "POST"
         self._in_flight += counted
         try:
-            await self._app(scope, receive, self._taken(send))
-        except TimeoutError:  # of a client that takes nothing: uvicorn closes the connection
-            pass
+            await self._app(scope, receive, send)
         finally:
             self._in_flight -= counted
 
@@ -72,13 +69,6 @@ class Doors:
         if name is None:
             return False
         return name in self._hosts or (self._any_number and _is_number(name))
-
-    def _taken(self, send: Send) -> Send:
-        async def sent(message: Message) -> None:
-            async with asyncio.timeout(self._limits.take_seconds):
-                await send(message)
-
-        return sent
 
 
 def _name(url: str) -> str | None:

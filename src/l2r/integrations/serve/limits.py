@@ -18,7 +18,7 @@ class Limits:
     choices: int = 32
     head_seconds: float = 10  # until the head of a request is there
     body_seconds: float = 30  # until its body is
-    take_seconds: float = 60  # until the client takes a part of the answer
+    take_seconds: float = 60  # until the client takes what was written
     stall_seconds: float = 120  # of work without a token, after which /health says so
 
     @property

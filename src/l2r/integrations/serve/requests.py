@@ -20,10 +20,8 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = cls.model_fields
-        return {k: v for k, v in data.items() if v is not None or k not in known}
+        """Clients write their types out with a null for every field that is not set."""
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Fields):
@@ -40,7 +38,7 @@ class _Request(_Fields):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[_Stop] = Field([], max_length=4)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
 
@@ -55,6 +53,17 @@ class _Request(_Fields):
     @classmethod
     def _one_stop(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options must come with stream=true")
+        return self
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def tokens(self) -> int | None:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 _GREEDY_BELOW = 1e-5  # a temperature by which float32 logits cannot be divided
 
+_LEAST = -9999.0  # OpenAI's for what is less, of which JSON may have no number
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -52,7 +54,7 @@ class Sampler:
         token = self._token(logits)
         if self._sampling.alternatives is None:
             return Choice(token)
-        logprobs = logits.log_softmax(-1)
+        logprobs = logits.log_softmax(-1).clamp(min=_LEAST)
         values, tokens = logprobs.topk(min(self._sampling.alternatives, len(logprobs)))
         likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         return Choice(token, float(logprobs[token]), likeliest)

@@ -65,9 +65,10 @@ class Sequence:
         try:
             choice = self._choose(logits)
             self._steps += 1
-            text = self._text.push(choice.token)
+            ends = choice.token in self._ends
+            text = "" if ends else self._text.push(choice.token)
             finish: Literal["stop", "length"] | None = None
-            if self._text.stopped or choice.token in self._ends:
+            if ends or self._text.stopped:
                 finish = "stop"
             elif self._steps >= self.sampling.max_tokens:
                 finish = "length"

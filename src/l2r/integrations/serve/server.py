@@ -45,8 +45,8 @@ class Options:
     continuous_batching: bool = False
     num_blocks: int | None = None
     allowed_hosts: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
     trust_remote_code: bool = False
+    limits: Limits = field(default_factory=Limits)
 
 
 class Server(uvicorn.Server):
@@ -99,14 +99,15 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
         )
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {options.dtype!r}")
-    trusted = {"trust_remote_code": options.trust_remote_code}
-    tokenizer = load_tokenizer(checkpoint, **trusted)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
     with ExitStack() as stack:
         # Before minutes of loading; nobody can connect until uvicorn listens.
         sockets = _bound(options.host, options.port, stack)
-        model = load_pretrained(checkpoint, dtype=options.dtype, **trusted)
+        model = load_pretrained(
+            checkpoint, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+        )
         model = model.eval().to(options.device)
         worker = _worker(model, options)
         stack.callback(worker.close)

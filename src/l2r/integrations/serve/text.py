@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"  # what a decoder writes for the first bytes of a character
+UNFINISHED = "\ufffd"  # what a decoder writes for the first bytes of a character
 
 
 class Text:
@@ -24,7 +24,7 @@ class Text:
         """The text that is certain with this token; ``stopped`` when a stop string is complete."""
         self._tokens.append(token)
         before, after = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
-        if not after.endswith(_UNFINISHED):
+        if not after.endswith(UNFINISHED):
             self._tokens = self._tokens[self._read :]
             self._read = len(self._tokens)
             self._held += after[len(before) :]

@@ -181,8 +181,8 @@ class Routes:
                 f"got {self.lengths.tolist()} and {other.lengths.tolist()}"
             )
         starts = np.cumsum(self.lengths) - self.lengths
-        tokens = [r.positions + starts[r.sequence_of_rows] for r in (self, other)]
-        _, ours, theirs = np.intersect1d(*tokens, assume_unique=True, return_indices=True)
+        mine, others = (r.positions + starts[r.sequence_of_rows] for r in (self, other))
+        _, ours, theirs = np.intersect1d(mine, others, assume_unique=True, return_indices=True)
         sets = np.sort(self.experts[ours], axis=-1) == np.sort(other.experts[theirs], axis=-1)
         same = sets.all(axis=-1)
         if not len(same):

@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from l2r import L2RConfig, build_router, record, replay
+from l2r.models.checkpointing import checkpoint_activations
 from tests.routes.models import drawn_for, family_model, token_ids
 
 
@@ -47,20 +48,29 @@ def block_of(name):
     return compiled_and_plain(name, swapped=False)[1].model.layers[1].mlp
 
 
+def logits_and_gradients(model, ids):
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    logits.logsumexp(-1).sum().backward()
+    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 @pytest.mark.filterwarnings("ignore:(?s)Dynamo detected a call to a `functools")
-@torch.no_grad()
-def test_blocks_of_a_model_use_one_graph_without_a_break(graphs):
+def test_blocks_of_a_model_use_one_graph_with_checkpointing(graphs):
     compiled, model = compiled_and_plain("olmoe", swapped=True)
+    checkpoint_activations(model.train())
     ids = token_ids()
-    own = compiled(ids, use_cache=False).logits  # compiled before any block
+    own = compiled(ids, use_cache=False).logits.detach()  # compiled before any block
     before = graphs()
     for seed in range(3):
         routes = drawn_for(model, (12, 12), seed)
         with replay(model, routes):
-            expected = model(ids, use_cache=False).logits
+            expected, gradients = logits_and_gradients(model, ids)
         with replay(compiled, routes):
-            logits = compiled(ids, use_cache=False).logits
+            logits, ours = logits_and_gradients(compiled, ids)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        for gradient, theirs in zip(ours, gradients, strict=True):
+            torch.testing.assert_close(gradient, theirs, rtol=0, atol=1e-4)
         assert not torch.allclose(logits, own, atol=1e-3)
     assert graphs() == before + 1
     assert torch.equal(compiled(ids, use_cache=False).logits, own)

@@ -160,3 +160,23 @@ def test_a_checkpoint_that_is_called_directly_finds_its_routes_inside_the_block(
             for number in (1, 0, 2):
                 losses[number].backward()
     assert_close(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["transformers", "direct"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_forward_from_before_the_block_is_recomputed_as_it_was(direct, later):
+    model, batches, routes = setup("olmoe", swapped=False)
+    loss_of(model, batches[0]).backward()
+    expected = gradients_of(model)
+    if direct:
+        call_checkpoint(model, reentrant=False)
+    else:
+        enable(model, reentrant=False)
+    loss = loss_of(model, batches[0])
+    with replay(model, routes):
+        if later:
+            loss_of(model, batches[1])
+        loss.backward()
+        if not later:
+            loss_of(model, batches[1])
+    assert_close(gradients_of(model), expected)

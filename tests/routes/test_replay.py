@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from l2r import L2RConfig, Routes, build_router, capture, record, replay, router_names
 from l2r.kernels import dispatch
@@ -118,6 +119,46 @@ def test_a_loop_of_ones_own_over_a_cache_is_followed():
             output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
             parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_emptied_cache_begins_new_sequences():
+    model, ids = family_model("olmoe"), token_ids()
+    cache = DynamicCache(config=model.config)
+    with record(model) as recorder:
+        model(ids[:, :5], past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        assert cache.get_seq_length() == 0
+        model(ids[:, 5:], past_key_values=cache)
+    assert recorder.routes().lengths.tolist() == [5, 5, 7, 7]
+
+
+@torch.no_grad()
+def test_tokens_that_are_read_again_have_their_last_route():
+    """A draft that is rejected is cut off the cache, and its place read again."""
+    model, ids, other = family_model("olmoe"), token_ids(), token_ids(seed=2)
+    with record(model) as whole:
+        model(ids, use_cache=False)
+    with record(model) as recorder:
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        model(other[:, :4], past_key_values=cache)
+        cache.crop(-4)
+        model(ids[:, 6:], past_key_values=cache)
+    assert recorder.routes() == whole.routes()
+
+
+@torch.no_grad()
+def test_a_call_that_failed_is_not_recorded():
+    model, ids = family_model("olmoe"), token_ids()
+    with record(model) as recorder:
+        with pytest.raises(IndexError):
+            model(ids + 10**6, use_cache=False)
+        with pytest.raises(ValueError, match="ran outside of a call of the model that is recorded"):
+            model.model(ids)
+        model(ids, use_cache=False)
+    assert recorder.routes().lengths.tolist() == [12, 12]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,7 +4,6 @@ Shape letters: B rows of a batch, W its columns, T = B * W inputs of a router, S
 """
 
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ class Inputs(NamedTuple):
     columns: int | None
     mask: Bool[np.ndarray, "B W"] | None
     packed: Int[np.ndarray, " S"] | None
-    cache: Any
     past: int
     grows: bool
 
@@ -54,7 +52,7 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             "attention_mask must be [rows, columns] so that routes find their tokens; got "
             f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
         )
-    tokens = None if mask is None or columns is None else mask.detach().cpu().numpy() != 0
+    tokens = None if mask is None or columns is None else (mask.detach() != 0).cpu().numpy()
     if tokens is not None and tokens.all():
         tokens = None
     cache: Any = values.get("past_key_values")
@@ -63,11 +61,11 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     positions: Any = values.get("position_ids")
     packed = None
     if tokens is None and not grows and getattr(positions, "ndim", 0) == 2:
-        starts = positions.detach().cpu().expand(rows, -1).numpy() == 0
+        starts = (positions.detach() == 0).cpu().expand(rows, -1).numpy().copy()
         starts[:, 0] = True
         if starts[:, 1:].any():
             packed = np.diff(np.flatnonzero(starts), append=starts.size)
-    return Inputs(rows, columns, tokens, packed, cache, past, grows)
+    return Inputs(rows, columns, tokens, packed, past, grows)
 
 
 class Calls:
@@ -79,15 +77,13 @@ class Calls:
         self._rows = 0
         self._columns = 0  # that the last call's rows have in the cache
         self._tokens = np.zeros(0, np.int64)  # the same without padding, by row
-        self._cache: weakref.ref[Any] | None = None
 
     def continues(self, inputs: Inputs) -> bool:
         """Whether a call goes on with the last one's sequences.
 
         Raises ValueError for a cache that no call before has filled.
         """
-        known = self._cache is not None and self._cache() is inputs.cache
-        if inputs.cache is None or not (inputs.past or known):
+        if not inputs.past:
             return False
         if not self._rows or self._rows != inputs.rows:
             raise ValueError(
@@ -100,7 +96,7 @@ class Calls:
     def go_on(self, inputs: Inputs) -> Places:
         """Places of a call that continues."""
         columns = inputs.columns or 0
-        past = inputs.past or self._columns
+        past = inputs.past
         before = self._tokens - (self._columns - past)
         new = np.ones((inputs.rows, columns), bool)
         if inputs.mask is not None:
@@ -143,7 +139,6 @@ class Calls:
 
     def _remember(self, inputs: Inputs, columns: int, tokens: Int[np.ndarray, " B"]) -> None:
         self._rows, self._columns, self._tokens = inputs.rows, columns, tokens
-        self._cache = None if inputs.cache is None else weakref.ref(inputs.cache)
 
 
 def _places(tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray, " B"]) -> Places:

@@ -79,7 +79,6 @@ class Recorder:
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep what the routers chose in a call."""
-        self._open = False
         inputs = self._inputs
         assert inputs is not None
         experts, weights = [], []
@@ -108,6 +107,11 @@ class Recorder:
                 f"saw {len(together)}"
             )
         self._parts.append((places, together, kept))
+
+    @outside_of_graphs
+    def close(self, *call: Any) -> None:
+        """Record nothing more, whether the call succeeded or not."""
+        self._open = False
 
     def _recording(self, layer: RoutedLayer, router: nn.Module, seen: _Seen) -> Callable[..., Any]:
         forward = router.forward
@@ -141,14 +145,17 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
     fingerprint. Raises ValueError for a model without routers of ours or of a supported family.
     """
     recorder = Recorder(model, weights=weights, tokenizer=tokenizer)
-    begin = model.register_forward_pre_hook(recorder.begin, with_kwargs=True)
-    end = model.register_forward_hook(recorder.end)
+    hooks = (
+        model.register_forward_pre_hook(recorder.begin, with_kwargs=True),
+        model.register_forward_hook(recorder.end),
+        model.register_forward_hook(recorder.close, always_call=True),
+    )
     try:
         with replaced(recorder.forwards()):
             yield recorder
     finally:
-        begin.remove()
-        end.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @outside_of_graphs

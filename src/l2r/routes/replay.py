@@ -46,7 +46,8 @@ class Replay:
         self._calls = Calls()
         self._table = _row_table(routes)
         self._rows: Tensor | None = None  # of the call that runs
-        self._begun: list[tuple[int, Tensor]] = []  # number of the first node, rows
+        self._first_node = 0
+        self._spans: list[tuple[range, Tensor]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
         layers = routed_layers(model)
         self._device = next(layers[0].sites[0].router.parameters()).device
@@ -87,13 +88,13 @@ class Replay:
         else:
             places = self._new_places(inputs)
         rows = torch.from_numpy(self._rows_of(places)).to(self._device)
-        if torch.is_grad_enabled():
-            self._begun.append((next_number(), rows))
-        self._rows = rows
+        self._rows, self._first_node = rows, next_number()
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forget the rows when the call is over."""
+        """Forget the rows when the call is over, but for its backward pass."""
+        if self._rows is not None and next_number() > self._first_node:
+            self._spans.append((range(self._first_node, next_number()), self._rows))
         self._rows = None
 
     @contextmanager
@@ -160,6 +161,8 @@ class Replay:
             rows = self._rows
             if rows is None:
                 rows = self._recomputed_rows(layer.layer)
+            if rows is None:
+                return output
             if rows.shape[0] != own.shape[0]:
                 raise ValueError(
                     f"the router of layer {layer.layer} must see the {rows.shape[0]} inputs of "
@@ -199,16 +202,19 @@ class Replay:
         return carrying
 
     @outside_of_graphs
-    def _recomputed_rows(self, layer: int) -> Tensor:
-        """Rows of the call whose backward pass runs."""
-        if not in_backward() or not self._begun:
-            raise ValueError(
-                f"the router of layer {layer} ran outside of a call of the model that is "
-                "replayed; pass the model that is called to replay, compiled where it is"
-            )
-        number = running_number()
-        calls = [rows for first, rows in self._begun if first <= number]
-        return calls[-1]
+    def _recomputed_rows(self, layer: int) -> Tensor | None:
+        """Rows of the call whose backward pass runs; None for one from before the block."""
+        if in_backward():
+            number = running_number()
+            for nodes, rows in self._spans:
+                if number in nodes:
+                    return rows
+            if not self._spans or number < self._spans[0][0].start:
+                return None
+        raise ValueError(
+            f"the router of layer {layer} ran outside of a call of the model that is replayed; "
+            "pass the model that is called to replay, compiled where it is"
+        )
 
 
 @contextmanager

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.routers.observe import routed
 from l2r.routes.backward import in_backward, next_number, outside_of_graphs, running_number
-from l2r.routes.calls import Calls, Inputs, Places, read_inputs
+from l2r.routes.calls import read_inputs
 from l2r.routes.layers import (
     RoutedLayer,
     check_weighable,
@@ -23,6 +22,7 @@ from l2r.routes.layers import (
     replaced,
     routed_layers,
 )
+from l2r.routes.reading import Reading
 from l2r.routes.routes import NO_ROUTE, Routes
 from l2r.swap.swap import Site
 
@@ -43,8 +43,7 @@ class Replay:
             raise ValueError("weights='recorded' needs routes of record(model, weights=True)")
         routes.fingerprint.check(fingerprint_of(model, tokenizer))
         self._routes = routes
-        self._calls = Calls()
-        self._table = _row_table(routes)
+        self._reading = Reading(routes)
         self._rows: Tensor | None = None  # of the call that runs
         self._first_node = 0
         self._spans: list[tuple[range, Tensor]] = []  # nodes of the graph of a call, its rows
@@ -67,7 +66,7 @@ class Replay:
     @property
     def remaining(self) -> int:
         """Sequences that no call has read yet."""
-        return len(self._routes) - self._calls.sequences
+        return self._reading.remaining
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -82,13 +81,8 @@ class Replay:
     @outside_of_graphs
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the rows of the routes that a call reads."""
-        inputs = read_inputs(model, args, kwargs)
-        if self._calls.continues(inputs):
-            places = self._calls.go_on(inputs)
-        else:
-            places = self._new_places(inputs)
-        rows = torch.from_numpy(self._rows_of(places)).to(self._device)
-        self._rows, self._first_node = rows, next_number()
+        rows = self._reading.rows(read_inputs(model, args, kwargs))
+        self._rows, self._first_node = torch.from_numpy(rows).to(self._device), next_number()
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -113,37 +107,6 @@ class Replay:
                         yield
             finally:
                 self._rows = before
-
-    def _new_places(self, inputs: Inputs) -> Places:
-        """Places of a call with new sequences. Raises ValueError where they do not fit them."""
-        first = self._calls.sequences
-        left = self._routes.lengths[first:]
-        size = inputs.rows * (inputs.columns or 0)
-        if inputs.packed is not None:
-            count = len(inputs.packed)
-            _check_lengths(inputs.packed, left, first)
-            return self._calls.begin_packed(left[:count])
-        if inputs.mask is None and not inputs.grows and not _one_a_row(inputs, left):
-            count = int(np.searchsorted(np.cumsum(left), size)) + 1
-            _check_filled(left[:count], inputs, first)
-            return self._calls.begin_packed(left[:count])
-        _check_left(inputs.rows, left, first)
-        if not inputs.grows:
-            columns = inputs.columns
-            counts = np.full(inputs.rows, left[:1].sum() if columns is None else columns)
-            _check_lengths(counts if inputs.mask is None else inputs.mask.sum(axis=1), left, first)
-        return self._calls.begin(inputs, inputs.columns or int(left[:1].sum()))
-
-    def _rows_of(self, places: Places) -> Int[np.ndarray, " T"]:
-        """Row of the routes of each input, the one after the last where it has none."""
-        none = len(self._routes.experts)
-        if not len(self._routes):
-            return np.full(len(places.token), none)
-        lengths = self._routes.lengths
-        known = (places.token >= 0) & (places.token < lengths[places.sequence])
-        start = np.cumsum(lengths) - lengths
-        at = np.where(known, start[places.sequence] + places.token, len(self._table) - 1)
-        return self._table[at]
 
     def _replaying(
         self, place: int, layer: RoutedLayer, site: Site, weights: Weights
@@ -255,50 +218,3 @@ def _with_none(values: np.ndarray) -> Tensor:
     """A tensor with one row more, of NO_ROUTE."""
     none = np.full((1, *values.shape[1:]), NO_ROUTE, values.dtype)
     return torch.from_numpy(np.concatenate([values, none]))
-
-
-def _row_table(routes: Routes) -> Int[np.ndarray, " tokens"]:
-    """Row of every token of every sequence, and one more, of no token."""
-    none = len(routes.experts)
-    table = np.full(int(routes.lengths.sum()) + 1, none)
-    start = np.cumsum(routes.lengths) - routes.lengths
-    table[start[routes.sequence_of_rows] + routes.positions] = np.arange(none)
-    return table
-
-
-def _one_a_row(inputs: Inputs, left: Int[np.ndarray, " S"]) -> bool:
-    rows, columns = inputs.rows, inputs.columns
-    return columns is None or (len(left) >= rows and bool((left[:rows] == columns).all()))
-
-
-def _check_filled(lengths: Int[np.ndarray, " S"], inputs: Inputs, first: int) -> None:
-    """Raise ValueError unless each row of a call without a mask is whole sequences."""
-    rows, columns = inputs.rows, inputs.columns or 0
-    borders = np.arange(1, rows + 1) * columns
-    if not np.isin(borders, np.cumsum(lengths)).all() or lengths.sum() != rows * columns:
-        raise ValueError(
-            f"whole sequences must fill the rows of a call without padding, {rows} of {columns} "
-            f"tokens; from number {first} on they have {lengths.tolist()!s:.60} tokens. Pass a "
-            "2-D attention_mask where there is padding; what was sampled last has no route, see "
-            "Routes.extended"
-        )
-
-
-def _check_lengths(counts: Int[np.ndarray, " B"], left: Int[np.ndarray, " S"], first: int) -> None:
-    """Raise ValueError unless the sequences of a call have as many tokens as in the routes."""
-    _check_left(len(counts), left, first)
-    for number, (count, length) in enumerate(zip(counts, left, strict=False), start=first):
-        if count != length:
-            raise ValueError(
-                f"a sequence must have as many tokens as its routes; sequence {number} has "
-                f"{count} in the call and {length} in the routes. What was sampled last has no "
-                "route, see Routes.extended"
-            )
-
-
-def _check_left(count: int, left: Int[np.ndarray, " S"], first: int) -> None:
-    if len(left) < count:
-        raise ValueError(
-            f"a call reads {count} sequences; {len(left)} of the routes' {first + len(left)} are "
-            "left"
-        )

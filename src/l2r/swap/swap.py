@@ -19,6 +19,7 @@ from l2r.models.initialize import attach_router
 from l2r.routers import Router, RouterConfig
 from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
+from l2r.swap.model_types import mark, unmark
 
 M = TypeVar("M", bound=nn.Module)
 SELECTIONS = ("family", "router")
@@ -96,6 +97,7 @@ def record_swap(
         model_config.router = config.to_dict()  # says it all by itself
         if hasattr(model_config, "l2r_swap"):
             del model_config.l2r_swap
+        unmark(model)
         return
     layers = sorted({site.layer for site in sites})  # PEFT keeps a router and its trained copy
     entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
@@ -104,6 +106,7 @@ def record_swap(
     if everywhere and not keeps:  # nothing is left of them
         earlier = []
     model_config.l2r_swap = [*earlier, entry]
+    mark(model, replay_swaps)
 
 
 def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,173 @@
+"""Configuration and model classes of swapped models: transformers' own under names of ours.
+
+A model type of its own (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every loader that goes
+by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import output_capturing
+
+from l2r import models
+from l2r.auto_classes import PREFIX, SWAPPED
+from l2r.models.initialize import reset_missing
+from l2r.routers import Router
+
+Replay = Callable[[nn.Module, Sequence[Mapping[str, Any]]], list[str]]
+
+HOME = "l2r.swap.auto"  # where pickle and PEFT look the classes up by name
+UNSAVED = "swapped in memory; save_pretrained it and load that folder"
+_PACKAGE = "the Python package l2r-moe (pip install 'l2r-moe[lm]', then import l2r)"
+_OPENING = "open it with an Auto class of transformers or l2r.load_pretrained"
+# transformers prints the first where it does not know the model type, before any code is loaded;
+# a repository of this name cannot be. The second stands where a family's own configuration class
+# checks for a bool and prints what it got.
+_AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
+_GUARD, _GUARDED = f"the routers are those of {_PACKAGE}; {_OPENING}", "l2r_output_router_logits"
+_FIELD = "output_router_logits"
+
+
+class SwappedConfig:
+    """Mixin of the configurations: what only a file carries, so that stock classes refuse it."""
+
+    auto_map: Mapping[str, str] = {}  # TRL reads it of classes that transformers does not export
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
+        """Write config.json: as in transformers, and the notes for loaders without our package."""
+        super().to_json_file(json_file_path, use_diff=use_diff)  # type: ignore[misc]
+        path = Path(json_file_path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values |= {"auto_map": _AUTO_MAP, _FIELD: _GUARD, _GUARDED: getattr(self, _FIELD, False)}
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def type_name(model_type: str) -> str:
+    """Model type of a swapped model, from the type before: ``l2r_mixtral`` from ``mixtral``."""
+    own = (models.L2rOlmoeConfig.model_type, models.L2rViTConfig.model_type)
+    ours = PREFIX + model_type
+    return PREFIX + SWAPPED + model_type if ours in own else ours
+
+
+def class_name(base: type) -> str:
+    """Name of the swapped class of a configuration or a model: ``L2rMixtralForCausalLM``."""
+    config: Any = base if issubclass(base, PreTrainedConfig) else base.config_class  # type: ignore[attr-defined]
+    renamed = type_name(config.model_type) != PREFIX + config.model_type
+    return ("L2rSwapped" if renamed else "L2r") + base.__name__
+
+
+def stock_class(name: str) -> Any:
+    """The class of transformers or of ours with a name; None where there is none."""
+    return getattr(models if name in models.__all__ else transformers, name, None)
+
+
+@cache
+def swapped_config(base: Any) -> Any:
+    """The configuration class of swapped models whose configuration was a ``base``."""
+
+    def build(self: Any, *args: Any, **values: Any) -> None:
+        if values.get(_FIELD) == _GUARD:
+            values[_FIELD] = values.pop(_GUARDED, False)
+            values.pop("auto_map", None)
+        base.__init__(self, *args, **values)
+        self.__dict__.pop("model_type", None)  # of the class
+
+    body = {"__init__": build, "__module__": HOME, "model_type": type_name(base.model_type)}
+    return type(class_name(base), (SwappedConfig, base), body)
+
+
+@cache
+def swapped_model(base: Any, replay: Replay) -> Any:
+    """The model class of swapped models that were of class ``base``.
+
+    ``replay`` puts the routers of ``config.l2r_swap`` into a new model and returns their paths.
+    """
+
+    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        swaps = getattr(config, "l2r_swap", None)
+        if not swaps:
+            raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
+        base.__init__(self, config, *args, **options)
+        paths = replay(self, swaps)
+        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}
+        _take_classes(self, replay)
+
+    @torch.no_grad()
+    def initialize(self: Any, module: nn.Module) -> None:
+        if isinstance(module, Router):
+            reset_missing(module)
+        else:
+            base._init_weights(self, module)
+
+    body = {
+        "__init__": build,
+        "__module__": HOME,
+        "_init_weights": initialize,
+        "config_class": swapped_config(base.config_class),
+        # Of the classes' module these read the source, and whether it is transformers'.
+        "_can_set_attn_implementation": classmethod(lambda cls: base._can_set_attn_implementation()),
+        "_can_set_experts_implementation": classmethod(
+            lambda cls: base._can_set_experts_implementation()
+        ),
+        "is_custom_code": classmethod(lambda cls: False),
+    }
+    made: Any = type(class_name(base), (base,), body)
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(made), made._can_record_outputs)
+    return made
+
+
+def mark(model: nn.Module, replay: Replay) -> None:
+    """Give a model whose routers were replaced, and its configuration, the classes of swapped ones.
+
+    A class of the user's own stays what it is; the configuration says what the model has.
+    """
+    config: Any = model.config
+    if not isinstance(config, PreTrainedConfig):
+        return
+    base = type(config)
+    if not isinstance(config, SwappedConfig) and stock_class(base.__name__) is base:
+        config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
+        config.__dict__.pop("model_type", None)
+    changed = _take_classes(model, replay)
+    config.architectures = changed[:1] or config.architectures
+    _rename(model)
+
+
+def unmark(model: nn.Module) -> None:
+    """Give back the classes that ``mark`` changed."""
+    config: Any = model.config
+    for part in [config, *model.modules()]:
+        if type(part).__module__ == HOME:
+            part.__class__ = next(c for c in type(part).__bases__ if c is not SwappedConfig)
+    _rename(model)
+
+
+def _rename(model: nn.Module) -> None:
+    """Take away the name of the folder that was loaded: TRL and PEFT open it for this model."""
+    for part in [model.config, *model.modules()]:
+        if isinstance(part, PreTrainedConfig | PreTrainedModel):
+            part.name_or_path = UNSAVED
+
+
+def _take_classes(model: nn.Module, replay: Replay) -> list[str]:
+    """Change the classes of the Hugging Face models in a model that share its configuration.
+
+    Returns their names, from the outside to the inside.
+    """
+    names = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module.config is not model.config:
+            continue
+        base = type(module)
+        if stock_class(base.__name__) is base:
+            module.__class__ = swapped_model(base, replay)
+        names.append(type(module).__name__)
+    return names

@@ -1,8 +1,10 @@
 """LoRA on top of a swapped model: adapters train, the router trains as a saved module."""
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 
 from l2r import L2RConfig, Router, capture
 from l2r.checkpoints import load_pretrained
@@ -84,3 +86,28 @@ def test_a_router_that_peft_saves_is_recorded_once_per_layer():
     model = get_peft_model(tiny_model(FAMILIES["olmoe"]), adapters)
     swap_routers(model, L2RConfig(rank=2, heads=4))
     assert model.config.l2r_swap[-1]["layers"] == [0, 1]
+
+
+CHOICES = [
+    LoraConfig(r=2, target_modules="all-linear"),
+    LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "config"),
+    # PEFT has layers by default for Mixtral, though none for LoRA.
+    [(n, c) for n in ("olmoe", "mixtral", "qwen3_moe") for c in CHOICES]
+    + [("mixtral", LoHaConfig())],
+)
+def test_the_same_layers_are_adapted_before_and_after_a_swap(name, config):
+    def adapters(model):
+        adapted = get_peft_model(model, copy.deepcopy(config))
+        names = {n for n, p in adapted.named_parameters() if p.requires_grad and ".gate." not in n}
+        assert names
+        return names
+
+    model = tiny_model(FAMILIES[name])
+    swapped = swap_routers(copy.deepcopy(model), L2RConfig(rank=2, heads=4))
+    assert adapters(swapped) == adapters(model)

@@ -18,10 +18,6 @@ from transformers import (
     OlmoeForCausalLM,
     OlmoeModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 from transformers.models.olmoe.modeling_olmoe import (
     OlmoeAttention,
     OlmoeDecoderLayer,
@@ -32,6 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing
+from l2r.models.tables import share_adapters, share_conversion
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
 
@@ -128,7 +125,5 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
 AutoConfig.register("l2r_olmoe", L2rOlmoeConfig, exist_ok=True)
 AutoModel.register(L2rOlmoeConfig, L2rOlmoeModel, exist_ok=True)
 AutoModelForCausalLM.register(L2rOlmoeConfig, L2rOlmoeForCausalLM, exist_ok=True)
-# A new model type has no key mapping: without this line OLMoE's experts would load as random.
-register_checkpoint_conversion_mapping(
-    "l2r_olmoe", get_checkpoint_conversion_mapping("olmoe"), overwrite=True
-)
+share_conversion("l2r_olmoe", "olmoe")
+share_adapters("l2r_olmoe", "olmoe")

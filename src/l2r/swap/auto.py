@@ -1,4 +1,4 @@
-"""Classes of swapped models by name, and their places in transformers' and PEFT's tables.
+"""Classes of swapped models by name, and their places in transformers' tables.
 
 ``l2r.swap.auto.L2rMixtralForCausalLM`` is made when it is asked for, also by pickle.
 """
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from transformers import AutoConfig, conversion_mapping
+from transformers import AutoConfig
 from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r import models
 from l2r.auto_classes import PREFIX, SWAPPED
-from l2r.imports import after_import
+from l2r.models.tables import share_adapters, share_conversion
 from l2r.swap.model_types import (
     class_name,
     stock_class,
@@ -49,9 +49,9 @@ def config_class(model_type: str) -> Any:
         auto._model_mapping._model_mapping[model_type] = model.__name__
         names[model.__name__] = stock.__name__
     for ours, theirs in names.items():
-        _share_conversion(ours, theirs)
+        share_conversion(ours, theirs)
     _share_tokenizer(made, base)
-    _share_adapters(model_type, name)
+    share_adapters(model_type, name)
     return made
 
 
@@ -96,13 +96,6 @@ def _stock_models(base: Any) -> Iterator[tuple[Any, Any]]:
             yield auto, stock
 
 
-def _share_conversion(ours: str, theirs: str) -> None:
-    """Read and write experts as stock does, by model type or by a class that has its own way."""
-    keys = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
-    if keys is not None:
-        conversion_mapping.register_checkpoint_conversion_mapping(ours, keys, overwrite=True)
-
-
 def _share_tokenizer(made: Any, base: Any) -> None:
     ours, theirs = made.model_type, base.model_type
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -111,25 +104,3 @@ def _share_tokenizer(made: Any, base: Any) -> None:
     tokenizer = tokenization_auto.TOKENIZER_MAPPING.get(base, None)
     if tokenizer is not None:
         tokenization_auto.TOKENIZER_MAPPING.register(made, tokenizer, exist_ok=True)
-    wrong = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
-    if theirs in wrong:
-        wrong.add(ours)
-
-
-def _share_adapters(ours: str, theirs: str) -> None:
-    """Let PEFT adapt by default, and inside the experts, what it adapts in the family."""
-
-    def patterns(module: Any) -> None:
-        table = module._MODEL_TO_CONVERSION_PATTERN
-        # A family that others are converted like stands in the values alone.
-        pattern = table.get(theirs, theirs if theirs in table.values() else None)
-        if pattern is not None:
-            table[ours] = pattern
-
-    def targets(module: Any) -> None:
-        for name, table in vars(module).items():
-            if name.startswith("TRANSFORMERS_MODELS_TO_") and theirs in table:
-                table[ours] = table[theirs]
-
-    after_import("peft.utils.transformers_weight_conversion", patterns)
-    after_import("peft.utils.constants", targets)

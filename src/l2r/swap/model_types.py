@@ -113,7 +113,9 @@ def swapped_model(base: Any, replay: Replay) -> Any:
         "_init_weights": initialize,
         "config_class": swapped_config(base.config_class),
         # Of the classes' module these read the source, and whether it is transformers'.
-        "_can_set_attn_implementation": classmethod(lambda cls: base._can_set_attn_implementation()),
+        "_can_set_attn_implementation": classmethod(
+            lambda cls: base._can_set_attn_implementation()
+        ),
         "_can_set_experts_implementation": classmethod(
             lambda cls: base._can_set_experts_implementation()
         ),
@@ -132,13 +134,18 @@ def mark(model: nn.Module, replay: Replay) -> None:
     config: Any = model.config
     if not isinstance(config, PreTrainedConfig):
         return
+    mark_config(config)
+    changed = _take_classes(model, replay)
+    config.architectures = changed[:1] or config.architectures
+    _rename(model)
+
+
+def mark_config(config: Any) -> None:
+    """Give a configuration of transformers or of ours the class of swapped models."""
     base = type(config)
     if not isinstance(config, SwappedConfig) and stock_class(base.__name__) is base:
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
-    changed = _take_classes(model, replay)
-    config.architectures = changed[:1] or config.architectures
-    _rename(model)
 
 
 def unmark(model: nn.Module) -> None:
@@ -153,7 +160,7 @@ def unmark(model: nn.Module) -> None:
 def _rename(model: nn.Module) -> None:
     """Take away the name of the folder that was loaded: TRL and PEFT open it for this model."""
     for part in [model.config, *model.modules()]:
-        if isinstance(part, PreTrainedConfig | PreTrainedModel):
+        if isinstance(part, PreTrainedConfig | PreTrainedModel) and part.name_or_path:
             part.name_or_path = UNSAVED
 
 

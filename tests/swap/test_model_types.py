@@ -13,13 +13,20 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    OlmoeForCausalLM,
+    ViTForImageClassification,
     pipeline,
 )
 
 import l2r
 from l2r import L2RConfig, Router, XMoEConfig
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
 from l2r.swap import auto, swap_routers
 from l2r.swap.families import FAMILIES, TINY
 
@@ -66,6 +73,19 @@ def test_the_familys_own_class_refuses_the_folder_and_names_the_package(name, tm
     with pytest.raises(Exception, match="l2r-moe") as error:
         stock.from_pretrained(tmp_path)
     assert "load_pretrained" in str(error.value)
+
+
+def test_stock_classes_refuse_folders_of_our_own_models_too(tmp_path):
+    own().save_pretrained(tmp_path / "olmoe")
+    with pytest.raises(Exception, match="l2r-moe"):
+        OlmoeForCausalLM.from_pretrained(tmp_path / "olmoe")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    config = L2rViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4, num_experts=4)
+    L2rViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    with pytest.raises(Exception, match="l2r-moe"):
+        ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    config = L2rViTConfig.from_pretrained(tmp_path / "vit")
+    assert config.initializer_range == L2rViTConfig().initializer_range
 
 
 def test_other_heads_open_the_same_routers(tmp_path):
@@ -140,7 +160,7 @@ def test_a_folder_of_0_2_opens_by_load_pretrained(tmp_path):
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
-    for field in ("auto_map", "output_router_logits", "l2r_output_router_logits"):
+    for field in ("auto_map", "initializer_range", "l2r_initializer_range"):
         del values[field]
     values |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     path.write_text(json.dumps(values))

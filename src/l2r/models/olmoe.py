@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing
+from l2r.models.opening import NeedsPackage
 from l2r.models.tables import share_adapters, share_conversion
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
@@ -36,7 +37,7 @@ DEFAULT_ROUTER = "linear"  # an exported file has its own: it holds that one rou
 
 
 @no_type_check  # transformers passes fields that its own signature does not have
-class L2rOlmoeConfig(OlmoeConfig):
+class L2rOlmoeConfig(NeedsPackage, OlmoeConfig):
     """OlmoeConfig plus ``router``: the dictionary form of a RouterConfig, ``kind`` first.
 
     ``L2rOlmoeConfig(router={"kind": "l2r_sips", "rank": 2, "heads": 16})``. Fields left out

@@ -4,10 +4,8 @@ A model type of its own (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,34 +18,13 @@ from transformers.utils import output_capturing
 from l2r import models
 from l2r.auto_classes import PREFIX, SWAPPED
 from l2r.models.initialize import reset_missing
+from l2r.models.opening import NeedsPackage
 from l2r.routers import Router
 
 Replay = Callable[[nn.Module, Sequence[Mapping[str, Any]]], list[str]]
 
 HOME = "l2r.swap.auto"  # where pickle and PEFT look the classes up by name
 UNSAVED = "swapped in memory; save_pretrained it and load that folder"
-_PACKAGE = "the Python package l2r-moe (pip install 'l2r-moe[lm]', then import l2r)"
-_OPENING = "open it with an Auto class of transformers or l2r.load_pretrained"
-# transformers prints the first where it does not know the model type, before any code is loaded;
-# a repository of this name cannot be. The second stands where a family's own configuration class
-# checks for a bool and prints what it got.
-_AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
-_GUARD, _GUARDED = f"the routers are those of {_PACKAGE}; {_OPENING}", "l2r_output_router_logits"
-_FIELD = "output_router_logits"
-
-
-class SwappedConfig:
-    """Mixin of the configurations: what only a file carries, so that stock classes refuse it."""
-
-    auto_map: Mapping[str, str] = {}  # TRL reads it of classes that transformers does not export
-
-    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
-        """Write config.json: as in transformers, and the notes for loaders without our package."""
-        super().to_json_file(json_file_path, use_diff=use_diff)  # type: ignore[misc]
-        path = Path(json_file_path)
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values |= {"auto_map": _AUTO_MAP, _FIELD: _GUARD, _GUARDED: getattr(self, _FIELD, False)}
-        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def type_name(model_type: str) -> str:
@@ -74,14 +51,12 @@ def swapped_config(base: Any) -> Any:
     """The configuration class of swapped models whose configuration was a ``base``."""
 
     def build(self: Any, *args: Any, **values: Any) -> None:
-        if values.get(_FIELD) == _GUARD:
-            values[_FIELD] = values.pop(_GUARDED, False)
-            values.pop("auto_map", None)
         base.__init__(self, *args, **values)
         self.__dict__.pop("model_type", None)  # of the class
 
     body = {"__init__": build, "__module__": HOME, "model_type": type_name(base.model_type)}
-    return type(class_name(base), (SwappedConfig, base), body)
+    bases = (base,) if issubclass(base, NeedsPackage) else (NeedsPackage, base)
+    return type(class_name(base), bases, body)
 
 
 @cache
@@ -143,7 +118,7 @@ def mark(model: nn.Module, replay: Replay) -> None:
 def mark_config(config: Any) -> None:
     """Give a configuration of transformers or of ours the class of swapped models."""
     base = type(config)
-    if not isinstance(config, SwappedConfig) and stock_class(base.__name__) is base:
+    if stock_class(base.__name__) is base:
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
 
@@ -153,7 +128,7 @@ def unmark(model: nn.Module) -> None:
     config: Any = model.config
     for part in [config, *model.modules()]:
         if type(part).__module__ == HOME:
-            part.__class__ = next(c for c in type(part).__bases__ if c is not SwappedConfig)
+            part.__class__ = next(c for c in type(part).__bases__ if c is not NeedsPackage)
     _rename(model)
 
 

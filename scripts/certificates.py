@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from l2r import build_router
 from l2r.certificates.attack import count_violations, find_flip
 from l2r.certificates.certify import certify
 
-ROUTERS = {
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "linear_sips": ("linear_sips", {}),
     "xmoe": ("xmoe", {}),

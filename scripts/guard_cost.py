@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -19,11 +20,17 @@ from l2r import build_router
 from l2r.kernels import guard
 from l2r.planning.recipe_model import example_batch
 from l2r.recipes.load import load_recipe
+from l2r.recipes.schema import LanguageRecipe
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
 from l2r.training.step import TrainingStep
 
-KINDS = {"l2r_sips": {}, "l2r_sips, rank 16": {"rank": 16}, "xmoe": {}, "linear": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "l2r_sips": {},
+    "l2r_sips, rank 16": {"rank": 16},
+    "xmoe": {},
+    "linear": {},
+}
 DEVICE = torch.device("cuda")
 
 
@@ -33,7 +40,7 @@ def compared(kind: str, dtype: torch.dtype) -> list[guard.Verdict]:
     sizes = {"hidden_size": 2048, "num_experts": 64, "top_k": 8}
     router = build_router(kind.split(",", maxsplit=1)[0], **sizes, **options).to(DEVICE)
     x = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
-    found = []
+    found: list[guard.Verdict] = []
     for _ in range(2):
         guard.verdicts.clear()
         router(x)
@@ -46,10 +53,12 @@ def waits() -> str:
     recipe = load_recipe("demo/l2r-sips", ["training.precision=bf16"])
     from l2r.training.language import LanguageTask
 
-    task = LanguageTask(recipe, print)
-    model = task.build_model().to(DEVICE)
+    assert isinstance(recipe, LanguageRecipe)
+    model = LanguageTask(recipe, print).build_model().to(DEVICE)
     batch = example_batch(recipe, model, 4, device=DEVICE)
-    task = SimpleNamespace(loss=LanguageTask.loss, micro_batches=lambda step, ranks: [batch, batch])
+    task: Any = SimpleNamespace(
+        loss=LanguageTask.loss, micro_batches=lambda step, ranks: [batch, batch]
+    )
     optimizer = build_optimizer(model, recipe.optimizer)
     step = TrainingStep(recipe, task, model, optimizer, Ranks(0, 1, DEVICE))
     for number in range(2):  # the first compiles, is compared, and makes the optimizer's state

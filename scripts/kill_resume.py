@@ -129,7 +129,7 @@ def run_trial(folder: Path, unbroken: Path, length: float, moments: random.Rando
     return Trial(tuple(steps), inside, tuple(differences(unbroken, folder)))
 
 
-def start(folder: Path) -> multiprocessing.Process:
+def start(folder: Path) -> multiprocessing.process.BaseProcess:
     """A process of its own that trains into ``folder``."""
     process = multiprocessing.get_context("fork").Process(target=work, args=(folder,))
     process.start()

@@ -21,9 +21,11 @@ import threading
 import time
 import tomllib
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
@@ -107,7 +109,8 @@ class Matrix:
         ours = ("PYTHON", "L2R_", "VIRTUAL_ENV", "ATEN_", "OMP_")
         self.variables = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
         self.variables.setdefault("UV_CACHE_DIR", str(self.cache / "uv"))
-        self.installing, self.running = threading.Lock(), set()
+        self.installing = threading.Lock()
+        self.running = set[subprocess.Popen[bytes]]()
 
     def copy_commit(self) -> None:
         """The tree of the last commit, so that edits during a run change nothing."""
@@ -130,7 +133,7 @@ class Matrix:
             subprocess.run([tool / "bin" / "pip", "install", "--quiet", "uv"], check=True)
         return str(tool / "bin" / "uv")
 
-    def result(self, combination: Combination) -> dict | None:
+    def result(self, combination: Combination) -> dict[str, Any] | None:
         """What came out before, if the combination has ended."""
         path = self.results / f"{combination.name}.json"
         return json.loads(path.read_text()) if path.exists() else None
@@ -155,12 +158,18 @@ class Matrix:
                 raise RuntimeError(f"the installation ended with code {code}; see {log}")
         return python
 
-    def call(self, command: list, log: Path, **variables: str) -> int:
+    def call(self, command: Sequence[object], log: Path, **variables: str) -> int:
         """Exit code of a command that writes to the log; its whole group ends with it."""
         with log.open("ab") as file:
-            options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            options |= {"cwd": self.source, "env": self.variables | variables}
-            process = subprocess.Popen(list(map(str, command)), start_new_session=True, **options)
+            process = subprocess.Popen(
+                list(map(str, command)),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=self.source,
+                env=self.variables | variables,
+                start_new_session=True,
+            )
             self.running.add(process)
             try:
                 return process.wait(self.options.timeout * 60)
@@ -175,12 +184,16 @@ class Matrix:
             os.killpg(process.pid, signal.SIGKILL)
         os._exit(130)
 
-    def run(self, combination: Combination) -> dict:
+    def run(self, combination: Combination) -> dict[str, Any]:
         """Install, test, keep the result."""
         log = self.results / f"{combination.name}.log"
         log.unlink(missing_ok=True)
         start = time.monotonic()
-        found = {"name": combination.name, "commit": self.commit, "settings": combination.settings}
+        found: dict[str, Any] = {
+            "name": combination.name,
+            "commit": self.commit,
+            "settings": combination.settings,
+        }
         try:
             with self.installing:
                 python = self.install(combination, log)
@@ -207,7 +220,7 @@ class Matrix:
         )
         return json.loads(_output(str(python), "-c", code, env=self.variables))
 
-    def test(self, combination: Combination, python: Path, log: Path) -> dict:
+    def test(self, combination: Combination, python: Path, log: Path) -> dict[str, Any]:
         """Counts and the names of the tests that failed."""
         report = self.results / f"{combination.name}.xml"
         report.unlink(missing_ok=True)
@@ -226,12 +239,12 @@ class Matrix:
         return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failures}
 
 
-def _output(*command: str, **options: object) -> str:
+def _output(*command: str, **options: Any) -> str:
     done = subprocess.run(command, check=True, capture_output=True, text=True, **options)
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
-def line(found: dict) -> str:
+def line(found: dict[str, Any]) -> str:
     """One combination in one line."""
     if "error" in found:
         return f"{found['name']:20} ERROR  {found['error']}"
@@ -240,7 +253,7 @@ def line(found: dict) -> str:
     return f"{found['name']:20} {counts or 'installed'}  {versions}  {found.get('seconds', 0)} s"
 
 
-def write_page(rows: list[dict], names: list[str]) -> None:
+def write_page(rows: list[dict[str, Any]], names: list[str]) -> None:
     """The table between the two marks of docs/versions.md, in the order of ``names``.
 
     A combination without a result on this machine keeps what the page says of it.
@@ -302,8 +315,8 @@ def main() -> int:
             print(line(done.result()), flush=True)
     results = [found for c in chosen if (found := matrix.result(c))]
     if not options.tests and not options.install_only:
-        found = [result for c in known if (result := matrix.result(c))]
-        write_page(found, [c.name for c in known])
+        every = [result for c in known if (result := matrix.result(c))]
+        write_page(every, [c.name for c in known])
     return int(any("error" in r or r.get("failed") for r in results))
 
 

@@ -95,8 +95,8 @@ def router_seconds(
 def layer_seconds(gpu: Gpu, form: int, tokens: int, hidden: int, experts: int) -> float:
     """Attention and experts on one GPU; it reads those of its experts that some token chose."""
     expert = 3 * hidden * (hidden // 2)
-    attention = 4 * hidden**2
-    cache = 4 * CONTEXT * hidden * (tokens if tokens < CONTEXT else 1)
+    attention: float = 4 * hidden**2
+    cache: float = 4 * CONTEXT * hidden * (tokens if tokens < CONTEXT else 1)
     flops = tokens * (2 * (TOP_K * expert + attention) + 2 * CONTEXT * hidden)
     together = tokens * form if form == EP else tokens
     met = experts * (1 - (1 - TOP_K / experts) ** together) * expert / form

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from l2r.checkpoints import load_causal_lm
 from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.sample_text import sample_batches
 from l2r.report.tables import Table
-from l2r.training.upcycle import FitOptions, perplexity, train_jointly, upcycle
+from l2r.training.fit import FitOptions, perplexity
+from l2r.training.upcycle import JointOptions, train_jointly, upcycle
 
 COLUMNS = (
     "rank",
@@ -57,8 +59,8 @@ def main() -> None:
         sequence_length=args.sequence_length,
     )
     control = copy.deepcopy(model)
-    options = FitOptions(joint_steps=args.train_steps, joint_lr=args.train_lr)
-    train_jointly(control, batches, options, lambda stage, done, total: None)
+    joint = JointOptions(args.train_steps, args.train_lr)
+    train_jointly(control, batches, joint, lambda *_: None)
     original, trained = perplexity(model, held_out), perplexity(control, held_out)
     records: list[dict[str, object]] = [{"start": "original", "trained": trained}]
     rows: list[tuple[object, ...]] = []
@@ -67,9 +69,6 @@ def main() -> None:
         rank, heads = (int(part) for part in cell.split("x"))
         for start, updates in (("fitted", 4), ("drawn", 0)):
             torch.manual_seed(0)
-            options = FitOptions(
-                updates=updates, joint_steps=args.train_steps, joint_lr=args.train_lr
-            )
             began = time.perf_counter()
             fitted_at: list[float] = []
             result = upcycle(
@@ -77,21 +76,26 @@ def main() -> None:
                 L2RConfig(rank=rank, heads=heads),
                 batches,
                 held_out,
-                options=options,
-                report=lambda stage, done, total, began=began, at=fitted_at: (
-                    at.append(time.perf_counter() - began) if stage == "fit" else None
-                ),
+                options=FitOptions(updates=updates),
+                joint=joint,
+                report=partial(note_fit, fitted_at),
             )
             divergence = sum(layer.divergence for layer in result.layers) / len(result.layers)
             ppl = result.perplexity
             stages = (ppl["swapped"], ppl.get("fitted"), ppl.get("trained"))
-            seconds = fitted_at[-1] if fitted_at else None
+            seconds = fitted_at[-1] - began if fitted_at else None
             rows.append((rank, heads, start, result.agreement, divergence, *stages, seconds))
             records.append({"rank": rank, "heads": heads, "start": start, **asdict(result)})
             sys.stderr.write(f"{rows[-1]}\n")
     caption = f"Perplexity of the original on the same held-out text: {original:.2f}."
     args.out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     print(Table("Upcycling", COLUMNS, tuple(rows), digits=3).to_markdown(), caption, sep="\n")
+
+
+def note_fit(times: list[float], stage: str, done: int, total: int, note: str = "") -> None:
+    """Keep the time of a message about the fit; the last is that of its end."""
+    if stage == "fit":
+        times.append(time.perf_counter())
 
 
 if __name__ == "__main__":

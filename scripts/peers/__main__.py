@@ -1,8 +1,10 @@
-"""Run other projects' own code against ours: ``python scripts/peers --markdown docs/peers.md``.
+"""Run other projects' own code against ours.
+
+    python -m scripts.peers --markdown docs/peers.md
 
 Transformers' tests come out of the source distribution of the installed version. Everything is
 downloaded into a cache folder and used there; nothing of it is copied into this project. Exits
-with 1 if a test fails that the stock model passes, or if a check against an engine fails.
+with 1 if a test that the stock model passes does not pass, or if a check against an engine fails.
 """
 
 import argparse
@@ -11,8 +13,8 @@ import sys
 from pathlib import Path
 
 import transformers
-from download import ENGINES, engine_packages, test_tools, transformers_tests
-from results import Outcome, markdown, run_class
+from scripts.peers.download import ENGINES, engine_packages, test_tools, transformers_tests
+from scripts.peers.results import Outcome, markdown, run_class
 
 HERE = Path(__file__).parent
 # Our class in hf_suites.py -> the stock class beside it.
@@ -26,7 +28,7 @@ SUBJECTS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts.peers", description=__doc__)
     parser.add_argument("--markdown", type=Path, help="write the tables here too")
     parser.add_argument("--only", help="run the test classes whose name contains this alone")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -58,13 +60,13 @@ def main() -> int:
     sys.stdout.write(text)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")
-    worse = any(
-        SUBJECTS[name] in suites and outcome.worse_than(suites[SUBJECTS[name]])
+    behind = any(
+        stock in suites and outcome.behind(suites[stock])
         for name, outcome in suites.items()
-        if SUBJECTS[name]
+        if (stock := SUBJECTS[name])
     )
     broken = any(isinstance(outcome, Outcome) and outcome.failed for outcome in engines.values())
-    return int(worse or broken)
+    return int(behind or broken)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,34 @@
 """Our losses and selection rules against the engines' own functions, on the same logits."""
 
+from typing import Any
+
 import pytest
 import torch
-from l2r.routers.rules import ScoredTopK, TopKSoftmax
+from torch import Tensor, nn
 
 from l2r import build_router
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.routers.selection import Selection
 
 TOKENS, EXPERTS, TOP_K = 96, 16, 4
 
 
 @pytest.fixture
-def logits():
+def logits() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return 2 * torch.randn(TOKENS, EXPERTS, generator=generator)
 
 
-def dense(weights, indices):
+def dense(weights: Tensor, indices: Tensor) -> Tensor:
     """[T, N] with the weights of the chosen experts and zeros elsewhere, as Megatron has them."""
     return torch.zeros(TOKENS, EXPERTS).scatter(1, indices, weights)
 
 
-def chosen(rule, logits):
-    """Weights and indices that a selection rule of ours gives."""
-    router = torch.nn.Module()
+def chosen(rule: Selection, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights and indices [T, K] that a selection of ours gives, with a bias [N] of the block."""
+    router: Any = nn.Module()
     router.top_k = TOP_K
-    return rule(router, logits)
+    return rule(router, logits, bias)
 
 
 class TestMegatron:
@@ -34,16 +37,16 @@ class TestMegatron:
     @pytest.mark.parametrize(
         ("rule", "options"),
         [
-            (ScoredTopK(), {"use_pre_softmax": True}),
-            (ScoredTopK(scale=2.5), {"use_pre_softmax": True, "scaling_factor": 2.5}),
-            (TopKSoftmax(), {}),
+            (Selection(), {"use_pre_softmax": True}),
+            (Selection(scale=2.5), {"use_pre_softmax": True, "scaling_factor": 2.5}),
+            (Selection(normalize=True), {}),
             (
-                ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20),
+                Selection(score="sigmoid", normalize=True, norm_eps=1e-20),
                 {"score_function": "sigmoid"},
             ),
         ],
     )
-    def test_selection(self, logits, rule, options):
+    def test_selection(self, logits: Tensor, rule: Selection, options: dict[str, Any]) -> None:
         from megatron.core.transformer.moe import moe_utils
 
         probs, routing_map = moe_utils.topk_routing_with_score_function(logits, TOP_K, **options)
@@ -51,22 +54,27 @@ class TestMegatron:
         assert torch.equal(dense(torch.ones_like(weights), indices).bool(), routing_map)
         torch.testing.assert_close(dense(weights, indices), probs)
 
-    def test_groups_and_expert_bias(self, logits):
+    def test_groups_and_expert_bias(self, logits: Tensor) -> None:
         from megatron.core.transformer.moe import moe_utils
 
         bias = torch.linspace(-0.3, 0.3, EXPERTS)
         probs, _ = moe_utils.topk_routing_with_score_function(
             logits, TOP_K, score_function="sigmoid", expert_bias=bias, num_groups=4, group_topk=2
         )
-        rule = ScoredTopK(score="sigmoid", normalize=True, norm_eps=1e-20, groups=4, kept_groups=2)
-        router = torch.nn.Module()
-        router.top_k = TOP_K
-        torch.testing.assert_close(dense(*rule(router, logits, bias)), probs)
+        rule = Selection(
+            score="sigmoid",
+            normalize=True,
+            norm_eps=1e-20,
+            groups=4,
+            kept_groups=2,
+            block_bias=True,
+        )
+        torch.testing.assert_close(dense(*chosen(rule, logits, bias)), probs)
 
-    def test_losses(self, logits):
+    def test_losses(self, logits: Tensor) -> None:
         from megatron.core.transformer.moe import moe_utils
 
-        _, indices = chosen(ScoredTopK(), logits)
+        _, indices = chosen(Selection(), logits)
         counts = torch.bincount(indices.flatten(), minlength=EXPERTS)
         balance = moe_utils.switch_load_balancing_loss_func(
             logits.softmax(1), counts, TOKENS, TOP_K, EXPERTS, 1.0
@@ -79,7 +87,7 @@ class TestOlmoCore:
     """OLMo-core's linear router as a whole: weights, experts, counts and the sum of its losses."""
 
     @pytest.mark.parametrize("normalize", [False, True])
-    def test_linear_router(self, normalize):
+    def test_linear_router(self, normalize: bool) -> None:
         from olmo_core.nn.moe.router import MoELinearRouter
 
         torch.manual_seed(0)
@@ -100,7 +108,8 @@ class TestOlmoCore:
         )
         with torch.no_grad():
             theirs.weight.normal_()
-            ours.weight.copy_(theirs.weight.view_as(ours.weight))
+            own = ours.get_parameter("weight")
+            own.copy_(theirs.weight.view_as(own))
         x = torch.randn(4, TOKENS // 4, 32)
         weights, indices, counts, loss = theirs(x)
         output = ours(x)
@@ -114,7 +123,7 @@ class TestOlmoCore:
 class TestTutel:
     """Tutel's load-balance loss, which counts first choices alone."""
 
-    def test_gshard_loss(self, logits):
+    def test_gshard_loss(self, logits: Tensor) -> None:
         from tutel.impls.losses import gshard_loss
 
         scores = logits.softmax(1)

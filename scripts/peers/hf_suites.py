@@ -4,7 +4,12 @@
 The testers below give their mixins what every model gives them: a tiny configuration and inputs.
 """
 
+import inspect
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from tests import test_expert_parallel_mixin as ep
@@ -25,7 +30,9 @@ from transformers import (
     ViTForImageClassification,
     ViTModel,
 )
+from transformers import conversion_mapping as conversions
 from transformers.models.auto import modeling_auto as auto
+from transformers.models.olmoe import modeling_olmoe
 
 from l2r.models import (
     L2rOlmoeConfig,
@@ -56,13 +63,15 @@ class LanguageTester:
     num_attention_heads = 2
     vocab_size = 99
 
-    def __init__(self, config_class, base_model_class, causal_lm_class, **config_options):
+    def __init__(
+        self, config_class: Any, base_model_class: Any, causal_lm_class: Any, **config_options: Any
+    ) -> None:
         self.config_class = config_class
         self.base_model_class = base_model_class
         self.causal_lm_class = causal_lm_class
         self.config_options = config_options
 
-    def get_config(self):
+    def get_config(self) -> Any:
         return self.config_class(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -79,7 +88,7 @@ class LanguageTester:
             **self.config_options,
         )
 
-    def prepare_config_and_inputs_for_common(self):
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         shape = [self.batch_size, self.seq_length]
         inputs = {
             "input_ids": ids_tensor(shape, self.vocab_size),
@@ -102,11 +111,11 @@ class VisionTester:
     mask_length = seq_length - 1
     num_masks = mask_length // 2  # patches that a masked image hides
 
-    def __init__(self, config_class, **config_options):
+    def __init__(self, config_class: Any, **config_options: Any) -> None:
         self.config_class = config_class
         self.config_options = config_options
 
-    def get_config(self):
+    def get_config(self) -> Any:
         return self.config_class(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -117,7 +126,7 @@ class VisionTester:
             **self.config_options,
         )
 
-    def prepare_config_and_inputs_for_common(self):
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         pixels = floats_tensor([self.batch_size, 3, self.image_size, self.image_size])
         return self.get_config(), {"pixel_values": pixels}
 
@@ -141,18 +150,18 @@ class VisionSuite(ModelTesterMixin):
     test_resize_embeddings = False
 
     @unittest.skip("a ViT has no token embeddings")
-    def test_inputs_embeds(self):
+    def test_inputs_embeds(self) -> None:
         """Skipped in transformers' own file too."""
 
     @unittest.skip("a ViT has no token embeddings")
-    def test_model_get_set_embeddings(self):
+    def test_model_get_set_embeddings(self) -> None:
         """Skipped here: patches are embedded by a convolution."""
 
 
 class StockOlmoe(LanguageSuite, unittest.TestCase):
     all_model_classes = (OlmoeModel, OlmoeForCausalLM)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = LanguageTester(OlmoeConfig, OlmoeModel, OlmoeForCausalLM)
 
 
@@ -160,24 +169,51 @@ class L2rOlmoe(LanguageSuite, unittest.TestCase):
     all_model_classes = (L2rOlmoeModel, L2rOlmoeForCausalLM)
     kind = "l2r_sips"
 
-    def setUp(self):
+    def setUp(self) -> None:
         classes = (L2rOlmoeConfig, L2rOlmoeModel, L2rOlmoeForCausalLM)
         self.model_tester = LanguageTester(*classes, router={"kind": self.kind})
+
+    def test_moe_models_record_router_logits(self) -> None:
+        """Skipped without a decorator in the source of the model; ours has stock's experts."""
+        with mock.patch.object(inspect, "getmodule", return_value=modeling_olmoe):
+            super().test_moe_models_record_router_logits()
 
 
 class L2rOlmoeLinear(L2rOlmoe):
     kind = "linear"
 
 
+@contextmanager
+def older_names() -> Iterator[None]:
+    """Map from the names that the tensors of a ViT once had, for our ViT too."""
+    register = conversions.register_checkpoint_conversion_mapping
+    stock = conversions.get_checkpoint_conversion_mapping("ViTModel")
+    register("L2rViTModel", stock, overwrite=True)
+    try:
+        yield
+    finally:
+        register("L2rViTModel", [], overwrite=True)
+
+
 class StockViT(VisionSuite, unittest.TestCase):
     all_model_classes = (ViTModel, ViTForImageClassification)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = VisionTester(ViTConfig)
 
 
 class L2rViT(VisionSuite, unittest.TestCase):
     all_model_classes = (L2rViTModel, L2rViTForImageClassification)
 
-    def setUp(self):
+    def setUp(self) -> None:
         self.model_tester = VisionTester(L2rViTConfig, num_experts=4, moe_layers=[1])
+
+    def test_reverse_loading_mapping(self) -> None:
+        """Skipped without older names of tensors, which ours never had; with stock's it runs."""
+        with older_names():
+            super().test_reverse_loading_mapping()
+
+    def test_can_load_from_already_mapped_keys(self) -> None:
+        """Skipped without older names of tensors, which ours never had; with stock's it runs."""
+        with older_names():
+            super().test_can_load_from_already_mapped_keys()

@@ -12,10 +12,15 @@ _INTRODUCTION = """\
 # Other projects' own tests
 
 Written by `make peers`. The first table runs transformers' own test classes against its models
-and, in the same way, against ours; a model of ours must not fail a test that its stock sibling
-passes. The classes are those of the source distribution of transformers {version}: common model
-tests (saving, loading, dtypes, initialization, attention kernels, checkpointing, outputs),
-training, tensor parallel and expert parallel, the last two with two processes.
+and, in the same way, against ours; a model of ours must pass every test that its stock sibling
+passes, and one that it fails or skips is named in the last column. The classes are those of the
+source distribution of transformers {version}: common model tests (saving, loading, dtypes,
+initialization, attention kernels, checkpointing, outputs), training, tensor parallel and expert
+parallel, the last two with two processes.
+
+Three tests ask first whether they apply, and ours is made to answer as stock does: whether a
+decorator is in the source of the model (of the experts, which ours takes from stock), and twice
+whether tensors had other names before (those of our ViT never had; it is given stock's).
 
 Not run: transformers' generation and export tests. Its source distribution leaves
 `tests/generation` and `tests/exporters` out; our own tests cover both (generation with and
@@ -40,9 +45,9 @@ class Outcome:
     def run(self) -> int:
         return len(self.passed) + len(self.failed) + len(self.skipped)
 
-    def worse_than(self, stock: "Outcome") -> list[str]:
-        """Tests that fail here and do not fail there."""
-        return sorted(self.failed - stock.failed)
+    def behind(self, stock: "Outcome") -> list[str]:
+        """Tests that pass there and do not pass here: failed, skipped or not there at all."""
+        return sorted(stock.passed - self.passed)
 
 
 def run_class(file: Path, name: str, *, report: Path, path: Sequence[Path], cwd: Path) -> Outcome:
@@ -87,14 +92,14 @@ def markdown(
     engines: Mapping[str, Outcome | str],
     version: str,
 ) -> str:
-    """Both tables, with the names of the tests that fail."""
+    """Both tables, with the names of the tests that only the stock model passes."""
     lines = [_INTRODUCTION.format(version=version)]
-    lines += ["| model | run | passed | failed | skipped | failed where stock does not |"]
+    lines += ["| model | run | passed | failed | skipped | not passed where stock passes |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for name, outcome in suites.items():
         sibling = suites.get(stock[name] or "")
-        worse = "" if sibling is None else ", ".join(outcome.worse_than(sibling)) or "none"
-        lines.append(f"| {name} | {_counts(outcome)} | {worse} |")
+        behind = "" if sibling is None else ", ".join(outcome.behind(sibling)) or "none"
+        lines.append(f"| {name} | {_counts(outcome)} | {behind} |")
     if engines:
         lines += ["", _ENGINES, "| engine | run | passed | failed | skipped |"]
         lines += ["| --- | --- | --- | --- | --- |"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from l2r.checkpoints import load_pretrained
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
     from l2r.swap import swap_routers
+    from l2r.training.fit import fit_routers
 
 __version__ = "0.2.0"
 
@@ -29,6 +30,7 @@ __version__ = "0.2.0"
 _LAZY = {
     "L2rOlmoeConfig": "l2r.models",
     "L2rOlmoeForCausalLM": "l2r.models",
+    "fit_routers": "l2r.training.fit",
     "load_pretrained": "l2r.checkpoints",
     "swap_routers": "l2r.swap",
 }
@@ -46,6 +48,7 @@ __all__ = [
     "__version__",
     "build_router",
     "capture",
+    "fit_routers",
     "load_balancing_loss",
     "load_pretrained",
     "register_router",

@@ -116,6 +116,15 @@ def test_domain_constants_hold_everywhere_and_the_sharp_ones_are_reached(seed, s
     assert reached.item() == pytest.approx(constants["sharp_anchor"], rel=1e-9)
 
 
+def test_domain_constants_are_those_of_the_paper():
+    """By hand, Eq. 24 and 25: phi_max = gamma (1 + beta), psi_max = 1 + (most - 1) / p."""
+    domain = lip.Domain(least_query=0.5, least_anchor=0.25, most_anchor=3.0)
+    constants = lip.domain_constants(domain, lip.Sips(2.0, 0.25, p=4.0))
+    phi_max, psi_max = 2.0 * 1.25, 1 + 2.0 / 4
+    assert constants["query"] == pytest.approx(psi_max * (2.0 * 0.25 + phi_max / 0.5))
+    assert constants["anchor"] == pytest.approx(phi_max * (1 / 4 + psi_max / 0.25))
+
+
 def test_gradient_ascent_finds_no_gradient_above_the_bounds():
     domain = lip.Domain(least_query=0.2, least_anchor=0.5, most_anchor=2.0)
     for sips in (lip.Sips(), lip.Sips(0.7, 0.5, p=2.0), BATCHNORM):

@@ -116,7 +116,9 @@ def test_a_folder_of_runs_is_not_watched(l2r, going):
     assert "--watch follows one run" in line and "which holds 1" in line
 
 
-def test_the_command_under_the_table_fills_the_columns_of_routing(l2r, finished, tmp_path):
+def test_the_command_under_the_table_fills_the_columns_of_routing(
+    l2r, finished, text_folder, tmp_path
+):
     root = tmp_path / "two runs"  # a path that a shell would cut
     shutil.copytree(finished, root / "run")
     shown = l2r("report", root).out
@@ -124,7 +126,7 @@ def test_the_command_under_the_table_fills_the_columns_of_routing(l2r, finished,
     assert row["stability"] is None and "fills the columns of routing" in " ".join(shown.split())
     command = re.search(r"`l2r (diagnose .*?)` fills", comparison_table(find_runs(root)).caption)[1]
     few = ("--instances", 4, "--length", 16, "--certify", 0, "--gain", 2, "--text", 0)
-    assert l2r(*shlex.split(command), *few).code == 0
+    assert l2r(*shlex.split(command), *few, "--data", text_folder).code == 0
     (row,) = json.loads(l2r("report", root, "--json").out)
     columns = ("mean margin", "stability", "load entropy", "routing gain")
     assert all(isinstance(row[column], float) for column in columns)

@@ -30,11 +30,11 @@ swap_routers(model, SigmoidConfig())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
-    "index.md": MODEL,
-    "swap.md": MODEL,
+    "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
+    "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
     "upcycle.md": f"{MODEL}\nbatches, held_out = [ids, ids], [ids]\n",
     "zoo.md": MODEL + SIGMOID,
-    "README.md": f"{MODEL}\nx = torch.randn(3, 2048)\n",
+    "README.md": f"{MODEL}\nx = torch.randn(3, 2048)\nbatches = [ids, ids]\n",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [p for p in PAGES if any(not skipped for skipped, _ in BLOCK.findall(p.read_text()))]

@@ -119,7 +119,7 @@ def test_sample_sizes_name_their_bound(name, least):
 
 
 def test_embedded_text_is_there_without_a_network():
-    sources = embedded_sources()
+    sources = embedded_sources(version=1)  # lazy: the newest reads every file first
     assert len(sources) == 4
     for domain, files in sources.items():
         name, text = next(iter(files()))

@@ -139,6 +139,9 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
     assert 2 <= left[0] < left[1] < 12
     # Between the receipts of a shard's two parts is a moment, too.
     next(iter(sorted(out.glob("validation/receipts/*.json")))).unlink()
+    # A kill in the middle of a write leaves a file under a temporary name.
+    for folder in ("train", "train/receipts", "validation/receipts"):
+        (out / folder / ".dclm-0000.0123456789abcdef.part").write_text("cut")
     split = Split(hold_out=0.1, share=0.8)
     prepare(tasks_of(shards), out, tokenizer=tokenizer_file, split=split, workers=2)
     whole = tmp_path / "whole"

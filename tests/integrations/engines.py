@@ -10,7 +10,10 @@ ROUTERS = {
     "l2r_dot": {"rank": 2, "heads": 4},
     "l2r_cosine": {"rank": 2, "heads": 4, "temperature": 0.5},
     "l2r_sips": {"rank": 2, "heads": 4, "learn_temperature": True},
-    "attention": {},
+    # Queries, keys and values of order one for a normalized input of width 32. With 0.02 logits
+    # differ by 1e-8, less than a softmax resolves: an engine, which orders scores, meets ties there
+    # that our routers, which order logits, do not meet.
+    "attention": {"init_std": 32**-0.5},
     "low_rank": {"rank": 4},
     "mixture": {"routers": 2, "rank": 4},
     "perturbed_cosine": {"rank": 4},

@@ -22,7 +22,7 @@ def test_extras_have_the_bounds_that_were_tried():
         "optional-dependencies"
     ]
     for package, (extra, tried) in ENGINES.items():
-        assert extras[extra] == [package + tried]
+        assert extras[extra][0] == package + tried
 
 
 @pytest.mark.parametrize("package", ENGINES)

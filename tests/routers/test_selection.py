@@ -1,5 +1,6 @@
 """Selections against a float64 reference written as loops over tokens and experts."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 
 from l2r import build_router
 from l2r.kernels import dispatch
+from l2r.routers.observe import routed
 from l2r.routers.selection import Selection
 
 
@@ -163,3 +165,36 @@ def test_top_1_with_weights_of_one_stays_possible_for_a_family():
     assert torch.equal(output.weights, torch.ones(5, 1))
     output.weights.sum().backward()
     assert router.anchors.grad.abs().max() == 0
+
+
+def test_groups_are_ranked_by_their_two_best_unless_told_otherwise():
+    """The second group has the best expert, the first the best pair."""
+    scores = torch.tensor([[0.6, 0.6, 0.9, 0.1]]).logit()
+    router = Stub(top_k=1)
+    usual = Selection(score="sigmoid", groups=2, kept_groups=1)
+    assert usual(router, scores)[1].tolist() == [[0]]
+    assert dataclasses.replace(usual, group_best=1)(router, scores)[1].tolist() == [[2]]
+
+
+def test_an_output_with_fewer_weights_than_indices_is_no_routers():
+    logits, few, indices = torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(3, 2).long()
+    for weights in (few, torch.zeros(3, 3)):
+        with pytest.raises(ValueError, match=r"weights \[T, K\] and indices"):
+            routed(torch.nn.Identity(), (logits, weights, indices))
+
+
+@pytest.mark.parametrize("kind", ["l2r_sips", "l2r_dot", "l2r_cosine"])
+def test_logits_are_divided_by_the_temperature(kind):
+    sizes = {"hidden_size": 8, "num_experts": 4, "top_k": 2, "rank": 3, "heads": 2}
+    one, hot = (build_router(kind, **sizes, temperature=t).double() for t in (1.0, 0.4))
+    hot.load_state_dict(one.state_dict())
+    x = torch.randn(5, 8, dtype=torch.float64)
+    torch.testing.assert_close(hot(x).logits, one(x).logits / 0.4, rtol=1e-12, atol=1e-14)
+
+
+def test_borders_of_options():
+    sizes = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+    router = build_router("perturbed_cosine", **sizes, rank=1)
+    assert router(torch.randn(3, 8)).logits.isfinite().all()
+    with pytest.raises(ValueError, match="anchor_norm must be None or > 0"):
+        build_router("xmoe", **sizes, anchor_norm=0.0)

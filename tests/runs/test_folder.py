@@ -104,3 +104,10 @@ def test_a_folder_below_that_is_a_link_is_refused(tmp_path: Path, name: str) -> 
     (tmp_path / name).symlink_to(tmp_path)
     with pytest.raises(ValueError, match=f"{name} is a link, and nothing is written through"):
         RunFolder(tmp_path).create()
+
+
+def test_a_run_that_goes_on_removes_what_a_kill_left(run: RunFolder) -> None:
+    cut = run.path / ".environment.json.0123456789abcdef.part"
+    cut.write_text("{")
+    with run.lock():
+        assert not cut.exists() and run.read_metrics() == RECORDS

@@ -1,5 +1,6 @@
 """The table of docs/engines.md is what the tests of the engines said."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -32,9 +33,12 @@ def test_every_version_of_an_engine_has_a_row(tmp_path):
         (tmp_path / name).mkdir()
         report = REPORT.replace('value="1.2"', f'value="{version}"')
         (tmp_path / name / "results.xml").write_text(report)
+    page = {"snippets": "3 of 4", "logits": "5.7e-07", "problem": "ValueError: no"}
+    (tmp_path / "megatron" / "page.json").write_text(json.dumps(page))
     rows, failed = read(tmp_path)
     assert [row[0] for row in rows] == [
         "ai2-olmo-core", "megatron-core 1.2", "megatron-core 0.19.2", "torchtitan",
     ]  # fmt: skip
-    assert rows[1][1:] == rows[2][1:] and "yes" in rows[1] and "no" in rows[1]
-    assert failed == ["a::c"] * 2
+    assert rows[1][3:] == rows[2][3:] and "yes" in rows[1] and "no" in rows[1]
+    assert rows[1][1:3] == ("3 of 4", "5.7e-07") and rows[2][1:3] == ("not run", "not run")
+    assert failed == ["snippets of megatron: ValueError: no", "a::c", "a::c"]

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from l2r.recipes.load import load_recipe
+from l2r.training import loop, monitor
 from l2r.training import step as training_step
 from l2r.training.bias_balance import BiasBalance
+from l2r.training.health import explain_gradient
 from l2r.training.language import LanguageTask
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
@@ -142,3 +144,52 @@ def test_constrained_parameters_return_after_every_step(start, monkeypatch):
         step.take(number, 1e-3, summarize=False)
     assert constrained == [step.model] * 2
     assert isinstance(step.model, nn.Module)
+
+
+def test_gradients_are_those_of_the_objective_itself(start):
+    """No factor that AdamW and clipping would hide: against autograd of the task's own loss."""
+    step = start("losses.balance=0", "losses.z=0", "training.clip_norm=1e9")
+    (batch,) = step.task.micro_batches(0, ONE)
+    step.model.train()
+    loss = step.task.loss(step.model, batch, None)
+    expected = torch.autograd.grad(loss, list(step.model.parameters()), allow_unused=True)
+    step.take(0, 1e-3, summarize=False)
+    for parameter, gradient in zip(step.model.parameters(), expected, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_a_run_ends_with_a_record_at_any_number_of_steps():
+    """Also where the numbers are equal but not the same object, as large integers are."""
+    run = SimpleNamespace(steps=10**6)
+    assert loop._Trainer._due(run, int("1000000"), 0)
+    assert not loop._Trainer._due(run, 999_999, 0)
+    assert loop._Trainer._due(run, 500, 250) and not loop._Trainer._due(run, 501, 250)
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(start):
+    model = start().model
+    names = [name for name, _ in model.named_parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert "every gradient is finite" in explain_gradient(model, 3, math.inf)
+    model.get_parameter(names[4]).grad[..., 0] = math.nan
+    model.get_parameter(names[2]).grad = None
+    assert explain_gradient(model, 3, math.nan).endswith(f"non-finite gradient: {names[4]}")
+
+
+def test_a_task_says_how_many_tokens_it_has(start):
+    task = start().task
+    facts = task.describe()
+    assert facts["train_tokens"] == len(task.train) * 32
+    assert facts["validation_tokens"] == len(task.validation) * 32
+
+
+def test_speed_is_units_over_the_seconds_since_the_last_reading(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
+    speed = monitor.Speed()
+    for units, seconds in ((30, 2.0), (8, 16.0)):
+        speed.add(units)
+        now[0] += seconds
+        assert speed.read() == units / seconds

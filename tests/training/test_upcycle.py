@@ -14,7 +14,8 @@ from l2r.routers import MixtureConfig
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
 from l2r.training.agreement import compare, divergence
-from l2r.training.upcycle import FitOptions, perplexity, train_jointly, upcycle
+from l2r.training.fit import FitOptions, perplexity
+from l2r.training.upcycle import JointOptions, train_jointly, upcycle
 
 CONFIG = L2RConfig(rank=8, heads=4)
 
@@ -84,8 +85,8 @@ def test_only_routers_change_in_the_fit(trained):
 
 def test_joint_training_improves_on_the_fit(trained):
     model = copy.deepcopy(trained)
-    options = FitOptions(joint_steps=20, joint_lr=2e-3)
-    result = upcycle(model, CONFIG, batches(30, seed=1), batches(4, seed=2), options=options)
+    joint = JointOptions(steps=20, lr=2e-3)
+    result = upcycle(model, CONFIG, batches(30, seed=1), batches(4, seed=2), joint=joint)
     assert result.perplexity["trained"] < result.perplexity["fitted"]
     assert not model.training
 
@@ -165,11 +166,17 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("lr", 0.0), ("joint_lr", float("nan")), ("updates", -1), ("z", -0.1)]
+    ("options", "field", "value"),
+    [
+        (FitOptions, "lr", 0.0),
+        (FitOptions, "updates", -1),
+        (JointOptions, "lr", float("nan")),
+        (JointOptions, "z", -0.1),
+    ],
 )
-def test_bad_options_are_named(field, value):
+def test_bad_options_are_named(options, field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
-        FitOptions(**{field: value})
+        options(**{field: value})
 
 
 def test_empty_batches_are_refused(trained):
@@ -191,7 +198,7 @@ def test_joint_training_of_a_bf16_model_keeps_small_updates(trained):
         if ".gate." not in name:
             parameter.data = parameter.data.bfloat16()
     dtypes = {name: parameter.dtype for name, parameter in narrow.named_parameters()}
-    options = FitOptions(joint_steps=steps, joint_lr=rate)
+    options = JointOptions(steps=steps, lr=rate)
     wide, text = copy.deepcopy(start), batches(4, seed=1)
     for model in (wide, narrow):
         train_jointly(model, text, options, lambda *_: None)

@@ -4,9 +4,13 @@ import functools
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as torch_multiprocessing
+from torch.multiprocessing.spawn import start_processes
+
+Ranked = Callable[..., object]
 
 # One process imports everything and is then copied: starting a rank takes no seconds.
 multiprocessing.set_forkserver_preload(
@@ -14,16 +18,16 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run_distributed(world_size):
+def run_distributed(world_size: int) -> Callable[[Ranked], Callable[..., None]]:
     """Run a function ``(rank, *args)`` in ``world_size`` gloo processes; raises what they raise."""
 
-    def decorate(function):
+    def decorate(function: Ranked) -> Callable[..., None]:
         @functools.wraps(function)
-        def run(*args):
+        def run(*args: Any) -> None:
             with socket.socket() as probe:
                 probe.bind(("localhost", 0))
                 port = probe.getsockname()[1]
-            torch_multiprocessing.start_processes(
+            start_processes(  # type: ignore[no-untyped-call]
                 _rank,
                 args=(world_size, port, function, args),
                 nprocs=world_size,
@@ -35,7 +39,7 @@ def run_distributed(world_size):
     return decorate
 
 
-def _rank(rank, world_size, port, function, args):
+def _rank(rank: int, world_size: int, port: int, function: Ranked, args: tuple[Any, ...]) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

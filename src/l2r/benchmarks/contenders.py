@@ -72,7 +72,7 @@ def contenders(
     the former, whose product is in the dtype of x, is always there.
     """
     from l2r.swap.stock import one_layer
-    from l2r.swap.swap import swap_routers
+    from l2r.swap.swap import replace_routers
 
     device, dtype = settings.device, settings.dtype
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}
@@ -90,7 +90,7 @@ def contenders(
         stock = one_layer(**sizes).model.layers[0].mlp.gate.to(device, dtype)
         entries.append(Contender(STOCK, stock, "fused", tolerance=5e-2 if half else 1e-3))
     if swapped:
-        model = swap_routers(one_layer(**sizes), make_config("l2r_sips", heads=16))
+        model = replace_routers(one_layer(**sizes), make_config("l2r_sips", heads=16))
         router = model.model.layers[0].mlp.gate.to(device)
         entries.append(Contender("l2r_sips H16, swapped", router, "fused"))
     return entries

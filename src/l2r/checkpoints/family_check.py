@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from l2r.checkpoints.pretrained import load_pretrained
 from l2r.routers import L2RConfig, LinearConfig, RouterConfig, capture
 from l2r.swap.families import FAMILIES, TINY, Family
-from l2r.swap.swap import old_weight, router_sites, swap_routers
+from l2r.swap.swap import old_weight, replace_routers, router_sites
 
 _TOLERANCE = 1e-5  # of float32 logits of order one after two layers
 
@@ -49,7 +49,7 @@ def check_families(names: Sequence[str]) -> Iterator[FamilyResult]:
     with tempfile.TemporaryDirectory() as folder:
         models = {name: tiny_model(FAMILIES[name]) for name in names}
         for name, model in models.items():
-            swapped = swap_routers(copy.deepcopy(model), config)
+            swapped = replace_routers(copy.deepcopy(model), config)
             swapped.save_pretrained(Path(folder) / name)
             torch.save(_logits(swapped, sample_tokens()), Path(folder) / f"{name}.pt")
         reloaded = _in_fresh_process(Path(folder))
@@ -86,7 +86,7 @@ def keeps_rule(model: Any) -> bool:
     ids = sample_tokens()
     before = _logits(model, ids)
     weights = {site.path: old_weight(site).detach().clone() for site in router_sites(model)}
-    swapped = swap_routers(copy.deepcopy(model), LinearConfig())
+    swapped = replace_routers(copy.deepcopy(model), LinearConfig())
     with torch.no_grad():
         for path, weight in weights.items():
             swapped.get_submodule(path).weight.copy_(weight)
@@ -143,7 +143,7 @@ def reload_all(folder: str) -> None:
 
 def _check(name: str, model: Any, config: RouterConfig, *, reload: bool) -> FamilyResult:
     sites = [site.path for site in router_sites(model)]
-    swapped = swap_routers(copy.deepcopy(model), config)
+    swapped = replace_routers(copy.deepcopy(model), config)
     with capture(swapped) as record:
         output = swapped(sample_tokens(), output_router_logits=True)
     recorded = [layer for layer in output.router_logits or () if layer is not None]

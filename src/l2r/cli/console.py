@@ -35,15 +35,16 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
-    """A bar on standard error for each name that is reported, with (name, done, total)."""
+    """A bar on standard error for each name that is reported: (name, done, total, note)."""
     bars: dict[str, TaskID] = {}
     name = TextColumn("{task.description}")
-    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    note = TextColumn("{task.fields[note]}")
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     with Progress(*columns, console=Console(stderr=True)) as progress:
 
-        def report(name: str, done: int, total: int) -> None:
+        def report(name: str, done: int, total: int, note: str = "") -> None:
             if name not in bars:
-                bars[name] = progress.add_task(name, total=total)
-            progress.update(bars[name], completed=done)
+                bars[name] = progress.add_task(name, total=total, note=note)
+            progress.update(bars[name], completed=done, note=note)
 
         yield report

@@ -12,14 +12,24 @@ def serve(
     checkpoint: Annotated[Path, typer.Argument(help="Run folder or Hugging Face folder.")],
     *,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model (default: the folder's name).")
+        str | None, typer.Option(help="Model name in requests (default: the folder's name).")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further name in the Host header of requests (repeatable); localhost and --host "
+            "are allowed, and any numeric address where --host is 0.0.0.0 or ::."
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")
     ] = "auto",
+    max_requests: Annotated[
+        int, typer.Option(help="Requests in flight; more get 429.", min=1, max=4096)
+    ] = 64,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Batch requests as they come.")
     ] = False,
@@ -33,24 +43,28 @@ def serve(
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve a language model with transformers' OpenAI-compatible server.
+    """Serve a language model behind an OpenAI-compatible server.
 
     Answers /v1/completions, /v1/chat/completions (where the tokenizer has a chat template),
     /v1/models and /health until interrupted.
 
     Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
     """
-    from l2r.integrations.transformers_server import serve as start
+    from l2r.integrations.serve.limits import Limits
+    from l2r.integrations.serve.server import Options
+    from l2r.integrations.serve.server import serve as start
 
-    start(
-        checkpoint,
+    options = Options(
         name=name,
         host=host,
         port=port,
+        allowed_hosts=tuple(allowed_host or ()),
         device=device,
         dtype=dtype,
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
         trust_remote_code=trust_remote_code,
+        limits=Limits(requests=max_requests, connections=max_requests + 192),
     )
+    start(checkpoint, options)
     raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

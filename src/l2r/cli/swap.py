@@ -1,5 +1,7 @@
 """``l2r swap``: put a router into a checkpoint."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,21 +31,26 @@ def swap(
     selection: Annotated[
         str, typer.Option(help="family: keep the family's rule; router: the router's own.")
     ] = "family",
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Fit the new routers to the old ones on a folder of text, or embedded."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
 
-    Prints what stands in every layer.
+    Prints what stands in every layer; with --fit, agreement with the old routers and perplexity
+    before, after the swap and after the fit, on text that the fit has not seen.
 
-    Example: l2r swap my-olmoe router.kind=l2r_sips rank=2 heads=16 --out my-l2r
+    Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
     from l2r.checkpoints import load_pretrained
     from l2r.checkpoints.loading import load_tokenizer
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
-    from l2r.swap import swap_routers
-    from l2r.swap.swap import router_sites
+    from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
+    from l2r.swap.swap import UNTRAINED, replace_routers, router_sites
 
     config = read_router(changes)
     check_new_folder(out)
@@ -51,13 +58,27 @@ def swap(
     model = load_pretrained(checkpoint, dtype="auto", **trusted)
     tokenizer = load_tokenizer(checkpoint, **trusted)
     before = router_sites(model)
-    swap_routers(model, config, layers=read_layers(layers), selection=selection)
-    made = (
-        "## How it was made\n\n`l2r swap` put untrained routers into "
-        f"{checkpoint.resolve().name}; its other weights are unchanged. Train it before use."
-    )
+    chosen, result = read_layers(layers), None
+    if fit is None:
+        replace_routers(model, config, layers=chosen, selection=selection)
+        done = "untrained routers into {}; its other weights are unchanged. Train it before use."
+    else:
+        data = None if fit == EMBEDDED else Path(fit)
+        result = fit_to_old(
+            checkpoint, model, tokenizer, config, data=data, layers=chosen, selection=selection
+        )
+        done = "new routers into {} and fitted them to its own; its other weights are unchanged."
+    made = f"## How it was made\n\n`l2r swap` put {done.format(checkpoint.resolve().name)}"
     save_model(model, out, tokenizer=tokenizer, sections=[made])
-    print_table(_table(model, before, config.kind), as_json=as_json)
+    table = _table(model, before, config.kind)
+    if result is None:
+        print_table(table, as_json=as_json)
+        typer.echo(f"warning: {UNTRAINED}", err=True)
+    elif as_json:
+        typer.echo(json.dumps({"routers": table.records(), **asdict(result)}, indent=2))
+    else:
+        for shown in (table, *fit_tables(result, config.kind)):
+            print_table(shown)
     typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 

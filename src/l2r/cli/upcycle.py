@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,10 +17,6 @@ from l2r.cli.options import (
     read_layers,
     read_router,
 )
-from l2r.report.tables import Table
-
-if TYPE_CHECKING:
-    from l2r.training.upcycle import UpcycleReport
 
 
 def upcycle(
@@ -50,43 +46,34 @@ def upcycle(
     """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.pretrained import check_new_folder, save_model
-    from l2r.checkpoints.seen_text import unseen_part
-    from l2r.cli.console import print_table, progress_bars
-    from l2r.data.corpus import CorpusOptions
-    from l2r.data.sample_text import sample_batches
-    from l2r.training import upcycle as upcycling
+    from l2r.cli.console import print_table
+    from l2r.cli.fitting import fit_tables, fit_to_old
+    from l2r.training.fit import FitOptions
+    from l2r.training.upcycle import JointOptions
 
     config = read_router(changes)
-    options = upcycling.FitOptions(
-        updates=updates, lr=lr, joint_steps=train_steps, joint_lr=train_lr
-    )
+    options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
     if out is not None:
         check_new_folder(out)
     model, tokenizer = load_causal_lm(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
-    fit_batches, other = sample_batches(
+    result = fit_to_old(
+        checkpoint,
+        model,
         tokenizer,
-        corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),
+        config,
+        data=data,
         tokens=tokens,
-        held_out_tokens=held_out,
-        sequence_length=length,
+        held_out=held_out,
+        length=length,
         batch_size=batch_size,
+        options=options,
+        joint=joint,
+        layers=read_layers(layers),
     )
-    with progress_bars() as report:
-        result = upcycling.upcycle(
-            model,
-            config,
-            fit_batches,
-            other,
-            options=options,
-            layers=read_layers(layers),
-            report=report,
-        )
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
     else:
-        for table in upcycle_tables(result, config.kind):
+        for table in fit_tables(result, config.kind):
             print_table(table)
     if out is not None:
         made = (
@@ -96,20 +83,3 @@ def upcycle(
         )
         save_model(model, out, tokenizer=tokenizer, sections=[made])
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
-
-
-def upcycle_tables(result: "UpcycleReport", kind: str) -> tuple[Table, Table]:
-    """Agreement and divergence per layer; perplexity per stage."""
-    columns = ("layer", "agreement drawn", "agreement fitted", "KL drawn", "KL fitted")
-    rows = [
-        (f.layer, f.agreement_before, f.agreement, f.divergence_before, f.divergence)
-        for f in result.layers
-    ]
-    fit = Table(
-        f"{kind}: agreement with the old routers",
-        columns,
-        tuple(rows),
-        caption="Share of a token's experts that old and new router both choose; held-out text.",
-    )
-    stages = tuple(result.perplexity.items())
-    return fit, Table("Perplexity on held-out text", ("stage", "perplexity"), stages, digits=3)

@@ -19,7 +19,7 @@ from l2r.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.data.tokenizer import load_tokenizer, save_tokenizer
 from l2r.data.tokens import check_file
 from l2r.data.workers import ShardTask, tokenize_shards
-from l2r.runs.atomic import make_folder, remove, write_json
+from l2r.runs.atomic import make_folder, remove_unfinished, write_json
 from l2r.runs.reading import parse_json, read_bytes
 
 RECEIPTS = "receipts"
@@ -104,8 +104,8 @@ def prepare(
     folders = split.folders(out)
     for folder in folders.values():
         make_folder(out, *folder.relative_to(out).parts, RECEIPTS)
-        for stale in folder.glob(".*.part"):
-            remove(stale)
+        remove_unfinished(folder)
+        remove_unfinished(folder / RECEIPTS)
     make_folder(out, TOKENIZER)
     receipts = _Receipts(folders, identity, split)
     done = receipts.read(tasks)

@@ -43,13 +43,13 @@ def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> 
     from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-    from l2r.swap import swap_routers
+    from l2r.swap.swap import replace_routers
 
     ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
     if not post_norm:
         return L2rOlmoeForCausalLM(L2rOlmoeConfig(**ids | settings, router=router.to_dict()))
     model = FlexOlmoForCausalLM(FlexOlmoConfig(**ids | settings))
-    return swap_routers(model, router, selection="router")
+    return replace_routers(model, router, selection="router")
 
 
 @torch.no_grad()

@@ -101,6 +101,12 @@ def refuse_link(path: Path) -> None:
         raise ValueError(f"{path} is a link, and nothing is written through links; remove it")
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a kill in the middle of a write left in a folder that nobody else writes to."""
+    for path in folder.glob(".*.part"):
+        remove(path)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link or a folder with all in it; nothing where there is none."""
     if path.is_dir() and not path.is_symlink():

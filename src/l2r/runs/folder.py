@@ -25,7 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from l2r.runs.atomic import append_text, hold, refuse_link, write_json, write_text
+from l2r.runs.atomic import (
+    append_text,
+    hold,
+    refuse_link,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 from l2r.runs.reading import parse_json, read_json, read_yaml
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
@@ -96,6 +103,7 @@ class RunFolder:
         with hold(self.path / ".lock") as mine:
             if not mine:
                 raise ValueError(f"output folder {self.path} is in use by another run")
+            remove_unfinished(self.path)
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Integer, Shaped, UInt8
 
 from l2r.runs.arrays import Arrays
 
@@ -21,11 +21,11 @@ class PatchRouting(Arrays):
     what: ClassVar = "patch routing"
 
     layers: Shaped[np.ndarray, " L"]
-    experts: Int[np.ndarray, "L B P Q K"]
+    experts: Integer[np.ndarray, "L B P Q K"]
     weights: Float[np.ndarray, "L B P Q K"]
-    class_token: Int[np.ndarray, "L B K"]
-    predictions: Int[np.ndarray, " B"]
-    num_experts: Int[np.ndarray, ""]
+    class_token: Integer[np.ndarray, "L B K"]
+    predictions: Integer[np.ndarray, " B"]
+    num_experts: Integer[np.ndarray, ""]
     images: UInt8[np.ndarray, "B height width C"]
-    labels: Int[np.ndarray, " B"]
+    labels: Integer[np.ndarray, " B"]
     classes: Shaped[np.ndarray, " G"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Integer, Shaped
 
 from l2r.runs.arrays import Arrays
 
@@ -33,15 +33,15 @@ class TextRouting(Arrays):
     remarks: Shaped[np.ndarray, " L"]
     domains: Shaped[np.ndarray, " G"]
     pieces: Shaped[np.ndarray, " V"]
-    tokens: Int[np.ndarray, "B S"]
-    domain: Int[np.ndarray, " B"]
-    shown: Int[np.ndarray, " P"]
-    experts: Int[np.ndarray, "L P C K"]
+    tokens: Integer[np.ndarray, "B S"]
+    domain: Integer[np.ndarray, " B"]
+    shown: Integer[np.ndarray, " P"]
+    experts: Integer[np.ndarray, "L P C K"]
     weights: Float[np.ndarray, "L P C K"]
     margin: Float[np.ndarray, "L P C"]
     entropy: Float[np.ndarray, "L P C"]
     radius: Float[np.ndarray, "L P C"]
-    contexts: Int[np.ndarray, "L N M"]
+    contexts: Integer[np.ndarray, "L N M"]
     context_weights: Float[np.ndarray, "L N M"]
-    vocabulary: Int[np.ndarray, "L N W"]
-    vocabulary_counts: Int[np.ndarray, "L N W"]
+    vocabulary: Integer[np.ndarray, "L N W"]
+    vocabulary_counts: Integer[np.ndarray, "L N W"]

@@ -6,10 +6,12 @@ everything else. The new router sits where the old one sat and returns the same 
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers.utils import output_capturing
@@ -24,6 +26,18 @@ from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
 
 M = TypeVar("M", bound=nn.Module)
 SELECTIONS = ("family", "router")
+# Routers that a swap drew, and the ones they replaced, for ``fit_routers``; gone with the model.
+_REPLACED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+UNTRAINED = (
+    "the new routers are untrained: fit them to the old ones (l2r.fit_routers, l2r swap --fit) or "
+    "train the model"
+)
+
+
+class UntrainedRoutersWarning(UserWarning):
+    """A swap drew new routers that nothing has trained yet."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,26 @@ def swap_routers(
     stream of their own. ``save_pretrained`` then writes the description into config.json, and
     ``l2r.load_pretrained`` reads it back.
 
+    Warns (UntrainedRoutersWarning) that the new routers are untrained: fit them to the old ones
+    with ``l2r.fit_routers``, or train the model.
+
     Raises ValueError, before anything changes, for a family that cannot be swapped (with the
     reason), for routers that carry adapters, for layers without a router, for a model without a
     configuration, and for ``config.normalize_weights`` where the family decides about it.
     """
+    replace_routers(model, config, layers=layers, selection=selection)
+    warnings.warn(UNTRAINED, UntrainedRoutersWarning, stacklevel=2)
+    return model
+
+
+def replace_routers(
+    model: M,
+    config: RouterConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    selection: str = "family",
+) -> M:
+    """Do what ``swap_routers`` does, without its warning."""
     if not isinstance(config, RouterConfig):
         raise ValueError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
     if not hasattr(model, "config"):
@@ -82,9 +112,31 @@ def swap_routers(
         )
     sites = select_sites(model, layers)
     for site in sites:
-        place_router(model, site, new_router(site, config, selection))
+        router = new_router(site, config, selection)
+        # a router that was never fitted has nothing to teach
+        _REPLACED[router] = _REPLACED.get(site.router, site.router)
+        place_router(model, site, router)
     record_swap(model, config, sites, selection=selection)
     return model
+
+
+def unfitted_sites(model: nn.Module) -> list[tuple[Site, Router]]:
+    """Sites with the router that a swap replaced there, and the one that it drew.
+
+    Empty for a model that was loaded, copied or fitted: the old routers are in the memory of the
+    process that swapped them, nowhere else.
+    """
+    return [
+        (replace(site, router=_REPLACED[site.router]), site.router)
+        for site in find_sites(model)
+        if site.router in _REPLACED
+    ]
+
+
+def forget_replaced(routers: Sequence[Router]) -> None:
+    """Let go of the routers that these replaced."""
+    for router in routers:
+        _REPLACED.pop(router, None)
 
 
 def record_swap(

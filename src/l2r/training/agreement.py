@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.routers import Router
@@ -33,6 +33,19 @@ def divergence(
 
 
 @torch.no_grad()
+def agreement(
+    model: Any,
+    site: Site,
+    student: Router,
+    x: Float[Tensor, "T D"],
+    indices: Int[Tensor, "T K"],
+) -> Float[Tensor, ""]:
+    """Mean share of a token's K experts in ``indices`` that the student chooses too, float64."""
+    chosen = student(x, *_block_bias(model, site)).indices
+    return (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
+
+
+@torch.no_grad()
 def compare(
     model: Any, sites: Sequence[Site], students: Sequence[Router], batches: Sequence[Tensor]
 ) -> list[tuple[float, float]]:
@@ -42,8 +55,7 @@ def compare(
         for row, (site, student, (x, logits, indices)) in enumerate(
             zip(sites, students, observe(model, sites, ids), strict=True)
         ):
-            chosen = student(x, *_block_bias(model, site)).indices
-            both = (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
+            both = agreement(model, site, student, x, indices)
             apart = divergence(logits, student.logits(x), score=site.selection.score)
             sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
     return [(float(a), float(d)) for a, d in sums / len(batches)]

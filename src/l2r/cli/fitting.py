@@ -1,0 +1,83 @@
+"""Fit new routers of a checkpoint to its old ones, for ``l2r swap --fit`` and ``l2r upcycle``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from l2r.report.tables import Table
+
+if TYPE_CHECKING:
+    from l2r.routers import RouterConfig
+    from l2r.training.fit import FitOptions, FitReport
+    from l2r.training.upcycle import JointOptions
+
+EMBEDDED = "embedded"
+
+
+def fit_to_old(
+    checkpoint: Path,
+    model: Any,
+    tokenizer: Any,
+    config: "RouterConfig",
+    *,
+    data: Path | None = None,
+    tokens: int = 200_000,
+    held_out: int = 50_000,
+    length: int = 256,
+    batch_size: int = 8,
+    options: "FitOptions | None" = None,
+    joint: "JointOptions | None" = None,
+    layers: list[int] | None = None,
+    selection: str = "family",
+) -> "FitReport":
+    """Replace the routers of ``model`` by fitted ones, with a progress bar.
+
+    ``data`` is a folder of text, None for the embedded text. Raises ValueError as
+    ``l2r.training.upcycle`` does, and for a checkpoint without a tokenizer.
+    """
+    from l2r.checkpoints.seen_text import unseen_part
+    from l2r.cli.console import progress_bars
+    from l2r.data.corpus import CorpusOptions
+    from l2r.data.sample_text import sample_batches
+    from l2r.training.upcycle import upcycle
+
+    if tokenizer is None:
+        raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
+    batches, other = sample_batches(
+        tokenizer,
+        corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),
+        tokens=tokens,
+        held_out_tokens=held_out,
+        sequence_length=length,
+        batch_size=batch_size,
+    )
+    with progress_bars() as report:
+        return upcycle(
+            model,
+            config,
+            batches,
+            other,
+            options=options,
+            joint=joint,
+            layers=layers,
+            selection=selection,
+            report=report,
+        )
+
+
+def fit_tables(result: "FitReport", kind: str) -> tuple[Table, Table]:
+    """Agreement and divergence per layer; perplexity per stage."""
+    columns = ("layer", "agreement drawn", "agreement fitted", "KL drawn", "KL fitted")
+    rows = [
+        (f.layer, f.agreement_before, f.agreement, f.divergence_before, f.divergence)
+        for f in result.layers
+    ]
+    agreement = Table(
+        f"{kind}: agreement with the old routers",
+        columns,
+        tuple(rows),
+        caption="Share of a token's experts that old and new router both choose; held-out text.",
+    )
+    stages = tuple(result.perplexity.items())
+    return agreement, Table(
+        "Perplexity on held-out text", ("stage", "perplexity"), stages, digits=3
+    )

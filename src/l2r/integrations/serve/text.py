@@ -1,0 +1,62 @@
+"""Text from tokens as they come, up to a stop string."""
+
+from collections.abc import Sequence
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a decoder writes for the first bytes of a character
+
+
+class Text:
+    """Text of a growing list of tokens; what was given out is never taken back.
+
+    The end of a text that may become a character or a stop string is held back until the next
+    token decides.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []  # the last ones: decoders need some before the new one
+        self._read = 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token; ``stopped`` when a stop string is complete."""
+        self._tokens.append(token)
+        before, after = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        if not after.endswith(UNFINISHED):
+            self._tokens = self._tokens[self._read :]
+            self._read = len(self._tokens)
+            self._held += after[len(before) :]
+        return self._certain()
+
+    def finish(self) -> str:
+        """The text held back, when no token follows."""
+        before, after = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        self._held += after[len(before) :]
+        self._tokens, self._read = [], 0
+        text = self._certain() + self._held
+        self._held = ""
+        return text
+
+    def _certain(self) -> str:
+        places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if places:
+            text, self._held, self.stopped = self._held[: min(places)], "", True
+            return text
+        kept = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - kept
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

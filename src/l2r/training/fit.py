@@ -1,0 +1,276 @@
+"""Fit new routers to the decisions of the ones that they replace; nothing else is trained.
+
+The model runs once per batch with its own routers; every new router learns from the input, the
+logits and the chosen experts of the old one in its layer. Nothing is stored, the experts stay
+frozen, and layers are independent of each other.
+
+Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from l2r.data.sample_text import packed_rows
+from l2r.evaluation.perplexity import token_losses
+from l2r.routers import Router
+from l2r.routers.observe import evaluating
+from l2r.swap.swap import Site, forget_replaced, place_router, unfitted_sites
+from l2r.training.agreement import agreement, compare, divergence, observe
+
+Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """updates: optimizer steps per batch of activations, each on all its tokens.
+
+    lr is Adam's and decays to zero with a cosine.
+    """
+
+    updates: int = 4
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"lr must be > 0; got lr={self.lr}")
+        if self.updates < 0:
+            raise ValueError(f"updates must be >= 0; got updates={self.updates}")
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """How well the new router of one layer agrees with the old one, on held-out text.
+
+    Agreement is the mean share of a token's K experts that both choose; divergence is in nats.
+    """
+
+    layer: int
+    agreement_before: float
+    agreement: float
+    divergence_before: float
+    divergence: float
+
+
+@dataclass
+class FitReport:
+    """Layers in order; perplexity on held-out text after each stage that was run."""
+
+    layers: list[LayerFit]
+    perplexity: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def agreement(self) -> float:
+        """Mean agreement over the layers after the fit."""
+        return sum(layer.agreement for layer in self.layers) / len(self.layers)
+
+
+def fit_routers(
+    model: Any,
+    data: Sequence[str] | Sequence[Int[Tensor, "_ S"]],
+    *,
+    tokenizer: Any = None,
+    held_out: Sequence[str] | Sequence[Int[Tensor, "_ S"]] | None = None,
+    sequence_length: int = 256,
+    batch_size: int = 8,
+    options: FitOptions | None = None,
+    report: Report | None = None,
+) -> FitReport:
+    """Fit the routers that ``swap_routers`` drew to the ones that they replaced.
+
+    ``data`` are texts, which need the model's ``tokenizer``, or batches of token ids;
+    ``held_out`` are others to measure on, by default the last tenth of ``data``, which is then not
+    fitted on. ``sequence_length`` and ``batch_size`` cut texts into batches. The experts and all
+    else stay as they are. Without a ``report`` a progress bar shows the agreement.
+
+    Gives agreement per layer before and after the fit, and perplexity on the held-out data of the
+    original, the swapped and the fitted model. Raises ValueError for a model in which no router
+    waits for a fit (it was loaded, copied or fitted already) and for too little data.
+    """
+    pairs = unfitted_sites(model)
+    if not pairs:
+        raise ValueError(
+            "model must hold routers that swap_routers drew in this process and nothing fitted "
+            "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
+        )
+    cut = _Cut(tokenizer, sequence_length, batch_size, model.device)
+    if held_out is None:
+        kept = len(data) - max(1, len(data) // 10)
+        data, held_out = data[:kept], data[kept:]
+    batches, other = cut.batches(data), cut.batches(held_out)
+    sites, students = [site for site, _ in pairs], [student for _, student in pairs]
+    options = options or FitOptions()
+    for site in sites:
+        site.router.eval()
+    with evaluating(model), _bar() if report is None else nullcontext(report) as shown:
+        result = fit_sites(model, sites, students, batches, other, options, shown)
+    forget_replaced(students)
+    return result
+
+
+def fit_sites(
+    model: Any,
+    sites: Sequence[Site],
+    students: Sequence[Router],
+    batches: Sequence[Int[Tensor, "_ S"]],
+    held_out: Sequence[Int[Tensor, "_ S"]],
+    options: FitOptions,
+    report: Report,
+) -> FitReport:
+    """Fit ``students`` to the routers in ``sites``, in whose places they stand at the end.
+
+    The model is in evaluation mode. Raises ValueError for empty batches.
+    """
+    for name, value in (("batches", batches), ("held_out", held_out)):
+        if len(value) == 0:
+            raise ValueError(f"{name} must hold at least one batch; got none")
+    teachers = [site.router for site in sites]
+    result = FitReport([])
+    _place(model, sites, teachers)
+    try:
+        result.perplexity["original"] = perplexity(model, held_out)
+        before = compare(model, sites, students, held_out)
+        _place(model, sites, students)
+        result.perplexity["swapped"] = perplexity(model, held_out)
+        after = before
+        if options.updates:
+            _place(model, sites, teachers)
+            _fit(model, sites, students, batches, options, report)
+            after = compare(model, sites, students, held_out)
+    finally:
+        _place(model, sites, students)
+    if options.updates:
+        result.perplexity["fitted"] = perplexity(model, held_out)
+    result.layers = [
+        LayerFit(site.layer, old[0], new[0], old[1], new[1])
+        for site, old, new in zip(sites, before, after, strict=True)
+    ]
+    return result
+
+
+@torch.no_grad()
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
+    """exp of the mean next-token cross-entropy over all batches."""
+    total, count = 0.0, 0
+    for ids in batches:
+        losses = token_losses(model, ids)
+        total, count = total + float(losses.sum()), count + losses.numel()
+    return math.exp(total / count)
+
+
+class _Cut(NamedTuple):
+    """tokenizer, length and size: of texts; batches of token ids stay as they are."""
+
+    tokenizer: Any
+    length: int
+    size: int
+    device: torch.device
+
+    def batches(self, data: Sequence[str] | Sequence[Tensor]) -> list[Tensor]:
+        """Batches [B, S] of token ids on the device. Raises ValueError for too little data."""
+        texts = [part for part in data if isinstance(part, str)]
+        tensors = [part for part in data if isinstance(part, Tensor)]
+        if len(texts) + len(tensors) < len(data) or (texts and tensors):
+            kinds = ", ".join(sorted({type(part).__name__ for part in data}))
+            raise ValueError(f"data must hold texts or tensors of token ids; got {kinds}")
+        if texts and self.tokenizer is None:
+            raise ValueError("data that are texts need a tokenizer; pass tokenizer=...")
+        if texts:
+            rows = list(packed_rows(self.tokenizer, texts, sys.maxsize, self.length))
+            if not rows:
+                raise ValueError(
+                    f"data must give at least {self.length} tokens to fit on and as many to "
+                    f"measure on; got fewer; give more text or a shorter sequence_length"
+                )
+            tensors = list(torch.split(torch.stack(rows), self.size))
+        if not tensors:
+            raise ValueError("data must hold at least two texts or batches; got fewer")
+        return [ids.to(self.device) for ids in tensors]
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """A bar on standard error, with the agreement behind it."""
+    with tqdm(desc="fit") as bar:
+
+        def report(stage: str, done: int, total: int, note: str = "") -> None:
+            bar.total = total
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(done - bar.n)
+
+        yield report
+
+
+def _agreement(
+    model: Any,
+    sites: Sequence[Site],
+    students: Sequence[Router],
+    seen: Sequence[tuple[Tensor, Tensor, Tensor]],
+) -> str:
+    """The mean agreement over layers in words, and the layer that agrees least."""
+    shares = {
+        site.layer: float(agreement(model, site, student, x, indices))
+        for site, student, (x, _, indices) in zip(sites, students, seen, strict=True)
+    }
+    least = min(shares, key=shares.__getitem__)
+    mean = sum(shares.values()) / len(shares)
+    return f"agreement {mean:.2f}, least {shares[least]:.2f} in layer {least}"
+
+
+def _fit(
+    model: Any,
+    sites: Sequence[Site],
+    students: Sequence[Router],
+    batches: Sequence[Tensor],
+    options: FitOptions,
+    report: Report,
+) -> None:
+    parameters = [p for s in students for p in s.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=options.lr)
+    schedule = cosine(optimizer, options.updates * len(batches))
+    for student in students:
+        student.train()
+    for done, ids in enumerate(batches, start=1):
+        seen = observe(model, sites, ids)
+        note = _agreement(model, sites, students, seen)  # before it is fitted to this batch
+        for _ in range(options.updates):
+            loss = torch.stack(
+                [
+                    divergence(logits, student.logits(x), score=site.selection.score)
+                    for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
+                ]
+            ).sum()
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            for student in students:
+                student.constrain()
+            schedule.step()
+        report("fit", done, len(batches), note)
+    for student in students:
+        student.eval()
+
+
+def _place(model: nn.Module, sites: Sequence[Site], routers: Sequence[Any]) -> None:
+    for site, router in zip(sites, routers, strict=True):
+        place_router(model, site, router)
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer, steps: int, *, warmup: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A linear rise over ``warmup`` steps, then a cosine down to zero."""
+
+    def factor(step: int) -> float:
+        rising = (step + 1) / (warmup + 1)
+        return min(rising, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,0 +1,87 @@
+"""What docs/engines.md says to type is whole, and is run as it stands."""
+
+import ast
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+from scripts.engine_page import PAGE, environments, run_page
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN = environments(PAGE.read_text(encoding="utf-8"))
+SMALL = """
+### An engine
+
+<!-- not run: make engines -->
+```bash
+mkdir -p .engines/one/bin
+ln -s "$(command -v python3)" .engines/one/bin/python
+```
+
+<!-- not run: make engines -->
+```python
+limit = 7
+```
+
+```python
+never = run
+```
+
+<!-- not run: make engines -->
+```python
+print(f"logits differ by {limit:.1e} of the largest")
+```
+
+<!-- not run: make engines -->
+```python
+raise ValueError(f"at most {limit}")
+```
+
+## Servers
+"""
+
+
+@pytest.mark.parametrize("name", ["olmo-core", "megatron", "megatron-0.19", "torchtitan"])
+def test_an_engine_has_an_install_line_with_our_pins_and_whole_snippets(name):
+    steps = WRITTEN[name]
+    extra = re.sub(r"-[\d.]+$", "", name)
+    assert f"-c constraints-engines.txt -e '.[{extra},lm]'" in steps.install
+    tree = ast.parse("\n".join(steps.snippets))
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    assert sorted({node.id for node in names} - bound) == []
+
+
+def test_marked_blocks_run_in_order_until_one_fails(tmp_path):
+    (steps,) = environments(SMALL).values()
+    assert steps.name == "one" and len(steps.snippets) == 3
+    result = run_page(steps, tmp_path)
+    assert (result["snippets"], result["logits"]) == ("2 of 3", "7.0e+00")
+    assert result["problem"] == "ValueError: at most 7"
+
+
+def test_other_logits_after_export_are_a_problem(tmp_path):
+    page = SMALL.replace("raise ValueError", "print")
+    result = run_page(*environments(page).values(), tmp_path)
+    assert result["snippets"] == "3 of 3"
+    assert "logits after export must be within 1.0e-05 of the largest" in result["problem"]
+    result = run_page(*environments(page.replace("limit = 7", "limit = 1e-6")).values(), tmp_path)
+    assert (result["logits"], result["problem"]) == ("1.0e-06", "")
+
+
+def test_pins_of_engines_are_ours_but_for_what_an_engine_holds_at_other_versions():
+    ours, theirs = (
+        set(re.findall(r"^[\w.-]+==.+$", (ROOT / name).read_text(), re.M))
+        for name in ("constraints.txt", "constraints-engines.txt")
+    )
+    head = (ROOT / "constraints-engines.txt").read_text().split("\n\n")[0]
+    names = set(re.findall(r"[\w-]+", head.split(" without ")[1].split(":")[0])) - {"and"}
+    assert theirs <= ours and {line.split("==")[0] for line in ours - theirs} == names

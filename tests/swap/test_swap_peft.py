@@ -111,3 +111,29 @@ def test_the_same_layers_are_adapted_before_and_after_a_swap(name, config):
     model = tiny_model(FAMILIES[name])
     swapped = swap_routers(copy.deepcopy(model), L2RConfig(rank=2, heads=4))
     assert adapters(swapped) == adapters(model)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["stock", "swapped"])
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_adapters_on_the_routers_weights_train_and_merge(name, swapped):
+    model = tiny_model(FAMILIES[name])
+    path = router_sites(model)[0].path.rpartition(".")[2]
+    weight = f"{path}.projection.weight" if swapped else f"{path}.weight"
+    if swapped:
+        swap_routers(model, L2RConfig(rank=2, heads=4))
+    assert any(key.endswith(weight) for key, _ in model.named_parameters())
+    targets = TARGETS.get(name, ["q_proj", "v_proj"])
+    adapters = LoraConfig(r=2, target_modules=targets, target_parameters=[weight])
+    model, ids = get_peft_model(model, adapters), sample_tokens()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = [p for n, p in model.named_parameters() if f".{path}." in n and "lora_B" in n]
+    assert moved and all(p.abs().max() > 0 for p in moved)
+    model.eval()
+    with torch.no_grad():
+        trained = model(input_ids=ids).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, trained, atol=1e-5, rtol=1e-4)

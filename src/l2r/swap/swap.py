@@ -19,6 +19,8 @@ from transformers.utils import output_capturing
 from l2r.models import L2rOlmoeConfig, L2rViTConfig
 from l2r.models.initialize import attach_router
 from l2r.routers import Router, RouterConfig
+from l2r.routers.holder import Holder
+from l2r.routers.observe import onloaded
 from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
 from l2r.swap.model_types import mark, unmark
@@ -241,12 +243,13 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             f"normalize_weights is decided by the model's family; leave it {usual} "
             f"or swap with selection='router'; got normalize_weights={config.normalize_weights}"
         )
-    device = next(site.router.parameters()).device
-    router = attach_router(config, stream=site.layer, **site.sizes).to(device)
-    if keep:
-        router.selection = site.selection
-        if router.selection.bias is not None:
-            _carry(site.router, router, router.selection.bias.partition(".")[0])
+    with onloaded(site.router):
+        device = next(site.router.parameters()).device
+        router = attach_router(config, stream=site.layer, **site.sizes).to(device)
+        if keep:
+            router.selection = site.selection
+            if router.selection.bias is not None:
+                _carry(site.router, router, router.selection.bias.partition(".")[0])
     if not isinstance(site.router, Router) or _is_recorded(site.router):
         # transformers looks for the old class, so the new module brings the hook itself.
         router.register_forward_hook(_record_logits)
@@ -280,13 +283,19 @@ def _record_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 
 
 def _carry(old: nn.Module, router: Router, name: str) -> None:
-    """Move a buffer, a parameter or a module, so that it keeps its key in the state dict."""
+    """Move a buffer, a parameter or a module's own, so that they keep their keys."""
     if name in old._buffers:
         router.register_buffer(name, old._buffers[name])
     elif name in old._parameters:
         router.register_parameter(name, old._parameters[name])
     else:
-        router.add_module(name, old.get_submodule(name))
+        holder, part = Holder(), old.get_submodule(name)
+        for key, parameter in part.named_parameters(recurse=False):
+            holder.register_parameter(key, parameter)
+        for key, buffer in part.named_buffers(recurse=False):
+            holder.register_buffer(key, buffer)
+        router.add_module(name, holder)
+        router.holders = (*router.holders, name)
 
 
 def _layer_index(path: str) -> int:

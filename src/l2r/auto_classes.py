@@ -11,6 +11,16 @@ from typing import Any
 from l2r.imports import after_import
 
 PREFIX, SWAPPED = "l2r_", "swapped_"
+_OWN = ("l2r_olmoe", "l2r_vit")
+
+
+def type_name(model_type: str) -> str:
+    """Model type of a swapped model: ``l2r_mixtral`` from ``mixtral``.
+
+    ``l2r_swapped_olmoe`` from ``olmoe``, since the other name is our own model's.
+    """
+    ours = PREFIX + model_type
+    return PREFIX + SWAPPED + model_type if ours in _OWN else ours
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from l2r.checkpoints import load_pretrained
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
-from l2r.swap.swap import router_sites
+from l2r.swap.sites import router_sites
 
 # PEFT 0.x still asks transformers 5 by a deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

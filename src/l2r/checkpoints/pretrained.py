@@ -14,7 +14,7 @@ from l2r.models.card import write_card
 from l2r.models.weights import read_config, read_weights
 from l2r.swap import auto
 from l2r.swap.model_types import mark_config
-from l2r.swap.swap import find_sites
+from l2r.swap.sites import find_sites
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

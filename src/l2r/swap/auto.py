@@ -7,22 +7,16 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import transformers
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r import models
-from l2r.auto_classes import PREFIX, SWAPPED
+from l2r.auto_classes import PREFIX, SWAPPED, type_name
 from l2r.models.tables import share_adapters, share_conversion
-from l2r.swap.model_types import (
-    class_name,
-    stock_class,
-    swapped_config,
-    swapped_model,
-    type_name,
-)
-from l2r.swap.swap import replay_swaps
+from l2r.swap.model_types import class_name, swapped_config, swapped_model
 
 _OWN = {kind.model_type: kind for kind in (models.L2rOlmoeConfig, models.L2rViTConfig)}
 
@@ -43,7 +37,7 @@ def config_class(model_type: str) -> Any:
     AutoConfig.register(model_type, made, exist_ok=True)
     names = {model_type: name}
     for auto, stock in _stock_models(base):
-        model = swapped_model(stock, replay_swaps)
+        model = swapped_model(stock)
         auto.register(made, model, exist_ok=True)
         # Pipelines, label smoothing and lm_eval ask this table, by names.
         auto._model_mapping._model_mapping[model_type] = model.__name__
@@ -60,7 +54,7 @@ def swapped_architecture(name: str) -> Any:
 
     Raises ValueError for a name that no class has.
     """
-    base = stock_class(name)
+    base = _stock_class(name)
     made = __getattr__(class_name(base)) if hasattr(base, "config_class") else _by_name(name)
     if made is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
@@ -76,13 +70,18 @@ def __getattr__(name: str) -> Any:
 
 def _by_name(name: str) -> Any:
     for prefix in ("L2rSwapped", "L2r"):
-        base: Any = stock_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        base: Any = _stock_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
         config: Any = getattr(base, "config_class", base)
         if not hasattr(config, "model_type") or class_name(base) != name:
             continue
         made = config_class(type_name(config.model_type))
-        return made if base is config else swapped_model(base, replay_swaps)
+        return made if base is config else swapped_model(base)
     return None
+
+
+def _stock_class(name: str) -> Any:
+    """The class of transformers or of ours with a name; None where there is none."""
+    return getattr(models if name in models.__all__ else transformers, name, None)
 
 
 def _stock_models(base: Any) -> Iterator[tuple[Any, Any]]:

@@ -4,46 +4,35 @@ A model type of its own (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import output_capturing
 
-from l2r import models
-from l2r.auto_classes import PREFIX, SWAPPED
+from l2r.auto_classes import type_name
 from l2r.models.initialize import reset_missing
 from l2r.models.opening import NeedsPackage
 from l2r.routers import Router
-
-Replay = Callable[[nn.Module, Sequence[Mapping[str, Any]]], list[str]]
+from l2r.swap.sites import replay_swaps
 
 HOME = "l2r.swap.auto"  # where pickle and PEFT look the classes up by name
 UNSAVED = "swapped in memory; save_pretrained it and load that folder"
 
 
-def type_name(model_type: str) -> str:
-    """Model type of a swapped model, from the type before: ``l2r_mixtral`` from ``mixtral``."""
-    own = (models.L2rOlmoeConfig.model_type, models.L2rViTConfig.model_type)
-    ours = PREFIX + model_type
-    return PREFIX + SWAPPED + model_type if ours in own else ours
-
-
-def class_name(base: type) -> str:
+def class_name(base: Any) -> str:
     """Name of the swapped class of a configuration or a model: ``L2rMixtralForCausalLM``."""
-    config: Any = base if issubclass(base, PreTrainedConfig) else base.config_class  # type: ignore[attr-defined]
-    renamed = type_name(config.model_type) != PREFIX + config.model_type
-    return ("L2rSwapped" if renamed else "L2r") + base.__name__
+    model_type = getattr(base, "config_class", base).model_type
+    prefix = "L2r" if type_name(model_type) == f"l2r_{model_type}" else "L2rSwapped"
+    return prefix + base.__name__
 
 
-def stock_class(name: str) -> Any:
-    """The class of transformers or of ours with a name; None where there is none."""
-    return getattr(models if name in models.__all__ else transformers, name, None)
+def is_known(base: type) -> bool:
+    """Whether a class is of transformers or of this package, and no user's own."""
+    return base.__module__.startswith(("transformers.models.", "l2r.models."))
 
 
 @cache
@@ -60,10 +49,10 @@ def swapped_config(base: Any) -> Any:
 
 
 @cache
-def swapped_model(base: Any, replay: Replay) -> Any:
+def swapped_model(base: Any) -> Any:
     """The model class of swapped models that were of class ``base``.
 
-    ``replay`` puts the routers of ``config.l2r_swap`` into a new model and returns their paths.
+    A new model gets the routers of ``config.l2r_swap``.
     """
 
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
@@ -71,9 +60,9 @@ def swapped_model(base: Any, replay: Replay) -> Any:
         if not swaps:
             raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
         base.__init__(self, config, *args, **options)
-        paths = replay(self, swaps)
+        paths = replay_swaps(self, swaps)
         self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}
-        _take_classes(self, replay)
+        _take_classes(self)
 
     @torch.no_grad()
     def initialize(self: Any, module: nn.Module) -> None:
@@ -101,7 +90,7 @@ def swapped_model(base: Any, replay: Replay) -> Any:
     return made
 
 
-def mark(model: nn.Module, replay: Replay) -> None:
+def mark(model: nn.Module) -> None:
     """Give a model whose routers were replaced, and its configuration, the classes of swapped ones.
 
     A class of the user's own stays what it is; the configuration says what the model has.
@@ -110,7 +99,7 @@ def mark(model: nn.Module, replay: Replay) -> None:
     if not isinstance(config, PreTrainedConfig):
         return
     mark_config(config)
-    changed = _take_classes(model, replay)
+    changed = _take_classes(model)
     config.architectures = changed[:1] or config.architectures
     _rename(model)
 
@@ -118,7 +107,7 @@ def mark(model: nn.Module, replay: Replay) -> None:
 def mark_config(config: Any) -> None:
     """Give a configuration of transformers or of ours the class of swapped models."""
     base = type(config)
-    if stock_class(base.__name__) is base:
+    if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
 
@@ -139,7 +128,7 @@ def _rename(model: nn.Module) -> None:
             part.name_or_path = UNSAVED
 
 
-def _take_classes(model: nn.Module, replay: Replay) -> list[str]:
+def _take_classes(model: nn.Module) -> list[str]:
     """Change the classes of the Hugging Face models in a model that share its configuration.
 
     Returns their names, from the outside to the inside.
@@ -148,8 +137,8 @@ def _take_classes(model: nn.Module, replay: Replay) -> list[str]:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or module.config is not model.config:
             continue
-        base = type(module)
-        if stock_class(base.__name__) is base:
-            module.__class__ = swapped_model(base, replay)
+        base: Any = type(module)
+        if is_known(base):
+            module.__class__ = swapped_model(base)
         names.append(type(module).__name__)
     return names

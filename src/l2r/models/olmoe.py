@@ -10,9 +10,6 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     GenerationMixin,
     OlmoeConfig,
     OlmoeForCausalLM,
@@ -123,8 +120,5 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
         self.post_init()
 
 
-AutoConfig.register("l2r_olmoe", L2rOlmoeConfig, exist_ok=True)
-AutoModel.register(L2rOlmoeConfig, L2rOlmoeModel, exist_ok=True)
-AutoModelForCausalLM.register(L2rOlmoeConfig, L2rOlmoeForCausalLM, exist_ok=True)
 share_conversion("l2r_olmoe", "olmoe")
 share_adapters("l2r_olmoe", "olmoe")

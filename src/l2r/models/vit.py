@@ -11,9 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -194,7 +191,3 @@ _EXPERT_NAMES = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_bias",
 }
-
-AutoConfig.register("l2r_vit", L2rViTConfig, exist_ok=True)
-AutoModel.register(L2rViTConfig, L2rViTModel, exist_ok=True)
-AutoModelForImageClassification.register(L2rViTConfig, L2rViTForImageClassification, exist_ok=True)

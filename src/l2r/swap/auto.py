@@ -36,7 +36,7 @@ def config_class(model_type: str) -> Any:
     made = swapped_config(base)
     AutoConfig.register(model_type, made, exist_ok=True)
     names = {model_type: name}
-    for auto, stock in _stock_models(base):
+    for auto, stock in auto_models(base):
         model = swapped_model(stock)
         auto.register(made, model, exist_ok=True)
         # Pipelines, label smoothing and lm_eval ask this table, by names.
@@ -84,8 +84,8 @@ def _stock_class(name: str) -> Any:
     return getattr(models if name in models.__all__ else transformers, name, None)
 
 
-def _stock_models(base: Any) -> Iterator[tuple[Any, Any]]:
-    """Auto classes that know a configuration class, each with the model class it has for it."""
+def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:
+    """Auto classes that know a configuration class, each with its model class."""
     for auto in vars(modeling_auto).values():
         known = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
         mapping = auto._model_mapping if known else None

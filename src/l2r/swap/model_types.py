@@ -112,12 +112,17 @@ def mark_config(config: Any) -> None:
         config.__dict__.pop("model_type", None)
 
 
+def stock_base(swapped: type) -> Any:
+    """The class of which a class of swapped models or configurations was made."""
+    return next(base for base in swapped.__bases__ if base is not NeedsPackage)
+
+
 def unmark(model: nn.Module) -> None:
     """Give back the classes that ``mark`` changed."""
     config: Any = model.config
     for part in [config, *model.modules()]:
         if type(part).__module__ == HOME:
-            part.__class__ = next(c for c in type(part).__bases__ if c is not NeedsPackage)
+            part.__class__ = stock_base(type(part))
     _rename(model)
 
 

@@ -1,16 +1,16 @@
 """accelerate's offload to CPU and disk: the same bits as without, in stock, swapped and own."""
 
 import copy
-import sys
-from types import ModuleType
+import json
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from l2r import L2RConfig, XMoEConfig
 from l2r.checkpoints import load_pretrained
-from l2r.checkpoints.export import MODULE, export_remote_code
+from l2r.checkpoints.export import export_remote_code
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import LinearSipsConfig
@@ -121,14 +121,13 @@ def test_an_offloaded_model_can_be_swapped(name, made, tmp_path):
     assert torch.equal(logits(load_pretrained(tmp_path / "swapped")), logits(whole))
 
 
-@pytest.mark.parametrize("name", ["swapped olmoe", "own"])
-def test_an_exported_checkpoint_opens_with_layers_on_disk(name, made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["swapped olmoe", "swapped mixtral", "own"])
+def test_an_exported_checkpoint_opens_with_layers_on_disk(name, made, tmp_path):
     folder = export_remote_code(made[name], tmp_path / "alone")
     # Auto classes would take the class that this process has by itself.
-    module = ModuleType(MODULE)
-    monkeypatch.setitem(sys.modules, MODULE, module)
-    exec((folder / f"{MODULE}.py").read_text(), vars(module))
-    alone = module.L2rOlmoeForCausalLM.from_pretrained(folder)
-    opened = module.L2rOlmoeForCausalLM.from_pretrained(folder, **half_on_disk(alone, tmp_path))
+    reference = json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+    architecture = get_class_from_dynamic_module(reference, folder)
+    alone = architecture.from_pretrained(folder)
+    opened = architecture.from_pretrained(folder, **half_on_disk(alone, tmp_path))
     assert any(p.is_meta for p in opened.parameters())
     assert torch.equal(logits(opened), logits(alone))

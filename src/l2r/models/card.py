@@ -202,7 +202,11 @@ def _router_section(layers: str, router: Router) -> str:
 
 def _loading(folder: Path, config: Any, auto_class: str) -> Loading:
     code = f"from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({{}})"
-    if getattr(config, "auto_map", None):
+    files = [
+        name.partition(".")[0] + ".py"
+        for name in (getattr(config, "auto_map", None) or {}).values()
+    ]
+    if files and all((folder / file).is_file() for file in files):
         call = python_block(code.format('"FOLDER", trust_remote_code=True'))
         text = f"The router's code is in this folder; torch and transformers are enough:\n\n{call}"
         return Loading("transformers", text)

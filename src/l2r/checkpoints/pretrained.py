@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from l2r import models
 from l2r.models import olmoe
 from l2r.models.card import write_card
 from l2r.models.weights import read_config, read_weights
-from l2r.swap.swap import find_sites, replay_swaps
+from l2r.swap import auto
+from l2r.swap.model_types import mark_config
+from l2r.swap.sites import find_sites
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -40,7 +40,7 @@ def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **opti
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps:
-            model = _load_swapped(folder, config, swaps, options)
+            model = read_weights(_swapped_class(config), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
             model = read_weights(_auto_class(config), folder, **options)
@@ -92,6 +92,7 @@ def save_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
+            (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         write_card(part, model, sections)
 
@@ -172,32 +173,12 @@ def _check_choices(model: Any) -> None:
             )
 
 
-def _load_swapped(
-    folder: Path,
-    config: Any,
-    swaps: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> Any:
-    name = config.architectures[0]
-    architecture = getattr(models if name in models.__all__ else transformers, name, None)
-    if architecture is None:
-        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
-    # from_pretrained builds the model itself, so the swap has to happen in a constructor.
-    model = read_weights(_swapping_class(architecture, swaps), folder, config=config, **options)
-    model.__class__ = architecture
-    return model
+def _swapped_class(config: Any) -> Any:
+    """The class of a model whose routers were swapped; its configuration gets its class too.
 
-
-def _swapping_class(architecture: type, swaps: Sequence[Mapping[str, Any]]) -> Any:
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        architecture.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
-        routers = replay_swaps(self, swaps)
-        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *routers}
-
-    # Same name and module: transformers keys its recorders and its experts backends by them.
-    body = {
-        "__init__": build,
-        "__module__": architecture.__module__,
-        "__qualname__": architecture.__qualname__,
-    }
-    return type(architecture.__name__, (architecture,), body)
+    Folders of 0.2 have the names of the model before the swap.
+    """
+    names = config.architectures if isinstance(config.architectures, list) else []
+    architecture = auto.swapped_architecture(str(names[0]) if names else "")
+    mark_config(config)
+    return architecture

@@ -10,7 +10,7 @@ from l2r.cli.options import NEW_FOLDER, TrustRemoteCode
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Our OLMoE, a run, or a model with swapped routers.")
+        Path, typer.Argument(help="A run, or a model with our routers, of any family.")
     ],
     out: Annotated[Path, NEW_FOLDER],
     *,
@@ -27,10 +27,10 @@ def export(
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write an OLMoE with our routers and its code in one file, for
+    """Write a checkpoint with the code of its routers, for
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
 
-    The folder gets weights, configuration, tokenizer, model card and modeling file. A program is
+    The folder gets weights, configuration, tokenizer, model card and code. A program is
     any language model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe

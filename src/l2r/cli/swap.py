@@ -19,7 +19,7 @@ from l2r.cli.options import (
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.swap.swap import Site
+    from l2r.swap.sites import Site
 
 
 def swap(
@@ -50,7 +50,8 @@ def swap(
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
-    from l2r.swap.swap import UNTRAINED, replace_routers, router_sites
+    from l2r.swap.sites import router_sites
+    from l2r.swap.swap import UNTRAINED, replace_routers
 
     config = read_router(changes)
     check_new_folder(out)

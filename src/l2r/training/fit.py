@@ -23,7 +23,8 @@ from l2r.data.sample_text import packed_rows
 from l2r.evaluation.perplexity import token_losses
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
-from l2r.swap.swap import Site, forget_replaced, place_router, unfitted_sites
+from l2r.swap.sites import Site, place_router
+from l2r.swap.swap import forget_replaced, unfitted_sites
 from l2r.training.agreement import agreement, compare, divergence, observe
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``

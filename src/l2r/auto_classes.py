@@ -24,14 +24,21 @@ def type_name(model_type: str) -> str:
 
 
 def register() -> None:
-    """Add our model types to transformers' Auto classes, now or when they are imported."""
+    """Add our model types to the Auto classes, now or when they are imported."""
     after_import("transformers.models.auto.configuration_auto", _extend)
+    after_import("peft.auto", _allow)
 
 
 def _extend(module: Any) -> None:
     mapping = module.CONFIG_MAPPING
     if not isinstance(mapping._extra_content, _Types):
         mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
+
+
+def _allow(module: Any) -> None:
+    """Let AutoPeftModel make classes of this package, which the user has imported."""
+    usual = module.get_default_import_allowlist
+    module.get_default_import_allowlist = lambda: [*usual(), "l2r"]
 
 
 class _Types(dict[str, Any]):

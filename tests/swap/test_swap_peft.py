@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router, capture
 from l2r.checkpoints import load_pretrained
@@ -137,3 +138,16 @@ def test_adapters_on_the_routers_weights_train_and_merge(name, swapped):
         trained = model(input_ids=ids).logits
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(input_ids=ids).logits, trained, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_auto_peft_opens_adapter_and_swapped_base(task, tmp_path):
+    swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2)).save_pretrained(tmp_path / "b")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    targets = LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False, task_type=task)
+    model = get_peft_model(base, targets)
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(input_ids=sample_tokens()).logits
+        assert torch.equal(again(input_ids=sample_tokens()).logits, expected)

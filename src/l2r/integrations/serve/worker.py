@@ -19,6 +19,7 @@ class Worker(ABC):
     """Computes sequences in separate threads until closed; each has at most ``context`` tokens."""
 
     context = 2**31
+    echoes = False  # whether it gives prompts back
 
     def __init__(self, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
@@ -57,6 +58,8 @@ class Worker(ABC):
 
 class OneByOne(Worker):
     """One sequence at a time; others wait for their turn."""
+
+    echoes = True
 
     def __init__(self, model: Any, *, stall_seconds: float = 120) -> None:
         super().__init__(stall_seconds)
@@ -107,6 +110,9 @@ class OneByOne(Worker):
     @torch.inference_mode()
     def _generate(self, sequence: Sequence) -> None:
         prompt = torch.tensor([sequence.prompt], device=self._model.device)
+        if sequence.sampling.echo:
+            scored = sequence.sampling.alternatives is not None
+            sequence.echo(self._model(prompt, use_cache=False).logits[0] if scored else None)
         steps = _Steps(sequence, self._moved)
         self._model.generate(
             prompt,

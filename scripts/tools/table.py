@@ -7,11 +7,13 @@ from scripts.tools.rows import Result
 _HEAD = """# Other people's programs
 
 Does a tool do with a swapped model, and with our own, what it does with a stock one? `make tools`
-installs the versions below into `.tools`, tries every row on tiny models ({families}) and writes
-this page. **ok**: the claim holds. **as stock**: it fails, as it does for the stock model of the
-same family. **fails**: it holds for stock and not here; then `make tools` fails too.
+installs the versions below into `.tools`, tries every row on tiny models and writes this page.
+**ok**: the claim holds. **as stock**: it fails, as it does for the stock model of the same family.
+**fails**: it holds for stock and not here; then `make tools` fails too.
 
-Versions: {versions}. On a CPU; nothing here was tried on a GPU.
+- Families: {families}.
+- Versions: {versions}.
+- Tried on a CPU, not on a GPU.
 """
 
 

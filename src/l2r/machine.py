@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,32 @@ def pick_device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or what its control group leaves."""
+    import psutil  # of the lm extra
+
+    free: int = psutil.virtual_memory().available
+    limit = _group_limit()
+    return free if limit is None else min(free, limit - psutil.Process().memory_info().rss)
+
+
+def _group_limit() -> int | None:
+    """Limit of the control group, as containers have; None where there is none."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    limits = []
+    for group in groups:
+        _, kinds, path = group.split(":", 2)
+        root = Path("/sys/fs/cgroup", "memory" if kinds == "memory" else "")
+        name = "memory.limit_in_bytes" if kinds == "memory" else "memory.max"
+        for folder in (root / path.lstrip("/"), root):  # inside a container it is the root
+            with suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text(encoding="utf-8")))
+    return min(limits, default=None)
 
 
 def _version(package: str) -> str | None:

@@ -14,6 +14,7 @@ from scipy import stats
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.checkpoints import load_causal_lm
+from l2r.checkpoints.placement import Placement
 from l2r.evaluation import text as text_module
 from l2r.evaluation.text import Texts, TextSettings, evaluate_text
 from l2r.evaluation.text_loss import ALL, TextDocument, text_differences, text_losses
@@ -128,7 +129,7 @@ def test_what_comes_before_a_text(small_tokenizer, small):
 def score(checkpoint, paths, tmp_path, *, batch_size=8, **settings):
     texts = Texts(paths, settings.get("limit"))
     settings = TextSettings(**settings)
-    options = {"settings": settings, "batch_size": batch_size, "device": "cpu"}
+    options = {"settings": settings, "batch_size": batch_size, "placement": Placement()}
     return evaluate_text(checkpoint, tmp_path / "out", texts, **options)
 
 

@@ -1,5 +1,7 @@
 """Where weights go: dtypes, maps of devices, and checkpoints larger than the free memory."""
 
+import gc
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from l2r.checkpoints import placement
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.checkpoints.loading import load_model
 from l2r.checkpoints.placement import Placement
+from l2r.data.manifest import TokenizerIdentity
+from l2r.data.tokens import write_token_files
 from l2r.swap.families import FAMILIES
 from l2r.swap.swap import replace_routers
 
@@ -78,9 +82,7 @@ def test_a_map_sends_layers_to_disk_in_a_folder_that_goes_with_the_model(folder)
     }
     (used,) = offloaded
     assert used.is_dir()
-    del model, hook, module
-    import gc
-
+    del model
     gc.collect()
     assert not used.exists()
 
@@ -105,8 +107,20 @@ def test_a_checkpoint_larger_than_memory_is_swapped_as_one_that_fits(
     assert all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0])
 
 
-def test_a_checkpoint_larger_than_memory_is_diagnosed(folder, little_memory, l2r, tmp_path):
-    import json
-
-    from l2r.data.manifest import write_token_files  # noqa: F401
-    assert json and tmp_path and l2r
+def test_a_checkpoint_larger_than_memory_is_diagnosed_as_one_that_fits(
+    folder, little_memory, l2r, tmp_path, monkeypatch
+):
+    documents = {"one": [list(range(2, 42))] * 8, "two": [list(range(20, 60))] * 8}
+    identity = TokenizerIdentity(name="numbers", vocab_size=64, eos_token_id=0, sha256="0" * 64)
+    write_token_files(tmp_path / "tokens", documents, tokenizer=identity)
+    asked = (
+        *("--data", tmp_path / "tokens", "--instances", "4", "--length", "16", "--sample", "32"),
+        *("--certify", "2", "--text", "0", "--device", "cpu", "--json"),
+    )
+    by_disk = l2r("diagnose", folder, *asked, "--out", tmp_path / "by-disk")
+    assert by_disk.code == 0, by_disk
+    assert "layers stay on disk until they run" in by_disk.err
+    monkeypatch.undo()
+    whole = l2r("diagnose", folder, *asked, "--out", tmp_path / "whole")
+    assert whole.code == 0 and "disk" not in whole.err, whole
+    assert json.loads(by_disk.out) == json.loads(whole.out)

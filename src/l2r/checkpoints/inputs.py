@@ -17,6 +17,7 @@ from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
 from l2r.data.sources import folder_sources, text_documents
 from l2r.data.tokens import TokenDataset, read_documents
+from l2r.routers.offload import device_of
 
 if TYPE_CHECKING:
     from l2r.checkpoints.image_input import ImageInput
@@ -40,6 +41,11 @@ class Subject:
     options: dict[str, Any]
     images: "ImageInput | None" = None
     tokenizer: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on."""
+        return device_of(self.model)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
         """One forward pass; ``targets`` are not for the model."""

@@ -1,7 +1,8 @@
 """Where a checkpoint's weights go, and in which dtype: memory, several devices, or disk."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ class Placement:
     dtype: of the weights, "auto" for the one they were saved in; routers of ours stay float32.
     device: of the whole model. device_map: accelerate's, a name or the JSON of a dictionary
     from modules to devices, "disk" among them; None is one device, and for weights that do not fit
-    into a CPU's free memory "auto", which leaves layers on disk until they run.
+    into a CPU's free memory "auto", which leaves layers on disk until they run; ``report`` takes
+    the line that says so.
     Raises ValueError for an unknown dtype or map.
     """
 
     dtype: str = "auto"
     device: str = "cpu"
     device_map: str | None = None
+    report: Callable[[str], object] = field(default=lambda line: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -40,6 +43,11 @@ class Placement:
         places = self._read_map()
         if places is None and self.is_too_large(folder):
             places = "auto"
+            self.report(
+                f"weights of {weight_bytes(folder) / 1e9:.1f} GB do not fit into "
+                f"{available_memory() / 1e9:.1f} GB of free memory: layers stay on disk until "
+                "they run, which is slow"
+            )
         if places is None:
             return {"dtype": dtype}
         options: dict[str, Any] = {"dtype": dtype, "device_map": places}

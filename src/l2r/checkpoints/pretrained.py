@@ -1,6 +1,7 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "intermediate_size", "num_experts", "num_experts_per_tok",
 )  # fmt: skip
+_SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
 def load_pretrained(
@@ -106,13 +108,23 @@ def save_model(
     Raises ValueError when ``out`` holds something already.
     """
     with new_folder(out) as part:
-        model.save_pretrained(part)
+        _write_weights(model, part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         write_card(part, model, sections)
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+        model.save_pretrained(folder)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=_SHARD)
 
 
 @contextmanager

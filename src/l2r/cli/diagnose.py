@@ -95,7 +95,7 @@ def diagnose(
     sizes = {"instances": instances, "length": length, "batch-size": batch_size}
     _check_sizes(**sizes, gain=gain)
     earlier = training_checkpoints(checkpoints) if over_time else []
-    placement = Placement(dtype, device, device_map)
+    placement = Placement(dtype, device, device_map, say)
     settings, views, texts = Settings(sigma=sigma, seed=seed, certify=certify), {}, {}
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
@@ -109,7 +109,7 @@ def diagnose(
             trust_remote_code=trust_remote_code,
         )
         model: Any = subject.model
-        log, batches = ChoiceLog(), partial(subject.batches, batch_size, model.device)
+        log, batches = ChoiceLog(), partial(subject.batches, batch_size, subject.device)
         traced = text != 0 and subject.images is None
         trace = _trace(model, batches(), subject, text) if traced else None
         with progress_bars() as bars, trace.watching() if trace else nullcontext():

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     BatchSize,
@@ -91,7 +92,7 @@ def eval(
     from l2r.checkpoints.placement import Placement
     from l2r.cli.diagnose import names
 
-    placement = Placement(dtype, device, device_map)
+    placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
     for path in checkpoints if text else ():

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
     CHECKPOINT,
     NEW_FOLDER,
@@ -61,7 +62,7 @@ def export(
     if form == "hf":
         model, tokenizer = load_causal_lm(
             folder,
-            placement=Placement(dtype, device_map=device_map),
+            placement=Placement(dtype, device_map=device_map, report=say),
             trust_remote_code=trust_remote_code,
         )
         export_remote_code(model, out, tokenizer=tokenizer, sections=sections)

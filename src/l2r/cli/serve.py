@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import CHECKPOINT, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
 
 
@@ -62,7 +63,7 @@ def serve(
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),
-        placement=Placement(dtype, device, device_map),
+        placement=Placement(dtype, device, device_map, say),
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
         trust_remote_code=trust_remote_code,

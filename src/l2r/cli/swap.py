@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
     CHECKPOINT,
     NEW_FOLDER,
@@ -68,7 +69,7 @@ def swap(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     model, tokenizer = load_model(
         folder,
-        placement=Placement(dtype, device, device_map),
+        placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
     before = router_sites(model)

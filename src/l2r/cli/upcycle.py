@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
     CHECKPOINT,
     NEW_FOLDER,
@@ -69,7 +70,7 @@ def upcycle(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     model, tokenizer = load_causal_lm(
         folder,
-        placement=Placement(dtype, device, device_map),
+        placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
     result = fit_to_old(

@@ -23,6 +23,7 @@ from l2r.integrations.serve.limits import Limits
 from l2r.integrations.serve.prompts import Prompts
 from l2r.integrations.serve.worker import OneByOne, Worker
 from l2r.integrations.tried import outside_tried
+from l2r.routers.offload import device_of
 
 _CPU_BLOCKS = 64  # of 256 tokens; transformers' own choice takes all memory and a minute to fill it
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
@@ -136,7 +137,7 @@ def _worker(model: Any, options: Options) -> Worker:
         return OneByOne(model, stall_seconds=stall)
     from l2r.integrations.serve.batching import Batching
 
-    on_cpu = model.device.type == "cpu"
+    on_cpu = device_of(model).type == "cpu"
     blocks = options.num_blocks or (_CPU_BLOCKS if on_cpu else None)
     return Batching(model, num_blocks=blocks, stall_seconds=stall)
 

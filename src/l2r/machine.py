@@ -12,6 +12,7 @@ import torch
 from l2r import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
+_PROCESS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of Linux
 
 
 def describe_machine() -> dict[str, Any]:
@@ -41,20 +42,23 @@ def available_memory() -> int:
     import psutil  # of the lm extra
 
     free: int = psutil.virtual_memory().available
-    limit = _group_limit()
+    limit = group_limit()
     return free if limit is None else min(free, limit - psutil.Process().memory_info().rss)
 
 
-def _group_limit() -> int | None:
-    """Limit of the control group, as containers have; None where there is none."""
+def group_limit(process: Path = _PROCESS, tree: Path = _TREE) -> int | None:
+    """Bytes that the control group of a process allows, as containers have; None for no limit.
+
+    ``process`` lists its groups and ``tree`` has their folders, of version 1 and of version 2.
+    """
     try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        groups = process.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     limits = []
     for group in groups:
         _, kinds, path = group.split(":", 2)
-        root = Path("/sys/fs/cgroup", "memory" if kinds == "memory" else "")
+        root = tree / ("memory" if kinds == "memory" else "")
         name = "memory.limit_in_bytes" if kinds == "memory" else "memory.max"
         for folder in (root / path.lstrip("/"), root):  # inside a container it is the root
             with suppress(OSError, ValueError):

@@ -290,7 +290,7 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
 def test_progress_ends_with_all_bytes(checkpoint, files, tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "_PART", 60)
     texts, seen = Texts([files]), []
-    options = {"settings": TextSettings(), "batch_size": 2, "device": "cpu"}
+    options = {"settings": TextSettings(), "batch_size": 2, "placement": Placement()}
     report = lambda done, total: seen.append((done, total))  # noqa: E731
     evaluate_text(checkpoint, tmp_path, texts, **options, on_progress=report)
     size = sum(len(text.encode()) for text in TEXTS)

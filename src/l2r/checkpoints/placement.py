@@ -46,7 +46,7 @@ class Placement:
             self.report(
                 f"weights of {weight_bytes(folder) / 1e9:.1f} GB do not fit into "
                 f"{available_memory() / 1e9:.1f} GB of free memory: layers stay on disk until "
-                "they run, which is slow"
+                "they run, and every forward pass reads them again"
             )
         if places is None:
             return {"dtype": dtype}

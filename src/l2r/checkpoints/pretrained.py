@@ -1,6 +1,8 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
 import tempfile
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from l2r.checkpoints.hub import local_checkpoint
 from l2r.models import olmoe
 from l2r.models.card import write_card
 from l2r.models.weights import read_config, read_weights
@@ -20,21 +23,36 @@ _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "intermediate_size", "num_experts", "num_experts_per_tok",
 )  # fmt: skip
+_SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
-def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+def load_pretrained(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
     """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
-    ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
-    ``l2r_swap`` the routers are swapped before the weights are read. Every tensor must be there,
-    have its place in the model and be finite.
-    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
+    names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
+    swapped before the weights are read. Every tensor must be there, have its place in the model
+    and be finite.
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...); what a ``device_map``
+    leaves on disk lies in a temporary folder that is gone with the model, unless
+    ``offload_folder`` names one.
     ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
     transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
+    path = local_checkpoint(path, revision=revision, code=trust_remote_code)
     folder = checkpoint_folder(path)
     kind = "a language model"
+    offloaded = None
+    if options.get("device_map") is not None and "offload_folder" not in options:
+        offloaded = tempfile.TemporaryDirectory(prefix="l2r-offload-")
+        options["offload_folder"] = offloaded.name
     try:
         config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if classifies_images(config.architectures) else kind
@@ -45,6 +63,8 @@ def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **opti
             options["trust_remote_code"] = trust_remote_code
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
+        if offloaded is not None:
+            weakref.finalize(model, offloaded.cleanup)
         return model
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load(kind, folder, error) from error
@@ -88,13 +108,23 @@ def save_model(
     Raises ValueError when ``out`` holds something already.
     """
     with new_folder(out) as part:
-        model.save_pretrained(part)
+        _write_weights(model, part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         write_card(part, model, sections)
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+        model.save_pretrained(folder)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=_SHARD)
 
 
 @contextmanager

@@ -66,24 +66,6 @@ def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> 
 
 
 @contextmanager
-def onloaded(module: nn.Module) -> Iterator[None]:
-    """Have the tensors that accelerate has offloaded on their execution device inside the block.
-
-    For whoever reads a module's parameters without calling it; nothing where nothing is offloaded.
-    """
-    hooks: list[tuple[nn.Module, Any]] = [
-        (part, part._hf_hook) for part in module.modules() if hasattr(part, "_hf_hook")
-    ]
-    for part, hook in hooks:
-        hook.pre_forward(part)
-    try:
-        yield
-    finally:
-        for part, hook in hooks:
-            hook.post_forward(part, None)
-
-
-@contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode inside the block; each submodule's own mode afterwards."""
     modes = {part: part.training for part in module.modules()}

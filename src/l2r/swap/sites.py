@@ -12,7 +12,7 @@ from transformers.utils import output_capturing
 from l2r.models.initialize import attach_router
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
-from l2r.routers.observe import onloaded
+from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES, REFUSED
 
@@ -115,7 +115,7 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             f"or swap with selection='router'; got normalize_weights={config.normalize_weights}"
         )
     with onloaded(site.router):
-        device = next(site.router.parameters()).device
+        device = device_of(site.router)
         router = attach_router(config, stream=site.layer, **site.sizes).to(device)
         if keep:
             router.selection = site.selection

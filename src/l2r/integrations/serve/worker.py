@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from l2r.integrations.serve.sequence import Sequence
+from l2r.routers.offload import device_of
 
 STOPPING, NOT_RUNNING = "the server is stopping", "the worker is not running"
 
@@ -109,7 +110,7 @@ class OneByOne(Worker):
 
     @torch.inference_mode()
     def _generate(self, sequence: Sequence) -> None:
-        prompt = torch.tensor([sequence.prompt], device=self._model.device)
+        prompt = torch.tensor([sequence.prompt], device=device_of(self._model))
         if sequence.sampling.echo:
             scored = sequence.sampling.alternatives is not None
             sequence.echo(self._model(prompt, use_cache=False).logits[0] if scored else None)

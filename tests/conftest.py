@@ -15,6 +15,7 @@ from hypothesis import settings
 settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("l2r")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is not looked for
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as commands do
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if not torch.cuda.is_available():

@@ -2,11 +2,33 @@
 
 import importlib.metadata
 
+import pytest
+
 import l2r
-from l2r.machine import describe_machine
+from l2r.machine import describe_machine, group_limit
 
 
 def test_the_version_of_this_code_is_its_own_whatever_was_installed(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
     packages = describe_machine()["packages"]
     assert packages["l2r-moe"] == l2r.__version__ and packages["torch"] == "0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/box\n", {"box/memory.max": "2000"}, 2000),
+        ("0::/box\n", {"memory.max": "3000"}, 3000),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("4:memory:/box\n3:cpu:/\n", {"memory/box/memory.limit_in_bytes": "500"}, 500),
+        ("4:memory:/a/b\n0::/\n", {"memory/memory.limit_in_bytes": "9", "memory.max": "7"}, 7),
+        ("0::/box\n", {}, None),
+    ],
+)
+def test_the_limit_of_a_container_counts_as_memory(groups, files, expected, tmp_path):
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(text + "\n")
+    assert group_limit(tmp_path / "cgroup", tmp_path / "tree") == expected
+    assert group_limit(tmp_path / "not here", tmp_path / "tree") is None

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from l2r import auto_classes
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import (
     L2RConfig,
@@ -65,6 +66,9 @@ __all__ = [
     "router_z_loss",
     "swap_routers",
 ]
+
+
+auto_classes.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from l2r import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
+_PROCESS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of Linux
 
 
 def describe_machine() -> dict[str, Any]:
@@ -33,6 +35,35 @@ def pick_device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or what its control group leaves."""
+    import psutil  # of the lm extra
+
+    free: int = psutil.virtual_memory().available
+    limit = group_limit()
+    return free if limit is None else min(free, limit - psutil.Process().memory_info().rss)
+
+
+def group_limit(process: Path = _PROCESS, tree: Path = _TREE) -> int | None:
+    """Bytes that the control group of a process allows, as containers have; None for no limit.
+
+    ``process`` lists its groups and ``tree`` has their folders, of version 1 and of version 2.
+    """
+    try:
+        groups = process.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    limits = []
+    for group in groups:
+        _, kinds, path = group.split(":", 2)
+        root = tree / ("memory" if kinds == "memory" else "")
+        name = "memory.limit_in_bytes" if kinds == "memory" else "memory.max"
+        for folder in (root / path.lstrip("/"), root):  # inside a container it is the root
+            with suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text(encoding="utf-8")))
+    return min(limits, default=None)
 
 
 def _version(package: str) -> str | None:

@@ -2,14 +2,15 @@
 
 import subprocess
 import sys
-from types import ModuleType
 
+import jaxtyping
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
 
-from l2r import L2RConfig
+from l2r import L2RConfig, XMoEConfig
 from l2r.checkpoints import load_pretrained
-from l2r.checkpoints.export import as_l2r_olmoe, export_remote_code, modeling_source
+from l2r.checkpoints.export import export_remote_code
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import make_config, router_names
@@ -38,13 +39,22 @@ for folder in sys.argv[1:]:
     with torch.no_grad():
         expected = torch.load(folder + "/logits.pt", weights_only=True)
         # Fused kernels stay behind: the same sums in another order.
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
-    output = model(ids, output_router_logits=True)
-    assert len(output.router_logits) == model.config.num_hidden_layers
-    out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+        logits = model(ids, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert model.dtype == torch.float32 and not model.training
     assert type(model).__module__.startswith("transformers_modules")
-    print("loaded", model.config._experts_implementation)
+    print("loaded", type(model).__name__)
 assert "jaxtyping" not in sys.modules and "l2r" not in sys.modules
+out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+model.save_pretrained(sys.argv[1] + "/again")
+again = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/again", trust_remote_code=True)
+assert torch.equal(again(ids).logits, model(ids).logits)
+half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="bfloat16")
+types = {name: value.dtype for name, value in half.named_parameters()}
+routers = {name for name in types if ".gate." in name}
+assert routers
+for name, dtype in types.items():
+    assert dtype == (torch.float32 if name in routers else torch.bfloat16), name
 """
 
 
@@ -53,7 +63,7 @@ def load_without_l2r(models, tmp_path):
     with torch.no_grad():
         for folder, model in models.items():
             torch.save(sample_tokens(), folder / "ids.pt")
-            torch.save(model(sample_tokens()).logits, folder / "logits.pt")
+            torch.save(model(sample_tokens(), use_cache=False).logits, folder / "logits.pt")
     command = [sys.executable, "-I", "-c", LOAD, *map(str, models)]
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -69,46 +79,57 @@ def own(kind, **options):
     return L2rOlmoeForCausalLM(config).eval()
 
 
-def test_our_olmoe_and_a_swapped_stock_one_load_without_this_package(tmp_path):
-    model, swapped = own("l2r_sips", rank=2, heads=4), tiny_model(FAMILIES["olmoe"])
+def test_swapped_models_of_every_family_load_without_this_package(tmp_path):
+    models = {}
+    for name, family in FAMILIES.items():
+        model = swap_routers(tiny_model(family), L2RConfig(rank=2, heads=4))
+        models[export_remote_code(model, tmp_path / name)] = model
+        assert not hasattr(model.config, "auto_map") or not model.config.auto_map
+    assert load_without_l2r(models, tmp_path).count("loaded L2r") == len(FAMILIES)
+
+
+def test_our_olmoe_with_every_router_loads_without_this_package(tmp_path):
+    models = {own(kind): kind for kind in router_names()}
+    folders = {export_remote_code(m, tmp_path / kind): m for m, kind in models.items()}
+    swapped = tiny_model(FAMILIES["olmoe"])
     swapped.config.norm_topk_prob = True
     for layer in swapped.model.layers:
         layer.mlp.gate.norm_topk_prob = True
     swap_routers(swapped, L2RConfig(rank=8, heads=4))
     swap_routers(swapped, L2RConfig(rank=2, heads=4))  # of the first nothing is left
-    ours = export_remote_code(model, tmp_path / "ours")
     stock = export_remote_code(swapped, tmp_path / "stock")
-    printed = load_without_l2r({ours: model, stock: swapped}, tmp_path)
-    assert printed.splitlines()[0] == "loaded grouped_mm" and printed.count("loaded") == 2
-    assert not hasattr(model.config, "auto_map")
-    assert torch.equal(load_pretrained(ours)(sample_tokens()).logits, model(sample_tokens()).logits)
+    # Engines know our own OLMoE, and a swapped one becomes it where it can.
+    printed = load_without_l2r({**folders, stock: swapped}, tmp_path)
+    assert printed.splitlines() == ["loaded L2rOlmoeForCausalLM"] * (len(folders) + 1)
+    for folder, model in folders.items():
+        assert torch.equal(
+            load_pretrained(folder)(sample_tokens()).logits, model(sample_tokens()).logits
+        )
 
 
-@pytest.mark.parametrize("kind", router_names())
-def test_the_file_of_every_router_gives_the_same_outputs(kind, monkeypatch):
-    model = own(kind)
-    source = modeling_source(kind)
-    assert "import l2r" not in source
-    assert "from l2r" not in source
-    module = ModuleType("exported")
-    monkeypatch.setitem(sys.modules, "exported", module)
-    exec(compile(source, "modeling_l2r_olmoe.py", "exec"), module.__dict__)
-    # transformers builds a configuration without arguments to see what differs from it.
-    assert module.L2rOlmoeConfig().router == make_config(kind).to_dict()
-    config = module.L2rOlmoeConfig(**model.config.to_dict())
-    other = module.L2rOlmoeForCausalLM(config).eval()
-    other.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        ids = sample_tokens()
-        torch.testing.assert_close(other(ids).logits, model(ids).logits)
+def test_routers_that_differ_by_layer_load_without_this_package(tmp_path):
+    model = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4), layers=[0])
+    swap_routers(model, XMoEConfig(rank=4), layers=[1], selection="router")
+    partial = swap_routers(own("l2r_sips", rank=2), XMoEConfig(rank=4), layers=[0])
+    folders = {
+        export_remote_code(model, tmp_path / "two"): model,
+        export_remote_code(partial, tmp_path / "own"): partial,
+    }
+    load_without_l2r(folders, tmp_path)
 
 
-def test_other_models_and_partial_swaps_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"remote code is for OLMoE .* got MixtralForCausalLM"):
-        export_remote_code(tiny_model(FAMILIES["mixtral"]), tmp_path / "m")
-    partial = swap_routers(tiny_model(FAMILIES["olmoe"]), L2RConfig(), layers=[0])
-    with pytest.raises(ValueError, match="remote code is for OLMoE"):
-        as_l2r_olmoe(partial)
+class OnesOwn(MixtralForCausalLM):
+    pass
+
+
+def test_models_without_our_routers_and_classes_of_the_users_own_are_refused(tmp_path):
+    stock = tiny_model(FAMILIES["mixtral"])
+    with pytest.raises(ValueError, match=r"got MixtralForCausalLM with 0 of them"):
+        export_remote_code(stock, tmp_path / "m")
+    theirs = swap_routers(OnesOwn(stock.config), L2RConfig(rank=2, heads=4))
+    with pytest.raises(ValueError, match=r"family of transformers or ours.* got OnesOwn with 2"):
+        export_remote_code(theirs, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
@@ -118,11 +139,10 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["keep.txt"]
 
 
-def test_the_exported_code_leaves_this_process_its_own_classes():
-    from transformers import AutoConfig
-
-    module = ModuleType("exported_modeling")
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(modeling_source("l2r_sips"), module.__dict__)
-    del sys.modules[module.__name__]
-    assert type(AutoConfig.for_model("l2r_olmoe")) is L2rOlmoeConfig
+def test_the_exported_code_leaves_this_process_its_own_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # refuses HF's extra keywords
+    for model in (own("l2r_sips"), swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig())):
+        folder = export_remote_code(model, tmp_path / model.config.model_type)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(loaded) is type(model)
+        assert type(AutoConfig.for_model(model.config.model_type)) is type(model.config)

@@ -140,7 +140,7 @@ def test_results_can_go_elsewhere(l2r, checkpoint, tmp_path):
     [
         (["--tasks", "winogrande"], "tasks must be among"),
         (["--split", "train"], "split must be val or test"),
-        (["--dtype", "int8"], "dtype must be one of float32"),
+        (["--dtype", "int8"], "dtype must be one of auto"),
         (["--limit", "0"], "limit must be >= 1"),
         (["--data", "digits"], "--data is for an image classifier; "),
         (["--average"], "--average is for an image classifier; "),

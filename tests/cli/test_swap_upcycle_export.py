@@ -132,7 +132,7 @@ def test_export_of_a_swapped_olmoe(l2r, checkpoint, tmp_path):
     code, text, _ = l2r("export", tmp_path / "swapped", "--out", tmp_path / "alone")
     assert code == 0
     assert "trust_remote_code=True" in text
-    assert (tmp_path / "alone" / "modeling_l2r_olmoe.py").is_file()
+    assert (tmp_path / "alone" / "l2r_code" / "modeling_l2r.py").is_file()
     ids = sample_tokens()
     with torch.no_grad():
         swapped = load_pretrained(tmp_path / "swapped")(ids).logits
@@ -141,7 +141,7 @@ def test_export_of_a_swapped_olmoe(l2r, checkpoint, tmp_path):
 
 def test_export_refuses_other_models(l2r, checkpoint, tmp_path):
     assert (
-        "remote code is for OLMoE"
+        "with routers of ours; got OlmoeForCausalLM with 0 of them"
         in l2r("export", checkpoint, "--out", tmp_path / "alone").refusal()
     )
     assert not (tmp_path / "alone").exists()

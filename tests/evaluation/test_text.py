@@ -14,6 +14,7 @@ from scipy import stats
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.checkpoints import load_causal_lm
+from l2r.checkpoints.placement import Placement
 from l2r.evaluation import text as text_module
 from l2r.evaluation.text import Texts, TextSettings, evaluate_text
 from l2r.evaluation.text_loss import ALL, TextDocument, text_differences, text_losses
@@ -128,7 +129,7 @@ def test_what_comes_before_a_text(small_tokenizer, small):
 def score(checkpoint, paths, tmp_path, *, batch_size=8, **settings):
     texts = Texts(paths, settings.get("limit"))
     settings = TextSettings(**settings)
-    options = {"settings": settings, "batch_size": batch_size, "device": "cpu"}
+    options = {"settings": settings, "batch_size": batch_size, "placement": Placement()}
     return evaluate_text(checkpoint, tmp_path / "out", texts, **options)
 
 
@@ -289,7 +290,7 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
 def test_progress_ends_with_all_bytes(checkpoint, files, tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "_PART", 60)
     texts, seen = Texts([files]), []
-    options = {"settings": TextSettings(), "batch_size": 2, "device": "cpu"}
+    options = {"settings": TextSettings(), "batch_size": 2, "placement": Placement()}
     report = lambda done, total: seen.append((done, total))  # noqa: E731
     evaluate_text(checkpoint, tmp_path, texts, **options, on_progress=report)
     size = sum(len(text.encode()) for text in TEXTS)

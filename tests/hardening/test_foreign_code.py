@@ -14,8 +14,7 @@ import torch
 import yaml
 from transformers import AutoConfig, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 
-from l2r.checkpoints import load_causal_lm, load_image_classifier, load_pretrained
-from l2r.checkpoints.export import MODULE, export_remote_code
+from l2r.checkpoints import export, load_causal_lm, load_image_classifier, load_pretrained
 from l2r.checkpoints.loading import hugging_face_tokenizer, load_tokenizer
 from l2r.checkpoints.pretrained import save_model
 from l2r.experiments.cells import folder_cells
@@ -150,8 +149,8 @@ def test_code_runs_where_it_is_trusted(l2r, folder, tmp_path):
 def test_an_exported_folder_opens_by_the_registered_class_without_its_code(
     own_model, small_tokenizer, ran, tmp_path
 ):
-    out = export_remote_code(own_model, tmp_path / "out", tokenizer=small_tokenizer)
-    file = out / f"{MODULE}.py"
+    out = export.export_remote_code(own_model, tmp_path / "out", tokenizer=small_tokenizer)
+    file = out / export.CODE / f"{export.ENTRY}.py"
     file.write_text(f"open({str(ran)!r}, 'w').close()\n" + file.read_text())
     for trust in (False, True):
         model, _ = load_causal_lm(out, trust_remote_code=trust)

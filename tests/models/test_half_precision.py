@@ -1,15 +1,11 @@
 """A half-precision load gives half precision everywhere but in the routers, and runs."""
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router
 from l2r.checkpoints import load_pretrained
-from l2r.checkpoints.export import modeling_source
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.models import (
     L2rOlmoeConfig,
@@ -70,19 +66,6 @@ def test_only_the_routers_of_the_vit_stay_in_fp32(dtype, tmp_path):
     for name, found in dtypes(model).items():
         if name not in counters:
             assert found == (torch.float32 if name in routers else dtype), name
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_only_the_routers_of_an_exported_model_stay_in_fp32(dtype, tmp_path, monkeypatch):
-    model = olmoe()
-    model.save_pretrained(tmp_path)
-    module = ModuleType("exported_for_dtypes")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(modeling_source("l2r_sips"), module.__dict__)
-    loaded = module.L2rOlmoeForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    routers = in_routers(model)
-    expected = {n: torch.float32 if n in routers else dtype for n in model.state_dict()}
-    assert dtypes(loaded) == expected
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "afmoe", "gpt_oss", "deepseek_v3"])

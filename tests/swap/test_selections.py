@@ -9,7 +9,7 @@ from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.routers.selection import Selection
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES, TINY
-from l2r.swap.swap import new_router, old_weight, router_sites
+from l2r.swap.sites import new_router, old_weight, router_sites
 
 EXPERTS, TOKENS = 8, 300
 # Logits of every size: usual ones, and sigmoids so small that what is added to their sum counts.

@@ -19,7 +19,7 @@ from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.models.checkpointing import checkpoint_activations
 from l2r.swap import families, swap_routers
 from l2r.swap.families import FAMILIES, TINY
-from l2r.swap.swap import router_sites
+from l2r.swap.sites import router_sites
 
 MAIN = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 CONFIG = L2RConfig(rank=2, heads=4)

@@ -1,15 +1,18 @@
 """LoRA on top of a swapped model: adapters train, the router trains as a saved module."""
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router, capture
 from l2r.checkpoints import load_pretrained
 from l2r.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
-from l2r.swap.swap import router_sites
+from l2r.swap.sites import router_sites
 
 # PEFT 0.x still asks transformers 5 by a deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -84,3 +87,67 @@ def test_a_router_that_peft_saves_is_recorded_once_per_layer():
     model = get_peft_model(tiny_model(FAMILIES["olmoe"]), adapters)
     swap_routers(model, L2RConfig(rank=2, heads=4))
     assert model.config.l2r_swap[-1]["layers"] == [0, 1]
+
+
+CHOICES = [
+    LoraConfig(r=2, target_modules="all-linear"),
+    LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "config"),
+    # PEFT has layers by default for Mixtral, though none for LoRA.
+    [(n, c) for n in ("olmoe", "mixtral", "qwen3_moe") for c in CHOICES]
+    + [("mixtral", LoHaConfig())],
+)
+def test_the_same_layers_are_adapted_before_and_after_a_swap(name, config):
+    def adapters(model):
+        adapted = get_peft_model(model, copy.deepcopy(config))
+        names = {n for n, p in adapted.named_parameters() if p.requires_grad and ".gate." not in n}
+        assert names
+        return names
+
+    model = tiny_model(FAMILIES[name])
+    swapped = swap_routers(copy.deepcopy(model), L2RConfig(rank=2, heads=4))
+    assert adapters(swapped) == adapters(model)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["stock", "swapped"])
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_adapters_on_the_routers_weights_train_and_merge(name, swapped):
+    model = tiny_model(FAMILIES[name])
+    path = router_sites(model)[0].path.rpartition(".")[2]
+    weight = f"{path}.projection.weight" if swapped else f"{path}.weight"
+    if swapped:
+        swap_routers(model, L2RConfig(rank=2, heads=4))
+    assert any(key.endswith(weight) for key, _ in model.named_parameters())
+    targets = TARGETS.get(name, ["q_proj", "v_proj"])
+    adapters = LoraConfig(r=2, target_modules=targets, target_parameters=[weight])
+    model, ids = get_peft_model(model, adapters), sample_tokens()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = [p for n, p in model.named_parameters() if f".{path}." in n and "lora_B" in n]
+    assert moved and all(p.abs().max() > 0 for p in moved)
+    model.eval()
+    with torch.no_grad():
+        trained = model(input_ids=ids).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, trained, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_auto_peft_opens_adapter_and_swapped_base(task, tmp_path):
+    swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2)).save_pretrained(tmp_path / "b")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    targets = LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False, task_type=task)
+    model = get_peft_model(base, targets)
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(input_ids=sample_tokens()).logits
+        assert torch.equal(again(input_ids=sample_tokens()).logits, expected)

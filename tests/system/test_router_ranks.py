@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from l2r import XMoEConfig, build_router
+from l2r import L2RConfig, XMoEConfig, build_router
 from l2r.routers import constrain
 from l2r.routers.norms import MagnitudeBatchNorm
 from l2r.training.parallel import gathered_weights, parallelize
@@ -16,13 +17,22 @@ STEPS = 12
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def trained(kind, ranks, preset="torchscale"):
-    """Whole weights after a few steps of X-MoE routers on this rank's half of the batch."""
+XMOE = XMoEConfig.preset("torchscale")
+LEARNED = XMoEConfig.preset("fairseq")
+L2R = L2RConfig(rank=2, heads=4)
+
+
+def trained(kind, ranks, config=XMOE):
+    """Whole weights after a few steps of two routers on this rank's half of the batch."""
     torch.manual_seed(0)
-    config = XMoEConfig.preset(preset)
     sizes = {"hidden_size": 16, "num_experts": 6, "top_k": 2}
-    routers = nn.ModuleList(build_router(config, **sizes) for _ in range(2))
-    model = parallelize(_Sum(routers), kind, ranks)
+    model = _Sum(nn.ModuleList(build_router(config, **sizes) for _ in range(2)))
+    if kind == "fsdp2 of parts":  # each module that owns parameters is a unit of its own
+        for module in reversed([m for m in model.modules() if m._parameters]):
+            fully_shard(module)
+        fully_shard(model)
+    else:
+        model = parallelize(model, kind, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     batches = torch.randn(STEPS, 8, 16, generator=torch.Generator().manual_seed(1))
     targets = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(2))
@@ -60,7 +70,9 @@ UP = torch.randn(2048, generator=torch.Generator().manual_seed(4))
 def both(rank):
     ranks = Ranks(rank, 2, torch.device("cpu"))
     found = {kind: trained(kind, ranks) for kind in ("ddp", "fsdp2")}
-    found["learned"] = trained("fsdp2", ranks, "fairseq")
+    found["learned"] = trained("fsdp2", ranks, LEARNED)
+    for config in (XMOE, L2R):
+        found[config.kind] = trained("fsdp2 of parts", ranks, config)
     return found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank])
 
 
@@ -83,11 +95,19 @@ def test_constrained_anchors_keep_their_norm_under_ddp_and_fsdp2(ran):
 
 def test_a_learned_temperature_trains_under_fsdp2(ran):
     """FSDP2 shards no scalar; the weights that come out are those of one process."""
-    alone, found = trained("ddp", ALONE, "fairseq"), ran[0][0]["learned"]
+    alone, found = trained("ddp", ALONE, LEARNED), ran[0][0]["learned"]
     assert {name: w.shape for name, w in found.items()} == {n: w.shape for n, w in alone.items()}
     for name, value in found.items():
         torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4)
     assert any(name.endswith("log_temperature") for name in found)
+
+
+@pytest.mark.parametrize("config", [XMOE, L2R], ids=lambda config: config.kind)
+def test_parts_of_a_router_may_be_sharded_by_themselves(ran, config):
+    alone, found = trained("ddp", ALONE, config), ran[0][0][config.kind]
+    assert found.keys() == alone.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4)
 
 
 def test_variance_of_the_magnitude_over_ranks_is_not_lost_to_rounding(ran):

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from l2r import L2RConfig, LinearConfig, Router
+from l2r import L2RConfig, LinearConfig, Router, capture
 from l2r.checkpoints import load_pretrained
 from l2r.checkpoints.family_check import tiny_model
+from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import MixtureConfig
 from l2r.swap import swap_routers
 from l2r.swap.families import FAMILIES
+from l2r.swap.swap import UntrainedRoutersWarning
 from l2r.training.agreement import compare, divergence
 from l2r.training.fit import FitOptions, perplexity
 from l2r.training.upcycle import JointOptions, train_jointly, upcycle
@@ -210,3 +212,20 @@ def test_joint_training_of_a_bf16_model_keeps_small_updates(trained):
         moved = torch.cat([after[n] - before[n] for n in names])
         apart = torch.cat([found[n] - after[n] for n in names])
     assert apart.norm() < 0.7 * moved.norm()  # lost updates leave all of it
+
+
+def test_joint_training_adds_the_weighted_auxiliary_losses(trained, monkeypatch):
+    model, (text,) = copy.deepcopy(trained), batches(1, seed=3)
+    with pytest.warns(UntrainedRoutersWarning):
+        swap_routers(model, CONFIG)
+    with torch.no_grad(), capture(model) as record:
+        logits = model(input_ids=text, use_cache=False).logits[:, :-1].double()
+        own = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    balance = load_balancing_loss(record.logits(), record.indices())
+    z = router_z_loss(record.logits())
+    losses = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda x: (losses.append(x), backward(x)))
+    options = JointOptions(steps=1, balance=0.3, z=0.2)
+    train_jointly(model, [text], options, lambda *_: None)
+    assert losses[0].item() == pytest.approx((own + 0.3 * balance + 0.2 * z).item(), rel=1e-5)

@@ -15,6 +15,7 @@ from l2r.data.augment import augment
 from l2r.data.images import CenterCrop, ImageDataset
 from l2r.data.shuffling import batch_indices
 from l2r.evaluation.accuracy import evaluate_accuracy
+from l2r.models.card import CARD
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
 from l2r.runs.router_names import PAPER_ROUTERS
@@ -147,6 +148,8 @@ def test_exported_models_have_the_recorded_accuracy(unbroken):
         found = task.validate(model, torch.device("cpu"))
         assert found["top1"] == last[f"{prefix}top1"]
         assert found["ce"] == pytest.approx(last[f"{prefix}ce"], abs=1e-6)
+        card = (folder.averaged_model if averaged else folder.model) / CARD
+        assert ("moving average" in card.read_text()) == averaged
     assert model.config.id2label[7] == "7"
 
 

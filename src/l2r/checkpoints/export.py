@@ -1,42 +1,33 @@
-"""Checkpoints that load without this package: our OLMoE with its code in one file beside it.
+"""Checkpoints that load without this package: a model of any family, and the code of its routers.
 
-The file is put together from this package's own sources, so there is one implementation. It
-needs torch and transformers alone; fused kernels are left out, results are the same.
+The code is this package's own files, so there is one implementation. It needs torch and
+transformers alone; fused kernels are left out, results are the same.
 """
 
-import ast
 import dataclasses
-import importlib
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import OlmoeForCausalLM
 
+from l2r import __version__
 from l2r.checkpoints.pretrained import save_model
-from l2r.models import card, olmoe
+from l2r.checkpoints.source_files import file_stem, source_files
+from l2r.models import tables
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.routers import RouterConfig
-from l2r.routers.registry import router_class
+from l2r.routers import LinearRouter, Router, RouterConfig
+from l2r.swap import model_types
+from l2r.swap.auto import auto_models
+from l2r.swap.model_types import HOME, stock_base
 
-MODULE = "modeling_l2r_olmoe"
-AUTO_MAP = {
-    "AutoConfig": f"{MODULE}.L2rOlmoeConfig",
-    "AutoModel": f"{MODULE}.L2rOlmoeModel",
-    "AutoModelForCausalLM": f"{MODULE}.L2rOlmoeForCausalLM",
-}
-_KERNELS, _PLAIN = "l2r.kernels.dispatch", "l2r.kernels.plain"
-_HEADER = '''"""OLMoE with an L2R router, complete in one file.
+CODE, ENTRY = "l2r_code", "modeling_l2r"  # folder, file
+_HEADER = '''"""{name} with routers of l2r-moe {version} (Apache-2.0), in plain PyTorch.
 
-Load: AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-Put together by l2r-moe {version} (Apache-2.0) from its own sources; router: {kind}.
+Load: {auto}.from_pretrained(FOLDER, trust_remote_code=True)
+The files beside this one are those of the package, with other import lines.
 """
-
-from __future__ import annotations
-
 '''
 
 
@@ -45,36 +36,86 @@ def export_remote_code(
 ) -> Path:
     """Write a folder that plain transformers loads with ``trust_remote_code=True``.
 
+    ``model`` is ours, or one whose routers were swapped, in all layers or in some; a stock OLMoE
+    whose routers were all swapped alike becomes our own, which engines know.
     ``sections`` are those of the model's card that say how it was made and what was measured.
-    ``model`` is ours, or a stock OLMoE whose routers were all swapped alike.
-    Raises ValueError for other models and for a folder that is not empty.
+    Raises ValueError for a model without a router of ours, for a class of the user's own and for
+    a folder that is not empty.
     """
     model = as_l2r_olmoe(model)
-    model.config.auto_map = dict(AUTO_MAP)
+    files, auto_map = remote_code(model)
+    model.config.auto_map = auto_map
     try:
-        source = modeling_source(model.config.router["kind"])
-        files = {f"{MODULE}.py": source}
         save_model(model, Path(out), tokenizer=tokenizer, files=files, sections=sections)
     finally:
         del model.config.auto_map
     return Path(out)
 
 
-@torch.no_grad()
-def as_l2r_olmoe(model: Any) -> L2rOlmoeForCausalLM:
-    """The model itself where it is ours, or a swapped stock OLMoE as one of ours.
+def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Files that build a model, by their names in its folder, and the ``auto_map`` of its config.
 
-    Raises ValueError where the routers are not all ours and alike.
+    Raises ValueError as ``export_remote_code``.
     """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    config_class = type(model.config)
+    classes = {auto.__name__: kind for auto, kind in auto_models(config_class)}
+    if not routers or type(model) not in classes.values():
+        raise ValueError(
+            "model must be of a family of transformers or ours, with routers of ours; got "
+            f"{type(model).__name__} with {len(routers)} of them"
+        )
+    classes["AutoConfig"] = config_class
+    # A configuration without arguments has the linear router: transformers asks what differs.
+    kinds = {type(router).__module__ for router in routers} | {LinearRouter.__module__}
+    lines, modules = _class_lines(set(classes.values()))
+    # Routers register themselves when their file is imported.
+    entry = [*(f"from .{file_stem(kind)} import __name__ as _" for kind in sorted(kinds)), *lines]
+    used = next(name for name, kind in classes.items() if kind is type(model))
+    files = source_files([*kinds, *modules])
+    files[f"{ENTRY}.py"] = _HEADER.format(name=type(model).__name__, version=__version__, auto=used)
+    files[f"{ENTRY}.py"] += "\n".join(entry) + "\n"
+    auto_map = {name: f"{CODE}/{ENTRY}.{kind.__name__}" for name, kind in classes.items()}
+    return {f"{CODE}/{name}": text for name, text in files.items()}, auto_map
+
+
+def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
+    """Lines of Python that import or make classes, and the modules of ours that they import."""
+    imports, made, modules = [], [], set()
+    for kind in sorted(classes, key=lambda kind: kind.__name__):
+        swapped = kind.__module__ == HOME
+        base = stock_base(kind) if swapped else kind
+        is_ours = base.__module__.startswith("l2r.")
+        module = f".{file_stem(base.__module__)}" if is_ours else base.__module__
+        imports.append(f"from {module} import {base.__name__}")
+        modules |= {base.__module__} if is_ours else set()
+        if swapped:
+            maker = "swapped_model" if hasattr(base, "config_class") else "swapped_config"
+            made.append(f"{kind.__name__} = {maker}({base.__name__})")
+            made.append(f"share_conversion({_key(kind)!r}, {_key(base)!r})")
+        # save_pretrained copies the file of a class's module: all of the code.
+        made.append(f"{kind.__name__}.__module__ = __name__")
+    if any(kind.__module__ == HOME for kind in classes):
+        modules |= {model_types.__name__, tables.__name__}
+        imports.append(
+            f"from .{file_stem(model_types.__name__)} import swapped_config, swapped_model"
+        )
+        imports.append(f"from .{file_stem(tables.__name__)} import share_conversion")
+    return [*imports, "", *made], sorted(modules)
+
+
+def _key(kind: Any) -> str:
+    """Key of a class in transformers' table of conversions: a model type or a model's name."""
+    return str(kind.__name__ if hasattr(kind, "config_class") else kind.model_type)
+
+
+@torch.no_grad()
+def as_l2r_olmoe(model: Any) -> Any:
+    """A stock OLMoE whose routers were all swapped alike as one of ours; others as they are."""
     swaps = getattr(model.config, "l2r_swap", None) or []
-    if isinstance(model, L2rOlmoeForCausalLM) and not swaps:
-        return model
     alike = len(swaps) == 1 and len(swaps[0]["layers"]) == model.config.num_hidden_layers
     if not isinstance(model, OlmoeForCausalLM) or not alike:
-        raise ValueError(
-            "remote code is for OLMoE with one kind of router in every layer; "
-            f"got {type(model).__name__} with {len(swaps)} swaps"
-        )
+        return model
     router = RouterConfig.from_dict(swaps[0]["router"])
     if swaps[0]["selection"] == "family":
         router = dataclasses.replace(router, normalize_weights=model.config.norm_topk_prob)
@@ -90,104 +131,3 @@ def as_l2r_olmoe(model: Any) -> L2rOlmoeForCausalLM:
     for name, place in places.items():
         place.data = weights[name].clone()
     return ours.train(model.training)
-
-
-def modeling_source(kind: str) -> str:
-    """Text of the modeling file for a router, by its registered name."""
-    modules: dict[str, ModuleType] = {}
-    for root in (router_class(kind).__module__, olmoe.__name__):
-        _collect(root, modules)
-    imports: dict[str, None] = {}
-    parts, owners = [], dict[str, str]()
-    for name, module in modules.items():
-        tree = ast.parse(inspect.getsource(module))
-        imports.update(dict.fromkeys(_foreign_imports(tree)))
-        for defined in _top_level_names(tree):
-            assert owners.setdefault(defined, name) == name, (defined, name, owners[defined])
-        body = _body(module, tree)
-        if module is olmoe:
-            line = 'DEFAULT_ROUTER = "{}"'
-            body = body.replace(line.format(olmoe.DEFAULT_ROUTER), line.format(kind))
-            body = body.replace(f"({card.SavesCard.__name__})", "")
-        parts.append(body)
-        if name == _PLAIN:
-            parts.append(_dispatch_class(module))
-    from l2r import __version__
-
-    header = _HEADER.format(version=__version__, kind=kind)
-    return header + "\n".join(imports) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
-
-
-def _collect(name: str, modules: dict[str, ModuleType]) -> None:
-    """Add a module after the modules of this package that it imports."""
-    if name in (*modules, card.__name__):  # the file has the model, not what is told about it
-        return
-    module = importlib.import_module(name)
-    for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.ImportFrom) and _is_ours(node.module):
-            for alias in node.names:
-                _collect(_origin(str(node.module), alias.name), modules)
-    modules[name] = module
-
-
-def _origin(package: str, name: str) -> str:
-    """Module that defines what ``from package import name`` gives; plain code for kernels."""
-    if f"{package}.{name}" == _KERNELS:
-        return _PLAIN
-    member = getattr(importlib.import_module(package), name)
-    defined = str(getattr(member, "__module__", package))
-    return defined if _is_ours(defined) else package
-
-
-def _is_ours(name: str | None) -> bool:
-    return name is not None and name.split(".")[0] == "l2r"
-
-
-def _foreign_imports(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        source = getattr(node, "module", None)
-        if not _is_ours(source) and source != "jaxtyping":  # annotations are not evaluated
-            yield ast.unparse(node)
-
-
-def _body(module: ModuleType, tree: ast.Module) -> str:
-    """Source of a module without docstring, imports, type-checking blocks and Auto*.register."""
-    lines = inspect.getsource(module).splitlines()
-    dropped: set[int] = set()
-    for node in ast.walk(tree):
-        inner = isinstance(node, ast.ImportFrom) and _is_ours(node.module)
-        if inner or (node in tree.body and _is_preamble(node)):
-            dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
-    return "\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip()
-
-
-def _is_preamble(node: ast.AST) -> bool:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return True
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING"
-    if not isinstance(node, ast.Expr):
-        return False
-    # auto_map does what Auto*.register does here, and a process that has this package keeps its own
-    return isinstance(node.value, ast.Constant) or ast.unparse(node.value).startswith("Auto")
-
-
-def _top_level_names(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-
-
-def _dispatch_class(plain: ModuleType) -> str:
-    """What routers call as ``dispatch.name``: here always the plain function."""
-    chosen = vars(importlib.import_module(_KERNELS))
-    names = [name for name, value in vars(plain).items() if name in chosen and callable(value)]
-    lines = "\n".join(f"    {name} = staticmethod({name})" for name in names if name[0].islower())
-    head = 'class dispatch:\n    """Plain code; l2r-moe has fused kernels."""'
-    return f"{head}\n\n{lines}"

@@ -19,7 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from l2r.checkpoints.pretrained import load_pretrained
 from l2r.routers import L2RConfig, LinearConfig, RouterConfig, capture
 from l2r.swap.families import FAMILIES, TINY, Family
-from l2r.swap.swap import old_weight, replace_routers, router_sites
+from l2r.swap.sites import old_weight, router_sites
+from l2r.swap.swap import replace_routers
 
 _TOLERANCE = 1e-5  # of float32 logits of order one after two layers
 

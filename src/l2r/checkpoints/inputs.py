@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from l2r.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
+from l2r.checkpoints.loading import FLOAT32
+from l2r.checkpoints.placement import Placement
 from l2r.checkpoints.seen_text import unseen_part
 from l2r.data.corpus import CorpusOptions, build_corpus
 from l2r.data.rows import balanced_rows, name_domains_without_rows, too_small
 from l2r.data.sample_text import packed_rows
 from l2r.data.sources import folder_sources, text_documents
 from l2r.data.tokens import TokenDataset, read_documents
+from l2r.routers.offload import device_of
 
 if TYPE_CHECKING:
     from l2r.checkpoints.image_input import ImageInput
@@ -39,6 +42,11 @@ class Subject:
     images: "ImageInput | None" = None
     tokenizer: Any = None
 
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on."""
+        return device_of(self.model)
+
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
         """One forward pass; ``targets`` are not for the model."""
         known = {name: value for name, value in inputs.items() if name != "targets"}
@@ -46,12 +54,13 @@ class Subject:
 
 
 def open_subject(
-    checkpoint: str,
+    checkpoint: str | Path,
     data: str | None,
     *,
     instances: int,
     length: int,
     report: Callable[[str], None],
+    placement: Placement = FLOAT32,
     trust_remote_code: bool = False,
 ) -> Subject:
     """Load a checkpoint and the text or the images that it reads.
@@ -61,7 +70,9 @@ def open_subject(
     if is_image_classifier(checkpoint):
         from l2r.checkpoints.image_input import open_image_input  # text needs no image package
 
-        model = load_image_classifier(checkpoint, trust_remote_code=trust_remote_code)
+        model = load_image_classifier(
+            checkpoint, placement=placement, trust_remote_code=trust_remote_code
+        )
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))
 
@@ -69,7 +80,9 @@ def open_subject(
             return images.batches(count, size, device)
 
         return Subject(model, batches, count, images.domains, {}, images)
-    model, tokenizer = load_causal_lm(checkpoint, trust_remote_code=trust_remote_code)
+    model, tokenizer = load_causal_lm(
+        checkpoint, placement=placement, trust_remote_code=trust_remote_code
+    )
     rows, domain, domains = open_text(
         data,
         tokenizer,

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoModelForImageClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
+from l2r.checkpoints.hub import local_checkpoint
+from l2r.checkpoints.placement import Placement
 from l2r.checkpoints.pretrained import (
     cannot_load,
     checkpoint_folder,
@@ -19,25 +20,36 @@ from l2r.checkpoints.pretrained import (
 from l2r.models.weights import read_weights
 from l2r.runs.reading import read_json
 
+FLOAT32 = Placement("float32")
+
 
 def load_causal_lm(
     path: str | Path,
     *,
-    dtype: torch.dtype | str = torch.float32,
+    placement: Placement = FLOAT32,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """Model in evaluation mode and its tokenizer, or None where the folder has none.
 
-    ``path`` is a folder in Hugging Face format, or a run folder of ours (its ``model/``).
-    ``dtype="auto"`` keeps the dtype the checkpoint was saved in; ``trust_remote_code`` as for
-    ``load_pretrained``.
+    ``path`` is a folder in Hugging Face format, a run folder of ours (its ``model/``) or a hub
+    id; ``revision`` and ``trust_remote_code`` as for ``load_pretrained``.
     Raises ValueError when the folder holds no readable checkpoint.
     """
-    folder = checkpoint_folder(path)
+    folder = checkpoint_folder(local_checkpoint(path, revision=revision, code=trust_remote_code))
     if is_image_classifier(folder):
         raise ValueError(f"{path} holds an image classifier, not a language model")
-    model = load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    return model.eval(), load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    folder: Path, *, placement: Placement, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """The same of a language model or an image classifier in a folder here."""
+    options = placement.options(checkpoint_folder(folder))
+    model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return placement.place(model).eval(), tokenizer
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -54,7 +66,7 @@ def load_image_classifier(
     path: str | Path,
     *,
     averaged: bool = False,
-    dtype: torch.dtype = torch.float32,
+    placement: Placement = FLOAT32,
     trust_remote_code: bool = False,
 ) -> Any:
     """Model in evaluation mode from a Hugging Face folder or a run folder of ours.
@@ -72,12 +84,12 @@ def load_image_classifier(
         model = read_weights(
             AutoModelForImageClassification,
             folder,
-            dtype=dtype,
             trust_remote_code=trust_remote_code,
+            **placement.options(folder),
         )
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load("an image classifier", folder, error) from error
-    return model.eval()
+    return placement.place(model).eval()
 
 
 def is_image_classifier(path: str | Path) -> bool:

@@ -1,50 +1,70 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
 import tempfile
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from l2r import models
+from l2r.checkpoints.hub import local_checkpoint
 from l2r.models import olmoe
 from l2r.models.card import write_card
 from l2r.models.weights import read_config, read_weights
-from l2r.swap.swap import find_sites, replay_swaps
+from l2r.swap import auto
+from l2r.swap.model_types import mark_config
+from l2r.swap.sites import find_sites
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "intermediate_size", "num_experts", "num_experts_per_tok",
 )  # fmt: skip
+_SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
-def load_pretrained(path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+def load_pretrained(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
     """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
 
-    ``path`` is a folder, or a run folder of ours (its ``model/``). Where config.json carries
-    ``l2r_swap`` the routers are swapped before the weights are read. Every tensor must be there,
-    have its place in the model and be finite.
-    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+    ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
+    names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
+    swapped before the weights are read. Every tensor must be there, have its place in the model
+    and be finite.
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...); what a ``device_map``
+    leaves on disk lies in a temporary folder that is gone with the model, unless
+    ``offload_folder`` names one.
     ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
     transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
     """
+    path = local_checkpoint(path, revision=revision, code=trust_remote_code)
     folder = checkpoint_folder(path)
     kind = "a language model"
+    offloaded = None
+    if options.get("device_map") is not None and "offload_folder" not in options:
+        offloaded = tempfile.TemporaryDirectory(prefix="l2r-offload-")
+        options["offload_folder"] = offloaded.name
     try:
         config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps:
-            model = _load_swapped(folder, config, swaps, options)
+            model = read_weights(_swapped_class(config), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
+        if offloaded is not None:
+            weakref.finalize(model, offloaded.cleanup)
         return model
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load(kind, folder, error) from error
@@ -88,12 +108,23 @@ def save_model(
     Raises ValueError when ``out`` holds something already.
     """
     with new_folder(out) as part:
-        model.save_pretrained(part)
+        _write_weights(model, part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
+            (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         write_card(part, model, sections)
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+        model.save_pretrained(folder)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=_SHARD)
 
 
 @contextmanager
@@ -172,32 +203,12 @@ def _check_choices(model: Any) -> None:
             )
 
 
-def _load_swapped(
-    folder: Path,
-    config: Any,
-    swaps: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> Any:
-    name = config.architectures[0]
-    architecture = getattr(models if name in models.__all__ else transformers, name, None)
-    if architecture is None:
-        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
-    # from_pretrained builds the model itself, so the swap has to happen in a constructor.
-    model = read_weights(_swapping_class(architecture, swaps), folder, config=config, **options)
-    model.__class__ = architecture
-    return model
+def _swapped_class(config: Any) -> Any:
+    """The class of a model whose routers were swapped; its configuration gets its class too.
 
-
-def _swapping_class(architecture: type, swaps: Sequence[Mapping[str, Any]]) -> Any:
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        architecture.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
-        routers = replay_swaps(self, swaps)
-        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *routers}
-
-    # Same name and module: transformers keys its recorders and its experts backends by them.
-    body = {
-        "__init__": build,
-        "__module__": architecture.__module__,
-        "__qualname__": architecture.__qualname__,
-    }
-    return type(architecture.__name__, (architecture,), body)
+    Folders of 0.2 have the names of the model before the swap.
+    """
+    names = config.architectures if isinstance(config.architectures, list) else []
+    architecture = auto.swapped_architecture(str(names[0]) if names else "")
+    mark_config(config)
+    return architecture

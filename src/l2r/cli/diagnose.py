@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.experiment import say
-from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
+from l2r.cli.options import (
+    AsJson,
+    BatchSize,
+    Device,
+    DeviceMap,
+    Dtype,
+    Revision,
+    TrustRemoteCode,
+)
 
 if TYPE_CHECKING:
     from l2r.checkpoints.inputs import Subject
@@ -19,7 +27,8 @@ if TYPE_CHECKING:
 
 def diagnose(
     checkpoints: Annotated[
-        list[str], typer.Argument(help="Hugging Face folders or run folders, compared in order.")
+        list[str],
+        typer.Argument(help="Hugging Face folders, run folders or hub ids, compared in order."),
     ],
     data: Annotated[
         str | None,
@@ -57,7 +66,10 @@ def diagnose(
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -67,9 +79,9 @@ def diagnose(
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
-    import torch
-
+    from l2r.checkpoints.hub import local_checkpoint
     from l2r.checkpoints.inputs import open_subject
+    from l2r.checkpoints.placement import Placement
     from l2r.cli.console import progress_bars
     from l2r.diagnostics.choices import ChoiceLog
     from l2r.diagnostics.collect import collect
@@ -80,25 +92,24 @@ def diagnose(
     from l2r.report.text_view import text_sections
     from l2r.runs.atomic import make_folder
 
-    least = {"instances": (instances, 1), "length": (length, 1), "batch-size": (batch_size, 1)}
-    for option, (value, bound) in {**least, "gain": (gain, 0)}.items():
-        if value < bound:
-            raise ValueError(f"{option} must be >= {bound}; got {value}")
+    sizes = {"instances": instances, "length": length, "batch-size": batch_size}
+    _check_sizes(**sizes, gain=gain)
     earlier = training_checkpoints(checkpoints) if over_time else []
-    settings = Settings(sigma=sigma, seed=seed, certify=certify)
-    views, texts = {}, {}
+    placement = Placement(dtype, device, device_map, say)
+    settings, views, texts = Settings(sigma=sigma, seed=seed, certify=certify), {}, {}
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
         subject = open_subject(
-            checkpoint,
+            local_checkpoint(checkpoint, revision=revision, code=trust_remote_code),
             data,
+            placement=placement,
             instances=instances,
             length=length,
             report=say,
             trust_remote_code=trust_remote_code,
         )
-        model = subject.model.to(torch.device(device))
-        log, batches = ChoiceLog(), partial(subject.batches, batch_size, torch.device(device))
+        model: Any = subject.model
+        log, batches = ChoiceLog(), partial(subject.batches, batch_size, subject.device)
         traced = text != 0 and subject.images is None
         trace = _trace(model, batches(), subject, text) if traced else None
         with progress_bars() as bars, trace.watching() if trace else nullcontext():
@@ -144,6 +155,13 @@ def diagnose(
     write_diagnosis(views, page, opening=text_sections(texts, page))
     _show(views, as_json)
     typer.echo(f"page: {page}", err=as_json)
+
+
+def _check_sizes(**options: int) -> None:
+    for option, value in options.items():
+        least = 0 if option == "gain" else 1
+        if value < least:
+            raise ValueError(f"{option} must be >= {least}; got {value}")
 
 
 def _trace(model: Any, batches: Any, subject: Any, tokens: int) -> Any:

@@ -6,14 +6,22 @@ from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.options import AsJson, BatchSize, Device, TrustRemoteCode
+from l2r.cli.experiment import say
+from l2r.cli.options import (
+    AsJson,
+    BatchSize,
+    Device,
+    DeviceMap,
+    Dtype,
+    Revision,
+    TrustRemoteCode,
+)
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
 _IMAGES_ONLY = ("data", "average")
 _TASKS_ONLY = ("tasks", "split", "requests")
 _TEXT_ONLY = ("stride",)
-_DTYPES = ("float32", "bfloat16", "float16")
 _FILES = 30  # more are not printed one by one
 
 
@@ -21,7 +29,7 @@ def eval(
     context: typer.Context,
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(help="Run folders, or Hugging Face folders of language or image models."),
+        typer.Argument(help="Runs, Hugging Face folders or hub ids of language or image models."),
     ],
     *,
     text: Annotated[
@@ -50,10 +58,15 @@ def eval(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results of one (default: the checkpoint folder)."),
+        typer.Option(
+            help="Folder for results of one (default: the checkpoint's folder; evaluation/NAME for "
+            "a hub id)."
+        ),
     ] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device_map: DeviceMap = None,
     data: Annotated[
         str | None,
         typer.Option(help="Images: digits, fashion-mnist or a folder (default: those of the run)."),
@@ -75,39 +88,49 @@ def eval(
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
     from l2r.checkpoints import is_image_classifier
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.placement import Placement
     from l2r.cli.diagnose import names
 
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
     for path in checkpoints if text else ():
         if path.is_file():
             raise ValueError(f"every text needs a --text of its own; got {path} as a checkpoint")
-    images = [checkpoint for checkpoint in checkpoints if is_image_classifier(checkpoint)]
+    named = names([str(checkpoint) for checkpoint in checkpoints])
+    folders = {
+        name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+        for name, checkpoint in named.items()
+    }
+    # Beside the weights, but not in the cache of hub ids.
+    outs = {
+        name: out or (folder if Path(named[name]).exists() else Path("evaluation") / name)
+        for name, folder in folders.items()
+    }
+    images = [name for name, folder in folders.items() if is_image_classifier(folder)]
     if images and len(checkpoints) > 1:
         raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
-    common: Any = {"batch_size": batch_size, "device": device}
+    common: Any = {"batch_size": batch_size, "placement": placement}
     common["trust_remote_code"] = trust_remote_code
     if images:
         _refuse(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
-        common |= {"limit": limit, "dtype": dtype, "data": data, "averaged": average}
-        _images(images[0], out or images[0], common, as_json=as_json)
+        common |= {"limit": limit, "data": data, "averaged": average}
+        _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
     _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
-    folders = {name: Path(path) for name, path in names([str(c) for c in checkpoints]).items()}
     if text:
         _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
         from l2r.evaluation.text import TextSettings
 
         settings = TextSettings(length, stride, limit, dtype)
-        _text(folders, out, text, settings, common, as_json=as_json)
+        _text(folders, outs, text, settings, common, as_json=as_json)
         return
     _refuse(context, _TEXT_ONLY, "text; give --text too")
     from l2r.evaluation.checkpoint import TaskSettings
 
     common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
-    _language(folders, out, common, as_json=as_json)
+    _language(folders, outs, common, as_json=as_json)
 
 
 def _refuse(context: typer.Context, options: tuple[str, ...], kind: str) -> None:
@@ -118,7 +141,7 @@ def _refuse(context: typer.Context, options: tuple[str, ...], kind: str) -> None
 
 
 def _language(
-    checkpoints: dict[str, Path], out: Path | None, options: Any, *, as_json: bool
+    checkpoints: dict[str, Path], outs: dict[str, Path], options: Any, *, as_json: bool
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
     from l2r.evaluation.checkpoint import RESULT, evaluate_language
@@ -128,7 +151,7 @@ def _language(
 
     results = {}
     for name, checkpoint in checkpoints.items():
-        folder = out or checkpoint
+        folder = outs[name]
         with progress_bars() as bars:
             results[name] = evaluate_language(checkpoint, folder, on_progress=bars, **options)
         for task, result in results[name].items():
@@ -148,7 +171,7 @@ def _language(
 
 def _text(
     checkpoints: dict[str, Path],
-    out: Path | None,
+    outs: dict[str, Path],
     paths: list[Path],
     settings: Any,
     options: Any,
@@ -165,7 +188,7 @@ def _text(
         with progress_bars() as bars:
             scored, written = evaluate_text(
                 checkpoint,
-                out or checkpoint,
+                outs[name],
                 texts,
                 settings=settings,
                 on_progress=partial(bars, name),

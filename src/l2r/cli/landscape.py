@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import TrustRemoteCode
+from l2r.cli.options import Revision, TrustRemoteCode
 from l2r.report.page import Section
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
@@ -15,7 +15,7 @@ _DRAWS = 8
 def landscape(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face or run folder whose anchors to take (rank 2)."),
+        typer.Argument(help="Hugging Face folder, run or hub id whose anchors to take (rank 2)."),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Of the checkpoint's routers, from 0 (default: all).")
@@ -25,6 +25,7 @@ def landscape(
     ] = 0,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
+    revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """A page that scores the routing plane as its sliders say: dot, cosine and SIPS.
@@ -48,9 +49,11 @@ def landscape(
         figures = _paper_figures(reach)
     else:
         from l2r.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
+        from l2r.checkpoints.hub import local_checkpoint
 
-        load = load_image_classifier if is_image_classifier(checkpoint) else load_pretrained
-        model = load(checkpoint, trust_remote_code=trust_remote_code)
+        folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+        load = load_image_classifier if is_image_classifier(folder) else load_pretrained
+        model = load(folder, trust_remote_code=trust_remote_code)
         sets, figures = anchors_of(model, layer), []
         title = f"Score explorer: {Path(checkpoint).resolve().name}"
     path = write_explorer(out, sets, title=title, reach=reach, figures=figures)

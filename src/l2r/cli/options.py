@@ -28,6 +28,21 @@ BatchSize = Annotated[int, typer.Option(help="Rows, answers or images per forwar
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, ... or auto: a GPU where there is one.", callback=_device)
 ]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a checkpoint with a hub id.")
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32 or float64."),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        help="Layers over devices and disk, as accelerate does: auto, balanced, sequential or the "
+        "JSON of a dictionary (default: one device; auto where a CPU's memory is too small)."
+    ),
+]
+CHECKPOINT = "Hugging Face folder, run folder or hub id"
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(

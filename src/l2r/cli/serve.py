@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import Device, TrustRemoteCode
+from l2r.cli.experiment import say
+from l2r.cli.options import CHECKPOINT, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
 
 
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(help="Run folder or Hugging Face folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
     *,
     name: Annotated[
         str | None, typer.Option(help="Model name in requests (default: the folder's name).")
@@ -23,10 +24,10 @@ def serve(
             "are allowed, and any numeric address where --host is 0.0.0.0 or ::."
         ),
     ] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
     device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")
-    ] = "auto",
+    device_map: DeviceMap = None,
     max_requests: Annotated[
         int, typer.Option(help="Requests in flight; more get 429.", min=1, max=4096)
     ] = 64,
@@ -50,21 +51,23 @@ def serve(
 
     Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
     """
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.placement import Placement
     from l2r.integrations.serve.limits import Limits
     from l2r.integrations.serve.server import Options
     from l2r.integrations.serve.server import serve as start
 
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     options = Options(
-        name=name,
+        name=name or checkpoint.resolve().name,
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),
-        device=device,
-        dtype=dtype,
+        placement=Placement(dtype, device, device_map, say),
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
         trust_remote_code=trust_remote_code,
         limits=Limits(requests=max_requests, connections=max_requests + 192),
     )
-    start(checkpoint, options)
+    start(folder, options)
     raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

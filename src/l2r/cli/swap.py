@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
+    CHECKPOINT,
     NEW_FOLDER,
     AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
     Layers,
+    Revision,
     RouterChanges,
     TrustRemoteCode,
     read_layers,
@@ -19,11 +25,11 @@ from l2r.cli.options import (
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.swap.swap import Site
+    from l2r.swap.sites import Site
 
 
 def swap(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
+    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
     changes: RouterChanges = None,
     *,
     out: Annotated[Path, NEW_FOLDER],
@@ -35,6 +41,10 @@ def swap(
         str | None,
         typer.Option(help="Fit the new routers to the old ones on a folder of text, or embedded."),
     ] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,18 +55,23 @@ def swap(
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
-    from l2r.checkpoints import load_pretrained
-    from l2r.checkpoints.loading import load_tokenizer
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.loading import load_model
+    from l2r.checkpoints.placement import Placement
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
-    from l2r.swap.swap import UNTRAINED, replace_routers, router_sites
+    from l2r.swap.sites import router_sites
+    from l2r.swap.swap import UNTRAINED, replace_routers
 
     config = read_router(changes)
     check_new_folder(out)
-    trusted = {"trust_remote_code": trust_remote_code}
-    model = load_pretrained(checkpoint, dtype="auto", **trusted)
-    tokenizer = load_tokenizer(checkpoint, **trusted)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    model, tokenizer = load_model(
+        folder,
+        placement=Placement(dtype, device, device_map, say),
+        trust_remote_code=trust_remote_code,
+    )
     before = router_sites(model)
     chosen, result = read_layers(layers), None
     if fit is None:
@@ -65,7 +80,7 @@ def swap(
     else:
         data = None if fit == EMBEDDED else Path(fit)
         result = fit_to_old(
-            checkpoint, model, tokenizer, config, data=data, layers=chosen, selection=selection
+            folder, model, tokenizer, config, data=data, layers=chosen, selection=selection
         )
         done = "new routers into {} and fitted them to its own; its other weights are unchanged."
     made = f"## How it was made\n\n`l2r swap` put {done.format(checkpoint.resolve().name)}"

@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
+from l2r.cli.experiment import say
 from l2r.cli.options import (
+    CHECKPOINT,
     NEW_FOLDER,
     AsJson,
     BatchSize,
+    Device,
+    DeviceMap,
+    Dtype,
     Layers,
+    Revision,
     RouterChanges,
     TrustRemoteCode,
     read_layers,
@@ -20,7 +26,7 @@ from l2r.cli.options import (
 
 
 def upcycle(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder in Hugging Face format, or a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
     changes: RouterChanges = None,
     layers: Layers = None,
     data: Annotated[
@@ -35,6 +41,10 @@ def upcycle(
     train_steps: Annotated[int, typer.Option(help="Steps of joint training afterwards.")] = 0,
     train_lr: Annotated[float, typer.Option(help="Learning rate of joint training.")] = 1e-4,
     out: Annotated[Path | None, NEW_FOLDER] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +55,8 @@ def upcycle(
     Example: l2r upcycle my-olmoe router.kind=l2r_sips rank=8 --out my-l2r
     """
     from l2r.checkpoints import load_causal_lm
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.placement import Placement
     from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.fitting import fit_tables, fit_to_old
@@ -55,9 +67,14 @@ def upcycle(
     options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
     if out is not None:
         check_new_folder(out)
-    model, tokenizer = load_causal_lm(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    model, tokenizer = load_causal_lm(
+        folder,
+        placement=Placement(dtype, device, device_map, say),
+        trust_remote_code=trust_remote_code,
+    )
     result = fit_to_old(
-        checkpoint,
+        folder,
         model,
         tokenizer,
         config,

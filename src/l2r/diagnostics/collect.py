@@ -22,6 +22,7 @@ from l2r.diagnostics.token_sample import Fields, TokenSample
 from l2r.functional.autocast import without_autocast
 from l2r.routers import L2RRouter, Router
 from l2r.routers.observe import evaluating, find_routers, first_choice, hooked, routed
+from l2r.routers.offload import materialized
 
 
 @dataclasses.dataclass
@@ -68,7 +69,7 @@ def collect(
         for name, router in routers.items()
     }
     notes = log.hooks(routers) if log else {}
-    hooks = {layer.router: layer.see for layer in layers.values()}
+    hooks = {routers[name]: layer.see for name, layer in layers.items()}
     with torch.no_grad(), evaluating(model), hooked(hooks), hooked(notes):
         for done, batch in enumerate(batches, start=1):
             inputs = dict(batch)
@@ -89,7 +90,7 @@ class _Layer:
     def __init__(
         self, router: nn.Module, sample: TokenSample, domains: int, threshold: float
     ) -> None:
-        self.router = router
+        self.router = materialized(router)
         self.sample = sample
         self.domains = domains
         self.threshold = threshold
@@ -118,11 +119,11 @@ class _Layer:
             return
         self._add("margin", sums.margin_sums(logits, self.threshold))
         self._add("usage", sums.usage_sums(indices, weights, self.num_experts))
-        query = module.query(x) if isinstance(module, Router) else x
+        query = self.router.query(x) if isinstance(self.router, Router) else x
         self._add("cosine", sums.cosine_sums(query))
-        if isinstance(module, L2RRouter):
+        if isinstance(self.router, L2RRouter):
             # phi(|q|) > 0 scales all anchors of a token alike, so m . q ranks them.
-            scores = torch.einsum("tr,nhr->tnh", query.double(), scoring_anchors(module))
+            scores = torch.einsum("tr,nhr->tnh", query.double(), scoring_anchors(self.router))
             self._add("anchors", sums.anchor_sums(scores, indices))
         fields = {"x": x, "first": first_choice(weights, indices)}
         if domain is not None and row is not None:

@@ -12,6 +12,7 @@ from l2r.data.images import sample_indices
 from l2r.data.rows import spread_evenly
 from l2r.routers import capture
 from l2r.routers.observe import evaluating
+from l2r.routers.offload import device_of
 from l2r.runs.patches import PatchRouting
 
 
@@ -65,7 +66,7 @@ def validation_patches(model: Any, images: ImageInput, count: int) -> PatchRouti
     chosen = chosen[spread_evenly(len(chosen), count)]
     batch = images.dataset.rows(chosen)
     side = model.config.image_size // model.config.patch_size
-    device = next(model.parameters()).device
+    device = device_of(model)
     return patch_routing(
         model,
         images.standard(batch.pixels.to(device)),

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from l2r.certificates.certify import certify_first
 from l2r.diagnostics.choices import Batch
 from l2r.routers.observe import find_routers, hooked, routed
+from l2r.routers.offload import materialized
 from l2r.runs.text_routing import TextRouting
 
 TOKENS = 1024  # that are shown
@@ -89,7 +90,7 @@ class TextTrace:
         experts = max(layer.num_experts for layer in self._layers.values())
         for done, layer in enumerate(self._layers.values(), start=1):
             arrays = {name: torch.cat(kept) for name, kept in layer.kept.items()}
-            radius, remark = _radius(layer.router, arrays.pop("x"))
+            radius, remark = _radius(materialized(layer.router), arrays.pop("x"))
             remarks.append(remark)
             of_experts = layer.of_experts(ids, tokens.flatten().bincount())
             more = (0, 0, 0, experts - layer.num_experts)  # layers of fewer experts get rows of -1

@@ -8,6 +8,7 @@ from torch import nn
 
 from l2r.data.images import ImageDataset, read_ahead, sample_indices, standardize
 from l2r.routers.observe import evaluating
+from l2r.routers.offload import device_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def evaluate_accuracy(
 
     Raises ValueError when no image can be read or a label is outside the model's classes.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     indices = sample_indices(dataset, max_images)
     total = len(indices)
     parts = ((indices[start : start + batch_size], None) for start in range(0, total, batch_size))

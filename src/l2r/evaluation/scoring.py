@@ -13,6 +13,8 @@ from jaxtyping import Float
 from olmo_eval import ICLMetric
 from torch import Tensor, nn
 
+from l2r.routers.offload import device_of
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,7 +35,7 @@ class Request:
 @torch.no_grad()
 def score_batch(model: nn.Module, batch: dict[str, Tensor], metric_type: str) -> list[Request]:
     """Score one collated batch. The model must be in evaluation mode."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     moved = {name: value.to(device) for name, value in batch.items()}
     metric = ICLMetric(metric_type)
     metric.update(

@@ -18,6 +18,7 @@ import torch
 
 from l2r.checkpoints.fingerprint import fingerprint
 from l2r.checkpoints.loading import load_tokenizer
+from l2r.checkpoints.placement import Placement
 from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
 from l2r.data.sources import text_documents
 from l2r.evaluation.text_loss import TextDocument, text_losses
@@ -45,7 +46,7 @@ class TextSettings:
     length: int | None = None
     stride: int | None = None
     limit: int | None = None
-    dtype: str = "float32"
+    dtype: str = "auto"
 
     def windows(self, config: Any) -> Windows:
         """Windows for a model. Raises ValueError for sizes that do not fit."""
@@ -93,7 +94,7 @@ def evaluate_text(
     *,
     settings: TextSettings,
     batch_size: int,
-    device: str,
+    placement: Placement,
     trust_remote_code: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[tuple[TextDocument, ...], Path]:
@@ -118,8 +119,9 @@ def evaluate_text(
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
         if model is None:
-            dtype = getattr(torch, settings.dtype)
-            model = load_pretrained(folder, dtype=dtype, **trusted).to(device)
+            options = placement.options(folder)
+            model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+            model = placement.place(model)
         ids = [read_tokens(tokenizer, text, vocab_size) for _, _, text in part]
         sizes = [len(text.encode()) for _, _, text in part]
         losses = document_losses(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from l2r.evaluation.perplexity import token_losses
 from l2r.routers.observe import evaluating
+from l2r.routers.offload import device_of
 
 Tokens = Int[Tensor, "_"]
 # NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
@@ -104,7 +105,7 @@ def document_losses(
         raise ValueError(f"batch_size must be >= 1; got {batch_size}")
     if start is not None and start >= vocab_size:
         raise ValueError(f"end-of-text must be below vocab_size {vocab_size}; got {start}")
-    device = next(model.parameters()).device
+    device = device_of(model)
     prefix = torch.tensor([] if start is None else [start], dtype=torch.int32)
     rows = [torch.cat([prefix, ids]) for ids in documents]
     guess = math.log(vocab_size) if start is None else 0.0

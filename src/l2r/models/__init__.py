@@ -6,6 +6,13 @@ Importing this package registers our model types with transformers' Auto classes
 from importlib import import_module
 from typing import Any
 
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+)
+
 from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 
@@ -17,6 +24,13 @@ __all__ = [
     "L2rViTForImageClassification",
     "L2rViTModel",
 ]
+
+AutoConfig.register(L2rOlmoeConfig.model_type, L2rOlmoeConfig, exist_ok=True)
+AutoModel.register(L2rOlmoeConfig, L2rOlmoeModel, exist_ok=True)
+AutoModelForCausalLM.register(L2rOlmoeConfig, L2rOlmoeForCausalLM, exist_ok=True)
+AutoConfig.register(L2rViTConfig.model_type, L2rViTConfig, exist_ok=True)
+AutoModel.register(L2rViTConfig, L2rViTModel, exist_ok=True)
+AutoModelForImageClassification.register(L2rViTConfig, L2rViTForImageClassification, exist_ok=True)
 
 # Where version 0.1.0 had them; they live in the rooms above this one.
 _MOVED = {

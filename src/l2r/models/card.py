@@ -202,16 +202,17 @@ def _router_section(layers: str, router: Router) -> str:
 
 def _loading(folder: Path, config: Any, auto_class: str) -> Loading:
     code = f"from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({{}})"
-    if getattr(config, "auto_map", None) and any(folder.glob("*.py")):
+    files = [
+        name.partition(".")[0] + ".py"
+        for name in (getattr(config, "auto_map", None) or {}).values()
+    ]
+    if files and all((folder / file).is_file() for file in files):
         call = python_block(code.format('"FOLDER", trust_remote_code=True'))
         text = f"The router's code is in this folder; torch and transformers are enough:\n\n{call}"
         return Loading("transformers", text)
-    if getattr(config, "l2r_swap", None):
-        code = "import l2r\n\nmodel = l2r.load_pretrained({})"
-    else:
-        code = f"import l2r.models  # registers the model type\n{code}"
+    code = f"import l2r  # transformers then knows the model type\n{code}"
     alone = (
-        "A copy that needs transformers alone is written by `l2r export FOLDER --out COPY` (OLMoE),"
+        "A copy that needs transformers alone is written by `l2r export FOLDER --out COPY`,"
         " one program by `l2r export FOLDER --format onnx --out COPY`."
         if auto_class == "AutoModelForCausalLM"
         else "There is no form of it that loads without the package."

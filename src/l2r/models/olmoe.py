@@ -10,17 +10,10 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     GenerationMixin,
     OlmoeConfig,
     OlmoeForCausalLM,
     OlmoeModel,
-)
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
 )
 from transformers.models.olmoe.modeling_olmoe import (
     OlmoeAttention,
@@ -32,6 +25,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing
+from l2r.models.opening import NeedsPackage
+from l2r.models.tables import share_adapters, share_conversion
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
 
@@ -39,7 +34,7 @@ DEFAULT_ROUTER = "linear"  # an exported file has its own: it holds that one rou
 
 
 @no_type_check  # transformers passes fields that its own signature does not have
-class L2rOlmoeConfig(OlmoeConfig):
+class L2rOlmoeConfig(NeedsPackage, OlmoeConfig):
     """OlmoeConfig plus ``router``: the dictionary form of a RouterConfig, ``kind`` first.
 
     ``L2rOlmoeConfig(router={"kind": "l2r_sips", "rank": 2, "heads": 16})``. Fields left out
@@ -125,10 +120,5 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
         self.post_init()
 
 
-AutoConfig.register("l2r_olmoe", L2rOlmoeConfig, exist_ok=True)
-AutoModel.register(L2rOlmoeConfig, L2rOlmoeModel, exist_ok=True)
-AutoModelForCausalLM.register(L2rOlmoeConfig, L2rOlmoeForCausalLM, exist_ok=True)
-# A new model type has no key mapping: without this line OLMoE's experts would load as random.
-register_checkpoint_conversion_mapping(
-    "l2r_olmoe", get_checkpoint_conversion_mapping("olmoe"), overwrite=True
-)
+share_conversion("l2r_olmoe", "olmoe")
+share_adapters("l2r_olmoe", "olmoe")

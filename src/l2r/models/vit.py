@@ -11,9 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -23,6 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.models.card import SavesCard
 from l2r.models.initialize import attach_router, reset_missing
+from l2r.models.opening import NeedsPackage
 from l2r.models.weights import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
@@ -30,7 +28,7 @@ from l2r.routers.base import truncated_normal
 from l2r.routers.vision import vision_router
 
 
-class L2rViTConfig(ViTConfig):
+class L2rViTConfig(NeedsPackage, ViTConfig):
     """ViTConfig plus the MoE fields; ``router`` is the dictionary form of a RouterConfig.
 
     num_experts, num_experts_per_tok: N and k. moe_layers: blocks that get experts, None for the
@@ -193,7 +191,3 @@ _EXPERT_NAMES = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_bias",
 }
-
-AutoConfig.register("l2r_vit", L2rViTConfig, exist_ok=True)
-AutoModel.register(L2rViTConfig, L2rViTModel, exist_ok=True)
-AutoModelForImageClassification.register(L2rViTConfig, L2rViTForImageClassification, exist_ok=True)

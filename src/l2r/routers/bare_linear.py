@@ -5,8 +5,10 @@ import math
 import torch
 from torch import nn
 
+from l2r.routers.holder import Holder
 
-class BareLinear(nn.Module):
+
+class BareLinear(Holder):
     """Parameters ``weight`` [O, D] and, on request, ``bias`` [O], drawn as nn.Linear draws them.
 
     The router computes with them itself. Serving engines and quantizers replace every nn.Linear

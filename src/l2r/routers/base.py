@@ -3,6 +3,8 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ class Router(nn.Module):
     selection: Selection  # of the router's own, or of the model family it was swapped into
     heads = 1  # anchors per expert, whose scores a logit pools
     score: Score = DEFAULTS  # constants of the logits, where ``kernel_weights`` are given
+    holders: tuple[str, ...] = ()  # Holders by name: the router reads their parameters itself
 
     def __init__(
         self, config: RouterConfig, *, hidden_size: int, num_experts: int, top_k: int
@@ -94,7 +97,9 @@ class Router(nn.Module):
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
         with without_autocast(x.device):
-            return self._logits(self._prepare(x), self.kernel_weights(x))
+            return self._inside_holders(
+                x, lambda x: self._logits(self._prepare(x), self.kernel_weights(x))
+            )
 
     def own_selection(self) -> Selection:
         """How this router selects unless a model family decides, Eq. 2 and 3."""
@@ -116,10 +121,19 @@ class Router(nn.Module):
         """
         if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
             pass
+        route = partial(self._route, bias=bias)
         if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
-                return self._route(x, bias)
-        return self._route(x, bias)
+                return self._inside_holders(x, route)
+        return self._inside_holders(x, route)
+
+    def _inside_holders(self, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
+        """``run(x)`` inside the forward of every holder, so that their hooks have run."""
+        for name in self.holders:
+            holder = self._modules.get(name)  # None where a configuration has no such part
+            if holder is not None:
+                run = partial(holder, run=run)
+        return run(x)
 
     def _route(self, x: Tensor, bias: Tensor | None) -> RouterOutput:
         flat, selection = self._prepare(x), self.selection

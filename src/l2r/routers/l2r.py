@@ -52,6 +52,7 @@ class L2RRouter(AnchorRouter):
     """Parameters: ``norm.weight`` [D], ``projection.weight`` [R, D], ``anchors`` [N, H, R]."""
 
     Config = L2RConfig
+    holders = ("norm", "projection")
 
     def __init__(self, config: L2RConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

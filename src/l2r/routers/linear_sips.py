@@ -26,6 +26,7 @@ class LinearSipsRouter(AnchorRouter):
     """Parameters: ``norm.weight`` [D] and ``anchors`` [N, 1, D]."""
 
     Config = LinearSipsConfig
+    holders = ("norm",)
 
     def __init__(self, config: LinearSipsConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from l2r.functional import standardize_magnitude
+from l2r.routers.holder import Holder
 
 
-class InputNormGain(nn.Module):
+class InputNormGain(Holder):
     """Learned gain [D] of the RMSNorm before W_q; the norm itself runs inside the kernel."""
 
     def __init__(self, size: int) -> None:

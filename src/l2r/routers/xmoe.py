@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from l2r.functional import unit
 from l2r.kernels import dispatch
@@ -74,6 +75,7 @@ class XMoERouter(Router):
     """Parameters: ``projection.weight`` [R, D] (``.bias`` [R]) and ``anchors`` [N, 1, R]."""
 
     Config = XMoEConfig
+    holders = ("projection",)
 
     def __init__(self, config: XMoEConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
@@ -105,7 +107,11 @@ class XMoERouter(Router):
         sequence of weights.
         """
         if self.config.anchor_norm is not None:
-            self.anchors.copy_(unit(self.anchors) * self.config.anchor_norm)
+            anchors = unit(self.anchors) * self.config.anchor_norm
+            if is_parametrized(self, "anchors"):  # what is read is computed
+                self.anchors = anchors
+            else:
+                self.anchors.copy_(anchors)
 
     def query(self, x: Tensor) -> Tensor:
         x, dtype = self._prepare(x), self.compute_dtype(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l2r.routers import Router
 from l2r.routers.observe import hooked
-from l2r.swap.swap import Site
+from l2r.swap.sites import Site
 
 
 def divergence(

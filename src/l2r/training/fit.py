@@ -23,7 +23,9 @@ from l2r.data.sample_text import packed_rows
 from l2r.evaluation.perplexity import token_losses
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
-from l2r.swap.swap import Site, forget_replaced, place_router, unfitted_sites
+from l2r.routers.offload import device_of
+from l2r.swap.sites import Site, place_router
+from l2r.swap.swap import forget_replaced, unfitted_sites
 from l2r.training.agreement import agreement, compare, divergence, observe
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
@@ -101,7 +103,7 @@ def fit_routers(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
             "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
         )
-    cut = _Cut(tokenizer, sequence_length, batch_size, model.device)
+    cut = _Cut(tokenizer, sequence_length, batch_size, device_of(model))
     if held_out is None:
         kept = len(data) - max(1, len(data) // 10)
         data, held_out = data[:kept], data[kept:]

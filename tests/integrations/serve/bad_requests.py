@@ -32,7 +32,7 @@ OF_COMPLETIONS = {
         ["a", 1], [[1], "a"], [[[1]]], "\ud800", "word " * 200_000, [1] * 200_000,
     ],
     "logprobs": [-1, 6, 1.5, "x", True, HUGE],
-    "echo": [True, 5],
+    "echo": [5, "x"],
     "best_of": [2, "x"],
     "suffix": ["end"],
     "messages": [[{"role": "user", "content": "yes"}]],

@@ -1,5 +1,7 @@
 """Answers over HTTP are those of ``generate``, in the form that OpenAI's own client reads."""
 
+import json
+
 import pytest
 import torch
 
@@ -93,6 +95,36 @@ def test_a_small_top_p_is_greedy(client):
     drawn = client.complete(max_tokens=NEW, temperature=2, top_p=1e-9)
     assert text_of(drawn) == greedy
     assert text_of(client.complete(max_tokens=NEW, temperature=1e-300)) == greedy
+
+
+def test_an_echo_begins_with_the_prompt_and_its_scores(client, folder):
+    model, tokenizer = load_causal_lm(folder)
+    asked = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 2, "echo": True}
+    answer = client.complete(**asked)
+    if not client.worker.echoes:
+        assert answer.status == 400 and answer.error["param"] == "echo"
+        return
+    prompt = tokenizer(PROMPT)["input_ids"]
+    after = client.complete(prompt=PROMPT, max_tokens=2, logprobs=2)
+    assert text_of(answer) == PROMPT + text_of(after)
+    assert answer.body["usage"] == after.body["usage"]
+    listed = answer.body["choices"][0]["logprobs"]
+    assert listed["token_logprobs"][0] is None and listed["top_logprobs"][0] is None
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    expected = scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    given = torch.tensor(listed["token_logprobs"][1 : len(prompt)])
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
+    largest = [max(top.values()) for top in listed["top_logprobs"][1 : len(prompt)]]
+    torch.testing.assert_close(torch.tensor(largest), scores.max(-1).values, atol=1e-4, rtol=1e-4)
+    tail = after.body["choices"][0]["logprobs"]["token_logprobs"]
+    assert listed["token_logprobs"][len(prompt) :] == pytest.approx(tail, abs=1e-5)
+    assert text_of(client.complete(**asked | {"logprobs": None})) == text_of(answer)
+    chunks = client.ask(
+        "/v1/completions", {**asked, "model": "served", "temperature": 0, "stream": True}
+    )
+    parts = [json.loads(line[6:]) for line in chunks.body.decode().splitlines() if line[6:7] == "{"]
+    assert "".join(part["choices"][0]["text"] for part in parts) == text_of(answer)
 
 
 def test_text_ends_before_a_stop_string(client):

@@ -64,7 +64,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_line(
     unknown = l2r("serve", checkpoint, "--host", "no.such.host.invalid", "--port", port)
     assert "host must be an address of this machine; got 'no.such" in unknown.refusal()
     wrong = ("--dtype", "float33", "--port", port)
-    assert "float16; got 'float33'" in l2r("serve", checkpoint, *wrong).refusal()
+    assert "float64; got 'float33'" in l2r("serve", checkpoint, *wrong).refusal()
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
     assert "checkpoint must hold a tokenizer" in l2r("serve", checkpoint).refusal()

@@ -117,7 +117,7 @@ ACCEPTED = {
     "stop": lambda value: isinstance(value, str | list) and value != "",
     "stream": lambda value: isinstance(value, bool),
     "logprobs": lambda value: number(value, 0, 5, int),
-    "echo": lambda value: value is False,
+    "echo": lambda value: isinstance(value, bool),
     "best_of": lambda value: number(value, 1, 1, int),
 }
 

@@ -40,7 +40,7 @@ class Answer(ABC):
             {"index": index, "finish_reason": made[-1].finish, **self._whole(made)}
             for index, made in enumerate(steps)
         ]
-        used = usage(prompt_tokens, sum(map(len, steps)))
+        used = usage(prompt_tokens, sum(not step.echoed for made in steps for step in made))
         return {**self._head, "object": self.object, "choices": choices, "usage": used}
 
     def chunk(self, index: int, step: Step, written: int) -> dict[str, Any]:
@@ -90,7 +90,8 @@ class CompletionAnswer(Answer):
             listed["tokens"].append(self._text(choice.token))
             listed["token_logprobs"].append(choice.logprob)
             likeliest = {self._text(token): value for token, value in choice.likeliest}
-            listed["top_logprobs"].append(likeliest)
+            # The first token of a prompt has no probability.
+            listed["top_logprobs"].append(None if choice.logprob is None else likeliest)
             listed["text_offset"].append(written)
             written += len(step.text)
         return listed

@@ -82,6 +82,9 @@ async def _answer(
     if asked.model not in (None, served.name):
         message = f"model must be {served.name!r}; got {asked.model[:100]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
+    if asked.echoes and not served.worker.echoes:
+        message = "echo must be false with --continuous-batching; got true"
+        raise RequestError(400, message, param="echo")
     loop, tokenizer = asyncio.get_running_loop(), served.prompts.tokenizer
     prompts = await loop.run_in_executor(tokenizing, served.prompts.read, asked)
     flow = Flow(asked, prompts, tokenizer=tokenizer, ends=served.ends, worker=served.worker)
@@ -153,7 +156,7 @@ async def _events(flow: Flow, answer: Answer, *, with_usage: bool) -> AsyncItera
         async for index, step in flow.steps():
             yield event(answer.chunk(index, step, written[index]))
             written[index] += len(step.text)
-            new_tokens += 1
+            new_tokens += not step.echoed
     except RequestError as error:  # too late for a status
         yield event(error.body())
         return

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.model_runner import (
 
 from l2r.integrations.serve.sequence import Sequence
 from l2r.integrations.serve.worker import NOT_RUNNING, STOPPING, Worker, only
+from l2r.routers.offload import device_of
 
 _POLL_SECONDS = 0.1
 _CPU_TOKENS = 1024  # in a step; transformers' own 8,192 make a mask of most of a gigabyte
@@ -79,7 +80,7 @@ class Batching(Worker):
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(
                 num_blocks=self._num_blocks,
-                max_batch_tokens=_CPU_TOKENS if self._model.device.type == "cpu" else None,
+                max_batch_tokens=_CPU_TOKENS if device_of(self._model).type == "cpu" else None,
                 use_cuda_graph=False,  # a graph cannot hold the choice of tokens, nor a loop
                 use_async_batching=False,  # that is a step ahead of it
             ),

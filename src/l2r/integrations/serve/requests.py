@@ -75,6 +75,11 @@ class _Request(_Fields):
         """Likely tokens reported with each chosen one; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
     def sampling(self, max_tokens: int, choice: int) -> Sampling:
         """How the answer number ``choice`` draws its tokens: each with a seed of its own."""
         return Sampling(
@@ -84,6 +89,7 @@ class _Request(_Fields):
             seed=None if self.seed is None else (self.seed + choice) % 2**63,
             stop=tuple(self.stop),
             alternatives=self.alternatives,
+            echo=self.echoes,
         )
 
 
@@ -93,7 +99,7 @@ class CompletionRequest(_Request):
     prompt: str | list[_Token] | list[str] | list[list[_Token]] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: int = Field(1, ge=1, le=1)
 
     @property
@@ -103,6 +109,10 @@ class CompletionRequest(_Request):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
     @property
     def prompts(self) -> list[str | list[int]]:

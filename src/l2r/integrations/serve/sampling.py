@@ -15,7 +15,7 @@ class Sampling:
     """The fields of a request that its tokens depend on.
 
     ``alternatives`` is the number of likely tokens reported with each chosen one, None for no
-    log-probabilities at all.
+    log-probabilities at all. ``echo``: the answer begins with its prompt.
     """
 
     max_tokens: int
@@ -24,6 +24,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Sampler:
         logits = logits.float().cpu()
         if not bool(logits.isfinite().all()):
             raise ValueError("the model gave logits that are not finite")
-        token = self._token(logits)
+        return self.score(logits, self._token(logits))
+
+    def score(self, logits: Tensor, token: int) -> Choice:
+        """A given token, with what the request asks to know of it; ``logits`` [V] on the CPU."""
         if self._sampling.alternatives is None:
             return Choice(token)
         logprobs = logits.log_softmax(-1).clamp(min=_LEAST)

@@ -18,6 +18,7 @@ class Step:
     choice: Choice
     text: str
     finish: Literal["stop", "length"] | None
+    echoed: bool = False  # a token of the prompt
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Sequence:
         self.prompt, self.sampling = prompt, sampling
         self.name = uuid.uuid4().hex
         self.over = False
-        self._ends, self._listener = ends, listener
+        self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
         self._choose, self._text = Sampler(sampling), Text(tokenizer, sampling.stop)
         self._steps = 0
 
@@ -59,6 +60,18 @@ class Sequence:
         if not self.over:
             self.over = True
             self._listener(Failure(message))
+
+    def echo(self, logits: Tensor | None) -> None:
+        """Pass the prompt on; ``logits`` [T, V] give its tokens after the first their scores."""
+        text = Text(self._tokenizer)
+        for place, token in enumerate(self.prompt):
+            choice = Choice(token)
+            if logits is not None and place > 0:
+                choice = self._choose.score(logits[place - 1].float().cpu(), token)
+            piece = text.push(token)
+            if place == len(self.prompt) - 1:
+                piece += text.finish()
+            self._listener(Step(choice, piece, None, echoed=True))
 
     def step(self, logits: Tensor) -> int:
         """Choose the next token from ``logits`` [V], pass it on and return it."""

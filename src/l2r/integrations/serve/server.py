@@ -15,6 +15,7 @@ import transformers
 import uvicorn
 
 from l2r.checkpoints.loading import load_tokenizer
+from l2r.checkpoints.placement import Placement
 from l2r.checkpoints.pretrained import checkpoint_folder, load_pretrained
 from l2r.integrations.serve.app import Served, build
 from l2r.integrations.serve.connections import connection_class
@@ -22,9 +23,9 @@ from l2r.integrations.serve.limits import Limits
 from l2r.integrations.serve.prompts import Prompts
 from l2r.integrations.serve.worker import OneByOne, Worker
 from l2r.integrations.tried import outside_tried
+from l2r.routers.offload import device_of
 
 _CPU_BLOCKS = 64  # of 256 tokens; transformers' own choice takes all memory and a minute to fill it
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
 
 
@@ -40,8 +41,7 @@ class Options:
     name: str | None = None
     host: str = "localhost"
     port: int = 8000
-    device: str = "cpu"
-    dtype: str = "auto"
+    placement: Placement = field(default_factory=Placement)
     continuous_batching: bool = False
     num_blocks: int | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -97,8 +97,6 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
         raise ValueError(
             f"num_blocks is for continuous batching; got num_blocks={options.num_blocks}"
         )
-    if options.dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {options.dtype!r}")
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
@@ -106,9 +104,11 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
         # Before minutes of loading; nobody can connect until uvicorn listens.
         sockets = _bound(options.host, options.port, stack)
         model = load_pretrained(
-            checkpoint, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+            checkpoint,
+            trust_remote_code=options.trust_remote_code,
+            **options.placement.options(checkpoint_folder(checkpoint)),
         )
-        model = model.eval().to(options.device)
+        model = options.placement.place(model.eval())
         worker = _worker(model, options)
         stack.callback(worker.close)
         limits = _fitting(options.limits, model, worker)
@@ -137,7 +137,7 @@ def _worker(model: Any, options: Options) -> Worker:
         return OneByOne(model, stall_seconds=stall)
     from l2r.integrations.serve.batching import Batching
 
-    on_cpu = model.device.type == "cpu"
+    on_cpu = device_of(model).type == "cpu"
     blocks = options.num_blocks or (_CPU_BLOCKS if on_cpu else None)
     return Batching(model, num_blocks=blocks, stall_seconds=stall)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from l2r.integrations.serve.sequence import Sequence
+from l2r.routers.offload import device_of
 
 STOPPING, NOT_RUNNING = "the server is stopping", "the worker is not running"
 
@@ -19,6 +20,7 @@ class Worker(ABC):
     """Computes sequences in separate threads until closed; each has at most ``context`` tokens."""
 
     context = 2**31
+    echoes = False  # whether it gives prompts back
 
     def __init__(self, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
@@ -57,6 +59,8 @@ class Worker(ABC):
 
 class OneByOne(Worker):
     """One sequence at a time; others wait for their turn."""
+
+    echoes = True
 
     def __init__(self, model: Any, *, stall_seconds: float = 120) -> None:
         super().__init__(stall_seconds)
@@ -106,7 +110,10 @@ class OneByOne(Worker):
 
     @torch.inference_mode()
     def _generate(self, sequence: Sequence) -> None:
-        prompt = torch.tensor([sequence.prompt], device=self._model.device)
+        prompt = torch.tensor([sequence.prompt], device=device_of(self._model))
+        if sequence.sampling.echo:
+            scored = sequence.sampling.alternatives is not None
+            sequence.echo(self._model(prompt, use_cache=False).logits[0] if scored else None)
         steps = _Steps(sequence, self._moved)
         self._model.generate(
             prompt,

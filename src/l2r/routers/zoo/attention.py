@@ -34,6 +34,7 @@ class AttentionRouter(Router):
     """Parameters: ``query_key_value.weight`` [3 N, D], query rows first, as Yuan stores them."""
 
     Config = AttentionConfig
+    holders = ("query_key_value",)
 
     def __init__(self, config: AttentionConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

@@ -38,6 +38,7 @@ class LowRankRouter(Router):
     """Parameters: ``projection.weight`` [R, D], which is V, and ``anchors`` [N, 1, R], U."""
 
     Config = LowRankConfig
+    holders = ("projection",)
 
     def __init__(self, config: LowRankConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

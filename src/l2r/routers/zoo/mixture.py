@@ -40,6 +40,7 @@ class MixtureRouter(Router):
     """Parameters: ``projection.weight`` [M R, D] and ``keys`` [M, N, R]."""
 
     Config = MixtureConfig
+    holders = ("projection",)
 
     def __init__(self, config: MixtureConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

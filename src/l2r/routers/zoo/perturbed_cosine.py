@@ -43,6 +43,7 @@ class PerturbedCosineRouter(Router):
     """Parameters: ``projection.weight`` [R, D] and ``anchors`` [N, 1, R]."""
 
     Config = PerturbedCosineConfig
+    holders = ("projection",)
 
     def __init__(self, config: PerturbedCosineConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

@@ -1,0 +1,66 @@
+"""Model types of ours in transformers' Auto classes, whichever of the two is imported first.
+
+``import l2r`` imports nothing of transformers. It adds one lookup, by which the classes are made
+when a folder of ours is opened.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from l2r.imports import after_import
+
+PREFIX, SWAPPED = "l2r_", "swapped_"
+_OWN = ("l2r_olmoe", "l2r_vit")
+
+
+def type_name(model_type: str) -> str:
+    """Model type of a swapped model: ``l2r_mixtral`` from ``mixtral``.
+
+    ``l2r_swapped_olmoe`` from ``olmoe``, since the other name is our own model's.
+    """
+    ours = PREFIX + model_type
+    return PREFIX + SWAPPED + model_type if ours in _OWN else ours
+
+
+def register() -> None:
+    """Add our model types to the Auto classes, now or when they are imported."""
+    after_import("transformers.models.auto.configuration_auto", _extend)
+    after_import("peft.auto", _allow)
+
+
+def _extend(module: Any) -> None:
+    mapping = module.CONFIG_MAPPING
+    if not isinstance(mapping._extra_content, _Types):
+        mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
+
+
+def _allow(module: Any) -> None:
+    """Let AutoPeftModel make classes of this package, which the user has imported."""
+    usual = module.get_default_import_allowlist
+    module.get_default_import_allowlist = lambda: [*usual(), "l2r"]
+
+
+class _Types(dict[str, Any]):
+    """Configuration classes by registered model type; ours are made on first use.
+
+    ``is_stock`` says of a model type whether transformers has it.
+    """
+
+    def __init__(self, registered: dict[str, Any], is_stock: Callable[[str], bool]) -> None:
+        super().__init__(registered)
+        self._is_stock = is_stock
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and self._is_ours(key))
+
+    def __missing__(self, key: str) -> Any:
+        if not self._is_ours(key):
+            raise KeyError(key)
+        return import_module("l2r.swap.auto").config_class(key)
+
+    def _is_ours(self, key: str) -> bool:
+        if not key.startswith(PREFIX):
+            return False
+        name = key.removeprefix(PREFIX)
+        return self._is_stock(name.removeprefix(SWAPPED)) or self._is_ours(name)

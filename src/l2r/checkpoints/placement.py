@@ -1,0 +1,84 @@
+"""Where a checkpoint's weights go, and in which dtype: memory, several devices, or disk."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2r.machine import available_memory
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_ROOM = 0.7  # of the free memory for weights; the rest is for what the work takes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a checkpoint is loaded.
+
+    dtype: of the weights, "auto" for the one they were saved in; routers of ours stay float32.
+    device: of the whole model. device_map: accelerate's, a name or the JSON of a dictionary
+    from modules to devices, "disk" among them; None is one device, and for weights that do not fit
+    into a CPU's free memory "auto", which leaves layers on disk until they run; ``report`` takes
+    the line that says so.
+    Raises ValueError for an unknown dtype or map.
+    """
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    device_map: str | None = None
+    report: Callable[[str], object] = field(default=lambda line: None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        self._read_map()
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Keywords of ``from_pretrained`` for the checkpoint in ``folder``."""
+        dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        places = self._read_map()
+        if places is None and self.is_too_large(folder):
+            places = "auto"
+            self.report(
+                f"weights of {weight_bytes(folder) / 1e9:.1f} GB do not fit into "
+                f"{available_memory() / 1e9:.1f} GB of free memory: layers stay on disk until "
+                "they run, and every forward pass reads them again"
+            )
+        if places is None:
+            return {"dtype": dtype}
+        options: dict[str, Any] = {"dtype": dtype, "device_map": places}
+        if isinstance(places, str) and self.device == "cpu":
+            options["max_memory"] = {"cpu": int(_ROOM * available_memory())}
+        return options
+
+    def place(self, model: Any) -> Any:
+        """The model on the device, unless accelerate has placed its parts."""
+        return model if getattr(model, "hf_device_map", None) else model.to(self.device)
+
+    def is_too_large(self, folder: Path) -> bool:
+        """Whether weights on a CPU would take more than the memory that is free."""
+        return self.device == "cpu" and weight_bytes(folder) > _ROOM * available_memory()
+
+    def _read_map(self) -> Any:
+        text = self.device_map
+        if text is None or text in _MAPS:
+            return text
+        try:
+            places = json.loads(text)
+        except ValueError:
+            places = None
+        if not isinstance(places, dict) or not places:
+            raise ValueError(
+                f"device_map must be one of {', '.join(_MAPS)} or the JSON of modules and their "
+                f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r}'
+            )
+        return places
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a folder's files of weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -47,21 +47,9 @@ def main() -> int:
         write_checkpoint(old, given.gigabytes)
     shutil.rmtree(new, ignore_errors=True)
     size = sum(file.stat().st_size for file in old.glob("*.safetensors"))
-    command = [
-        sys.executable,
-        "-m",
-        "l2r",
-        "swap",
-        str(old),
-        "rank=8",
-        "heads=4",
-        "--out",
-        str(new),
-    ]
+    swap = ["l2r", "swap", str(old), "rank=8", "heads=4", "--out", str(new)]
     code, seconds, peak, held = limited([sys.executable, "-m", *swap], int(given.limit * 1e9))
-    print(
-        f"{size / 1e9:.1f} GB under {given.limit:g} GB: exit code {code}, {seconds:.0f} s, ", end=""
-    )
+    print(f"{size / 1e9:.1f} GB under {given.limit:g} GB: exit code {code}, {seconds:.0f} s")
     print(f"anonymous memory at most {peak / 1e9:.2f} GB, with file cache {held / 1e9:.2f} GB")
     if code != 0:
         return 1

@@ -8,7 +8,7 @@ from l2r import LinearConfig, record, replay
 from l2r.checkpoints.family_check import tiny_model
 from l2r.routes import Fingerprint
 from l2r.swap.families import FAMILIES, TINY
-from l2r.swap.swap import new_router, old_weight, router_sites
+from l2r.swap.sites import new_router, old_weight, router_sites
 from tests.routes.by_hand import weights_by_hand
 from tests.routes.made import drawn
 from tests.swap.test_selections import passed_to, settings_of

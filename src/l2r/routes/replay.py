@@ -24,7 +24,7 @@ from l2r.routes.layers import (
 )
 from l2r.routes.reading import Reading
 from l2r.routes.routes import NO_ROUTE, Routes
-from l2r.swap.swap import Site
+from l2r.swap.sites import Site
 
 Weights = Literal["live", "recorded"]
 # What a module calls to run a part of itself again in the backward pass.

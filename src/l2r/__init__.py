@@ -22,17 +22,23 @@ from l2r.routers import (
 if TYPE_CHECKING:
     from l2r.checkpoints import load_pretrained
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.routes import Routes
+    from l2r.routes.record import record
+    from l2r.routes.replay import replay
     from l2r.swap import swap_routers
     from l2r.training.fit import fit_routers
 
 __version__ = "0.2.0"
 
-# These need transformers: imported on first use.
+# Imported on first use: all but Routes need transformers.
 _LAZY = {
     "L2rOlmoeConfig": "l2r.models",
     "L2rOlmoeForCausalLM": "l2r.models",
     "fit_routers": "l2r.training.fit",
+    "Routes": "l2r.routes",
     "load_pretrained": "l2r.checkpoints",
+    "record": "l2r.routes.record",
+    "replay": "l2r.routes.replay",
     "swap_routers": "l2r.swap",
 }
 
@@ -45,6 +51,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RouterOutput",
+    "Routes",
     "XMoEConfig",
     "__version__",
     "build_router",
@@ -52,7 +59,9 @@ __all__ = [
     "fit_routers",
     "load_balancing_loss",
     "load_pretrained",
+    "record",
     "register_router",
+    "replay",
     "router_names",
     "router_z_loss",
     "swap_routers",

@@ -31,6 +31,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
     "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
+    "routes.md": MODEL,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
     "upcycle.md": f"{MODEL}\nbatches, held_out = [ids, ids], [ids]\n",
     "zoo.md": MODEL + SIGMOID,

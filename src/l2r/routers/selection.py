@@ -28,7 +28,7 @@ class Selection:
     router's own.
 
     Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
-    A subclass with another rule overrides ``__call__``.
+    A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -63,11 +63,30 @@ class Selection:
         top_k: int = router.top_k  # type: ignore[assignment]
         if self.fused:
             return dispatch.softmax_top_k(logits, top_k, normalize=self.normalize)
-        scores = torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
+        scores = self._scores(logits)
         ranking = logits if self.by_score else self._ranking(router, scores, bias)
         indices = dispatch.best_experts(ranking, top_k)
         weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
         return weights * self.scale, indices
+
+    def weigh(
+        self, router: nn.Module, logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"]
+    ) -> Float[Tensor, "T K"]:
+        """Weights by the same rule of experts that something else chose.
+
+        Scores are taken before groups are dropped, so that an expert outside of the groups that
+        the router would keep has its weight, and its gradient. ``router`` gives ``training``.
+        """
+        del router
+        if self.score == "softmax" and self.normalize and not self.norm_eps:
+            # The same quotients from the k logits alone, and no 0 / 0 where all k are unlikely.
+            return routing_probs(logits.gather(-1, indices)) * self.scale
+        scores = self._scores(logits)
+        weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
+        return weights * self.scale
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

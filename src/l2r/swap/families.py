@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -49,6 +50,35 @@ class SparseMixer(Selection):
         top_k: int = router.top_k  # type: ignore[assignment]
         weights, indices = sparsemixer(logits, self.jitter, router.training, top_k)
         return weights, indices
+
+    def weigh(self, router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+        """Weights of two given experts, the second among those that are left.
+
+        An expert too far below the best to be sampled counts as if it were not.
+        """
+        first, second = indices[:, :1], indices[:, 1:]
+        left = logits.scatter(-1, first, float("-inf"))
+        pairs = ((logits, first), (left, second))
+        return torch.cat([self._weigh_one(router, logits, *pair) for pair in pairs], dim=-1)
+
+    def _weigh_one(
+        self, router: nn.Module, logits: Tensor, candidates: Tensor, chosen: Tensor
+    ) -> Tensor:
+        with torch.no_grad():
+            best = candidates.max(dim=-1, keepdim=True).values
+            distance = (best - logits) / logits.abs().clamp(min=best)
+            far = (distance > 2 * self.jitter).scatter(-1, chosen, False)
+        gates = torch.softmax(candidates.masked_fill(far, float("-inf")), dim=-1)
+        weight = gates.gather(-1, chosen)
+        if not router.training:
+            return weight
+        from transformers.models.phimoe.modeling_phimoe import PhimoeMultiplier
+
+        whole = chosen == gates.argmax(dim=-1, keepdim=True)
+        whole = whole | (torch.rand_like(weight) > 0.75)
+        share = torch.add(0.3333, whole, alpha=0.6667).type_as(gates)
+        estimated: Tensor = PhimoeMultiplier.apply(logits, weight, chosen, gates, share)
+        return estimated
 
 
 def _softmax(old: Any) -> Selection:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from l2r import auto_classes
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.imports import Missing, MissingExtraError
 from l2r.routers import (
     L2RConfig,
     LinearConfig,
@@ -75,7 +76,10 @@ def __getattr__(name: str) -> Any:
     """A lazy name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except MissingExtraError as error:
+        return Missing(name, error)
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,56 @@
-"""Run code after a module of another package was imported, without importing it.
+"""Imports of other packages: code to run after one, and what to install where one is missing.
 
 Standard library alone: ``import l2r`` runs this.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+# Extra -> the package it is for, and the versions that do; pyproject's extras have the same bounds.
+_EXTRAS = {"lm": ("transformers", ">=5.19,<6")}
+
+
+class MissingExtraError(ImportError):
+    """A package of an extra is missing, or of another version; the message says what to install."""
+
+
+def named(error: ImportError, extra: str) -> ImportError:
+    """The error that says which extra of ours brings what an import lacked."""
+    if isinstance(error, MissingExtraError):
+        return error
+    package, versions = _EXTRAS[extra]
+    found = "none is installed"
+    if getattr(error, "name", None) != package:
+        found = f"{metadata.version(package)} is installed"
+    return MissingExtraError(
+        f"this part of l2r needs {package}{versions}; {found} ({error}): "
+        f"pip install 'l2r-moe[{extra}]'"
+    )
+
+
+class Missing:
+    """Stands for a name of this package whose extra is missing; every use of it says so.
+
+    So ``hasattr``, ``from l2r import *`` and tools that list a module work without the extra.
+    """
+
+    def __init__(self, name: str, error: ImportError) -> None:
+        self.__name__, self.__doc__, self._error = name, str(error), error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise the error of the import."""
+        raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._error
 
 
 def after_import(name: str, action: Callable[[Any], object]) -> None:

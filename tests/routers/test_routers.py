@@ -1,6 +1,8 @@
 """Every router against an independent float64 reference, forward and gradient; the contract."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -342,6 +344,20 @@ def test_calls_are_recorded_in_their_order():
     assert all(a is b for a, b in zip(captured.logits(), expected, strict=True))
     assert len(captured.indices()) == 6
     assert captured.heads() == 3 * [1] + 3 * [model.second.config.heads]
+
+
+def test_threads_record_their_own_calls():
+    model, both = Block(), threading.Barrier(2, timeout=10)
+
+    def record(tokens):
+        with capture(model) as captured:
+            both.wait()
+            model(torch.randn(tokens, 8))
+            both.wait()
+        return [len(logits) for logits in captured.logits()]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(record, (4, 7))) == [[4, 4], [7, 7]]
 
 
 def test_capture_refuses_a_model_without_routers():

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,12 +109,14 @@ def _compiler() -> tuple[str, str]:
 
 
 def _cpu_kernel() -> tuple[str, str]:
-    from l2r.kernels.native.build import library
+    from l2r.kernels.native.build import library, on_linux
 
     status, detail = _agreement("cpu", "cpu")
     if status == OK and library() is None:
-        off = os.environ.get("L2R_CPU_KERNEL") == "off"
-        why = "L2R_CPU_KERNEL=off" if off else "it could not be built"
+        asked = os.environ.get("L2R_CPU_KERNEL")
+        why = "L2R_CPU_KERNEL=off" if asked == "off" else "it could not be built"
+        if asked is None and not on_linux():
+            why = f"compiled on Linux only, not on {sys.platform} (L2R_CPU_KERNEL=on tries)"
         return FALLBACK, f"{why}: blocked torch code runs instead, slower; {detail}"
     return status, f"compiled; {detail}"
 

@@ -6,15 +6,20 @@ Importing this package registers our model types with transformers' Auto classes
 from importlib import import_module
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-)
+from l2r.imports import named
 
-from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
+try:
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+    )
+
+    from l2r.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
+    from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
+except ImportError as error:
+    raise named(error, "lm") from error
 
 __all__ = [
     "L2rOlmoeConfig",

@@ -1,9 +1,11 @@
 """Collect what the routers of any model return, without the routers remembering anything."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
@@ -40,15 +42,18 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
     Outputs keep their graph, so losses computed from them train the routers. Close the block
     before ``backward`` when activation checkpointing is on: it runs the forward hooks again.
+    Calls of other threads are not recorded.
     Raises ValueError if the model has no Router.
     """
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
     if not routers:
         raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
-    record = Captured(routers=routers)
+    record, thread = Captured(routers=routers), threading.get_ident()
 
     def hook_for(name: str) -> Hook:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
+            if not torch.compiler.is_compiling() and threading.get_ident() != thread:
+                return
             record.outputs.setdefault(name, []).append(output)
             if inputs:
                 record.inputs.setdefault(name, []).append(args[0].detach())

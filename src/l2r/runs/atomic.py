@@ -5,12 +5,12 @@ user's. A temporary name is drawn anew for every file and must not exist; a link
 name is replaced, not followed; what is opened in place (a log, a lock) must be a regular file.
 """
 
-import fcntl
 import json
 import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,11 +75,23 @@ def hold(path: Path) -> Iterator[bool]:
     """
     with os.fdopen(_open_regular(path, os.O_RDWR)) as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(stream.fileno())
         except OSError:
             yield False
             return
         yield True
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file for this process until it closes it; OSError where another has it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def make_folder(root: Path, *names: str) -> Path:
@@ -118,8 +130,9 @@ def remove(path: Path) -> None:
 def _open_regular(path: Path, flags: int) -> int:
     """A descriptor of a regular file, made if need be; ValueError for a link, a pipe, a device."""
     refuse_link(path)  # O_NOFOLLOW is for one that comes between; it says so in fewer words
-    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
-    descriptor = os.open(path, flags, 0o666)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # a pipe must not block
+        flags |= getattr(os, name, 0)  # Windows has none of them
+    descriptor = os.open(path, flags | os.O_CREAT, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is no regular file; remove it")

@@ -17,6 +17,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -43,10 +44,15 @@ _TYPES = {  # sizes, score, threads, whether to normalize; then structures of te
 _log = logging.getLogger("l2r")
 
 
+def on_linux() -> bool:
+    """Whether this is the system that the compiled kernel was tried on."""
+    return sys.platform == "linux"
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, built if needed; None where they cannot or must not be used."""
-    if os.environ.get("L2R_CPU_KERNEL", "on") == "off":
+    if os.environ.get("L2R_CPU_KERNEL", "on" if on_linux() else "off") == "off":
         return None
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -116,5 +122,5 @@ def _is_private(path: Path) -> bool:
 def _processor() -> bytes:
     """What -march=native depends on."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_bytes().splitlines() if info.exists() else [os.uname().machine.encode()]
+    lines = info.read_bytes().splitlines() if info.exists() else [platform.machine().encode()]
     return b"\n".join(sorted({line for line in lines if line.startswith((b"model", b"flags"))}))

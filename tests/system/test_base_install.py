@@ -1,0 +1,128 @@
+"""The package without its extras, beside another transformers, and on other systems than Linux."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r} or name.split(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(script, *blocked, cwd=None):
+    """What a new process prints that cannot import some modules."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(names=blocked) + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stderr[-2500:]
+    return done.stdout
+
+
+USES = """
+import inspect, pydoc
+import l2r
+from l2r import *
+
+listed = {name for name, _ in inspect.getmembers(l2r)}
+assert hasattr(l2r, "swap_routers") and set(l2r.__all__) <= listed
+assert "swap_routers" in pydoc.render_doc(l2r, renderer=pydoc.plaintext)
+build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2)
+
+def room(name):
+    return lambda: __import__(name, fromlist=["x"])
+
+for call in (
+    lambda: l2r.swap_routers(None),
+    lambda: l2r.load_pretrained("x"),
+    lambda: l2r.fit_routers(None, None),
+    lambda: l2r.L2rOlmoeConfig(),
+    lambda: l2r.L2rOlmoeConfig.from_dict({}),
+    room("l2r.swap"),
+    room("l2r.models"),
+    room("l2r.checkpoints"),
+):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "found"),
+    [("transformers", "none is installed"), ("transformers.conversion_mapping", "5.23")],
+    ids=["no transformers", "another transformers"],
+)
+def test_library_calls_name_the_extra_and_the_versions(blocked, found):
+    lines = run(USES, blocked).splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        assert "needs transformers>=5.19,<6" in line and found in line, line
+        assert line.endswith("pip install 'l2r-moe[lm]'"), line
+
+
+# Everything is imported once, so that other packages have read the real platform; then ours again.
+ELSEWHERE = """
+import ctypes, os, pathlib, platform
+import l2r.cli.app, l2r.cli.doctor, l2r.evaluation.checkpoint, l2r.training.loop
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "l2r"]:
+    del sys.modules[name]
+sys.platform = {system!r}
+if sys.platform == "win32":
+    names = "uname", "getuid", "geteuid", "sched_getaffinity", "O_NOFOLLOW", "O_NONBLOCK"
+    for name in (*names, "O_CLOEXEC"):
+        delattr(os, name)
+    sys.modules["fcntl"] = None
+
+    class Library(ctypes.CDLL):
+        def __init__(self, name, *args, **kwargs):
+            if name is None:
+                raise TypeError("LoadLibrary() argument 1 must be str, not None")
+            super().__init__(name, *args, **kwargs)
+
+    class Locking:
+        LK_NBLCK = 2
+
+        @staticmethod
+        def locking(descriptor, mode, count):
+            taken.append(mode)
+
+    ctypes.CDLL, taken = Library, []
+    sys.modules["msvcrt"] = Locking
+
+import torch
+import l2r, l2r.cli.app, l2r.evaluation.checkpoint
+from l2r.cli.doctor import run_checks
+from l2r.kernels.native.build import library
+from l2r.recipes.load import load_recipe
+from l2r.training import loop
+
+assert library() is None
+router = l2r.build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2)
+router(torch.randn(3, 8)).logits.sum().backward()
+recipe = load_recipe("demo/l2r-sips", {changes!r})
+loop.train(recipe, pathlib.Path("run"), show_progress=False)
+assert sys.platform == "darwin" or set(taken) == {{Locking.LK_NBLCK}}
+print([check.detail for check in run_checks() if check.name == "CPU kernel"])
+"""
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_what_linux_alone_has_is_not_needed(system, tmp_path, tiny_changes):
+    changes = [*tiny_changes, "training.steps=1"]
+    printed = run(ELSEWHERE.format(system=system, changes=changes), cwd=tmp_path)
+    assert f"compiled on Linux only, not on {system}" in printed
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()

@@ -79,43 +79,46 @@ def own(kind, **options):
     return L2rOlmoeForCausalLM(config).eval()
 
 
-def test_swapped_models_of_every_family_load_without_this_package(tmp_path):
-    models = {}
-    for name, family in FAMILIES.items():
-        model = swap_routers(tiny_model(family), L2RConfig(rank=2, heads=4))
-        models[export_remote_code(model, tmp_path / name)] = model
-        assert not hasattr(model.config, "auto_map") or not model.config.auto_map
-    assert load_without_l2r(models, tmp_path).count("loaded L2r") == len(FAMILIES)
-
-
-def test_our_olmoe_with_every_router_loads_without_this_package(tmp_path):
-    models = {own(kind): kind for kind in router_names()}
-    folders = {export_remote_code(m, tmp_path / kind): m for m, kind in models.items()}
-    swapped = tiny_model(FAMILIES["olmoe"])
-    swapped.config.norm_topk_prob = True
-    for layer in swapped.model.layers:
-        layer.mlp.gate.norm_topk_prob = True
-    swap_routers(swapped, L2RConfig(rank=8, heads=4))
-    swap_routers(swapped, L2RConfig(rank=2, heads=4))  # of the first nothing is left
-    stock = export_remote_code(swapped, tmp_path / "stock")
-    # Engines know our own OLMoE, and a swapped one becomes it where it can.
-    printed = load_without_l2r({**folders, stock: swapped}, tmp_path)
-    assert printed.splitlines() == ["loaded L2rOlmoeForCausalLM"] * (len(folders) + 1)
-    for folder, model in folders.items():
-        assert torch.equal(
-            load_pretrained(folder)(sample_tokens()).logits, model(sample_tokens()).logits
-        )
-
-
-def test_routers_that_differ_by_layer_load_without_this_package(tmp_path):
-    model = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4), layers=[0])
-    swap_routers(model, XMoEConfig(rank=4), layers=[1], selection="router")
-    partial = swap_routers(own("l2r_sips", rank=2), XMoEConfig(rank=4), layers=[0])
-    folders = {
-        export_remote_code(model, tmp_path / "two"): model,
-        export_remote_code(partial, tmp_path / "own"): partial,
+def swapped_families():
+    """A swapped model of every family."""
+    return {
+        name: swap_routers(tiny_model(family), L2RConfig(rank=2, heads=4))
+        for name, family in FAMILIES.items()
     }
-    load_without_l2r(folders, tmp_path)
+
+
+def swapped_twice():
+    """A stock OLMoE with another rule of weights; nothing is left of its first swap."""
+    model = tiny_model(FAMILIES["olmoe"])
+    model.config.norm_topk_prob = True
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = True
+    swap_routers(model, L2RConfig(rank=8, heads=4))
+    return swap_routers(model, L2RConfig(rank=2, heads=4))
+
+
+def layers_that_differ():
+    """Models with routers of two kinds, of another family and our own."""
+    mixtral = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4), layers=[0])
+    swap_routers(mixtral, XMoEConfig(rank=4), layers=[1], selection="router")
+    partial = swap_routers(own("l2r_sips", rank=2), XMoEConfig(rank=4), layers=[0])
+    return {"two": mixtral, "own": partial}
+
+
+def test_folders_load_without_this_package(tmp_path):
+    """All in one new process: every family swapped, our OLMoE with every router, and mixtures."""
+    families = swapped_families()
+    ours = {kind: own(kind) for kind in router_names()}
+    models = {**families, **layers_that_differ(), **ours, "twice": swapped_twice()}
+    folders = {export_remote_code(m, tmp_path / name): m for name, m in models.items()}
+    assert all(not getattr(model.config, "auto_map", None) for model in families.values())
+    printed = load_without_l2r(folders, tmp_path).splitlines()
+    # Engines know our own OLMoE, and a swapped one becomes it where it can.
+    assert printed[-len(ours) - 1 :] == ["loaded L2rOlmoeForCausalLM"] * (len(ours) + 1)
+    assert len(printed) == len(models) and all(line.startswith("loaded L2r") for line in printed)
+    for kind, model in ours.items():
+        logits = load_pretrained(tmp_path / kind)(sample_tokens()).logits
+        assert torch.equal(logits, model(sample_tokens()).logits)
 
 
 class OnesOwn(MixtralForCausalLM):

@@ -1,28 +1,32 @@
-"""L2R: low-rank and Lipschitz-controlled routing for mixture-of-experts in PyTorch."""
+"""L2R: low-rank and Lipschitz-controlled routing for mixture-of-experts in PyTorch.
+
+Every name below is imported on first use, so that ``import l2r`` needs neither torch nor time. It
+does one thing: transformers' Auto classes learn our model types (``auto_classes``).
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from l2r import auto_classes
-from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.imports import Missing, MissingExtraError
-from l2r.routers import (
-    L2RConfig,
-    LinearConfig,
-    LinearSipsConfig,
-    Router,
-    RouterConfig,
-    RouterOutput,
-    XMoEConfig,
-    build_router,
-    capture,
-    register_router,
-    router_names,
-)
 
 if TYPE_CHECKING:
     from l2r.checkpoints import load_pretrained
+    from l2r.functional import load_balancing_loss, router_z_loss
     from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.routers import (
+        L2RConfig,
+        LinearConfig,
+        LinearSipsConfig,
+        Router,
+        RouterConfig,
+        RouterOutput,
+        XMoEConfig,
+        build_router,
+        register_router,
+        router_names,
+    )
+    from l2r.routers.capture import capture
     from l2r.routes import Routes
     from l2r.routes.record import record
     from l2r.routes.replay import replay
@@ -31,17 +35,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Imported on first use: all but Routes need transformers.
-_LAZY = {
-    "L2rOlmoeConfig": "l2r.models",
-    "L2rOlmoeForCausalLM": "l2r.models",
-    "fit_routers": "l2r.training.fit",
-    "Routes": "l2r.routes",
-    "load_pretrained": "l2r.checkpoints",
-    "record": "l2r.routes.record",
-    "replay": "l2r.routes.replay",
-    "swap_routers": "l2r.swap",
-}
+_HOMES = {
+    "l2r.checkpoints": ("load_pretrained",),
+    "l2r.functional": ("load_balancing_loss", "router_z_loss"),
+    "l2r.models": ("L2rOlmoeConfig", "L2rOlmoeForCausalLM"),
+    "l2r.routers": (
+        "L2RConfig", "LinearConfig", "LinearSipsConfig", "Router", "RouterConfig", "RouterOutput",
+        "XMoEConfig", "build_router", "capture", "register_router", "router_names",
+    ),
+    "l2r.routes": ("Routes",),
+    "l2r.routes.record": ("record",),
+    "l2r.routes.replay": ("replay",),
+    "l2r.swap": ("swap_routers",),
+    "l2r.training.fit": ("fit_routers",),
+}  # fmt: skip
+_ROOMS = ("functional", "routers")  # that version 0.2.0 imported
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "L2RConfig",
@@ -73,11 +82,13 @@ auto_classes.register()
 
 
 def __getattr__(name: str) -> Any:
-    """A lazy name on first use."""
-    if name not in _LAZY:
+    """A public name on first use."""
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(_LAZY[name]), name)
+        return globals().setdefault(name, getattr(import_module(_HOME[name]), name))
     except MissingExtraError as error:
         return Missing(name, error)
 

@@ -5,7 +5,6 @@ Standard library alone: ``import l2r`` runs this.
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -25,6 +24,8 @@ def named(error: ImportError, extra: str) -> ImportError:
     if isinstance(error, MissingExtraError):
         return error
     package, versions = _EXTRAS[extra]
+    from importlib import metadata  # takes as long as the rest of ``import l2r``
+
     found = "none is installed"
     if getattr(error, "name", None) != package:
         found = f"{metadata.version(package)} is installed"

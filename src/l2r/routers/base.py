@@ -127,6 +127,20 @@ class Router(nn.Module):
                 return self._inside_holders(x, route)
         return self._inside_holders(x, route)
 
+    def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
+        """Weights and indices [T, K] for whoever needs no logits, which a router may leave out."""
+        _, weights, indices = self(x)
+        return weights, indices
+
+    def is_watched(self) -> bool:
+        """Whether more than the caller takes part in a call: a capture, a hook, a replaced forward.
+
+        The latter two are how other libraries bring weights, and how routes are replayed.
+        """
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        hooks = hooks or self._backward_hooks or self._backward_pre_hooks
+        return bool(hooks) or self._captures > 0 or "forward" in vars(self)
+
     def _inside_holders(self, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """``run(x)`` inside the forward of every holder, so that their hooks have run."""
         for name in self.holders:

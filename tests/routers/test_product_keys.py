@@ -37,7 +37,7 @@ def halves(draw_from, rows, columns):
     return st.tuples(table(rows), table(columns))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data(), grid=st.sampled_from([(1, 3), (2, 3), (4, 4), (5, 7)]))
 def test_candidates_hold_the_best_of_all_experts_and_their_order(data, grid):
     odd, usual = st.sampled_from(ODD), st.floats(-4, 4, width=32)

@@ -62,7 +62,7 @@ def test_the_bias_is_a_buffer_without_a_gradient_that_starts_at_zero(kind):
     assert config == router.config and config.selection_bias
 
 
-@pytest.mark.parametrize("kind", ["linear", "sigmoid", "xmoe", "l2r_sips", "product_keys"])
+@pytest.mark.parametrize("kind", ["linear", "l2r_sips", "product_keys"])
 def test_the_bias_moves_a_planted_skew_towards_balance(kind):
     """All tokens share a direction, so that all like the same experts. After the bias has moved,
     the largest load is nearer to the mean than halfway; the logits are as they were."""
@@ -70,10 +70,10 @@ def test_the_bias_moves_a_planted_skew_towards_balance(kind):
     x = torch.randn(16, dtype=torch.float64) + 0.5 * torch.randn(512, 16, dtype=torch.float64)
     before = router(x)
     loads = []
-    for _ in range(400):
+    for _ in range(200):
         loads.append(expert_usage(router(x).indices, 8))
-        update_selection_bias(router.get_buffer(BIAS), loads[-1], speed=0.002)
-    first, later = loads[0], torch.stack(loads[-50:]).mean(0)  # equals take turns
+        update_selection_bias(router.get_buffer(BIAS), loads[-1], speed=0.004)
+    first, later = loads[0], torch.stack(loads[-40:]).mean(0)  # equals take turns
     mean = first.mean()
     assert first.max() > 1.5 * mean
     assert later.max() - mean < 0.5 * (first.max() - mean)

@@ -111,6 +111,20 @@ def test_without_logits_the_choice_is_the_same_and_weights_and_gradients_are_equ
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_half_precision_scores_are_summed_in_full():
+    """As softmax does; what differs is that its sum is of scores rounded by 2^-8."""
+    router = make(dtype="bfloat16", num_experts=4096).bfloat16()
+    x = torch.randn(40, 24).bfloat16()
+    weights, indices = router._choose(x)
+    logits, wanted, chosen = router(x)
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(indices, chosen) and weights.dtype == torch.float32
+    largest = logits.abs().max().item()
+    exact = torch.softmax(logits.float(), dim=1).gather(1, indices)
+    torch.testing.assert_close(weights, exact, rtol=largest * 2**-8, atol=0)
+    assert router.choose(x)[0].dtype == wanted.dtype == torch.bfloat16
+
+
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 99), size=st.sampled_from([0.0, 1e-30, 1.0, 1e4]), k=st.integers(1, 11))
 def test_without_logits_the_choice_is_that_of_the_logits_at_any_size(seed, size, k):

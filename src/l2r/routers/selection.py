@@ -66,7 +66,7 @@ class Selection:
         scores = self._scores(logits)
         ranking = logits if self.by_score else self._ranking(router, scores, bias)
         indices = dispatch.best_experts(ranking, top_k)
-        return self._weights(logits, scores, indices), indices
+        return self._weights(logits, indices, scores), indices
 
     def weigh(
         self, router: nn.Module, logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"]
@@ -77,12 +77,13 @@ class Selection:
         the router would keep has its weight, and its gradient. ``router`` gives ``training``.
         """
         del router
-        return self._weights(logits, self._scores(logits), indices)
+        return self._weights(logits, indices)
 
-    def _weights(self, logits: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+    def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.score == "softmax" and self.normalize and not self.norm_eps:
             # The same quotients from the k logits alone, and no 0 / 0 where all k are unlikely.
             return routing_probs(logits.gather(-1, indices)) * self.scale
+        scores = self._scores(logits) if scores is None else scores
         weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
         return weights * self.scale
 

@@ -124,7 +124,9 @@ class ProductKeysRouter(Router):
         logits = product_scores_at(first, second, indices)
         if self.selection.normalize:
             return routing_probs(logits), indices
-        return torch.exp(logits - product_logsumexp(first, second)), indices
+        wide = torch.promote_types(logits.dtype, torch.float32)  # as in routing_probs
+        total = product_logsumexp(as_dtype(first, wide), as_dtype(second, wide))
+        return torch.exp(logits - total), indices
 
     def _logits(self, x: Tensor, parts: KernelWeights | None) -> Tensor:
         """The sums of tempered halves: the numbers that ``_choose`` compares, to the bit."""

@@ -15,6 +15,7 @@ from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import count_violations, decisions, exact, find_flip
 from l2r.certificates.certify import certified_share, certify
 from l2r.certificates.routing_map import AnchorMap, LinearMap, routing_map
+from l2r.routers.selection import Selection
 from tests.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
 
 EXACT = [name for name in FORMS if "anchor" in name or name.startswith(("linear", "xmoe"))]
@@ -205,6 +206,19 @@ def test_routers_that_choose_otherwise_are_refused():
         certify(_Biased(), inputs(50))
     with pytest.raises(ValueError, match="no routing map is known for Identity"):
         certify(nn.Identity(), inputs(5))
+
+
+def test_a_selection_bias_is_refused_also_where_it_changes_no_choice_of_the_sample():
+    """A radius is about inputs that the sample does not hold."""
+    router, x = make("linear"), inputs(20)
+    router.register_buffer("offset", torch.zeros(EXPERTS))
+    router.selection = Selection(bias="offset")
+    unbiased = router(x).indices
+    certify(router, x)
+    router.offset[0] = 1e-9
+    assert torch.equal(router(x).indices, unbiased)
+    with pytest.raises(ValueError, match="LinearRouter chooses by its logits and a selection bias"):
+        certify(router, x)
 
 
 def test_certified_share_counts_tokens_that_cover_the_noise():

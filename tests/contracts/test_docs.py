@@ -23,10 +23,10 @@ model = OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, eos_token_id=0))
 model.save_pretrained("my-olmoe")
 ids = torch.randint(2, 99, (2, 8))
 """
-SIGMOID = """
-from l2r.routers import SigmoidConfig
+BIASED = """
+from l2r import L2RConfig
 from l2r.swap import swap_routers
-swap_routers(model, SigmoidConfig())
+swap_routers(model, L2RConfig(selection_bias=True), selection="router")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
@@ -34,7 +34,7 @@ PRELUDES = {
     "routes.md": MODEL,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
     "upcycle.md": f"{MODEL}\nbatches, held_out = [ids, ids], [ids]\n",
-    "zoo.md": MODEL + SIGMOID,
+    "zoo.md": MODEL + BIASED,
     "README.md": f"{MODEL}\nx = torch.randn(3, 2048)\nbatches = [ids, ids]\n",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

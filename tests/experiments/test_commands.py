@@ -79,6 +79,7 @@ def test_a_folder_compares_its_routers_and_not_their_ablations():
         "low_rank",
         "mixture",
         "perturbed_cosine",
+        "product_keys",
         "sigmoid",
     ]
     (tuned,) = folder_cells("demo", [], ["l2r_sips_tuned"], 1)

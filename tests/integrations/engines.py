@@ -17,6 +17,7 @@ ROUTERS = {
     "low_rank": {"rank": 4},
     "mixture": {"routers": 2, "rank": 4},
     "perturbed_cosine": {"rank": 4},
+    "product_keys": {"rank": 8},
 }
 SIPS = {"kind": "l2r_sips", "rank": 2, "heads": 4}
 

@@ -198,3 +198,24 @@ def test_borders_of_options():
     assert router(torch.randn(3, 8)).logits.isfinite().all()
     with pytest.raises(ValueError, match="anchor_norm must be None or > 0"):
         build_router("xmoe", **sizes, anchor_norm=0.0)
+
+
+def test_weights_of_unlikely_experts_that_a_bias_chose_are_numbers_that_sum_to_one():
+    """exp(-200) is 0 in fp32 beside exp(0), and so would be the sum of both."""
+    logits = torch.tensor([[200.0, 1.0, 0.0, 0.0]], requires_grad=True)
+    selection = Selection(normalize=True, block_bias=True)
+    weights, indices = selection(Stub(2), logits, torch.tensor([-9.0, 9.0, 8.0, 0.0]))
+    assert indices.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.softmax(torch.tensor([[1.0, 0.0]]), dim=1))
+    weights[0, 0].backward()
+    assert logits.grad.isfinite().all() and logits.grad[0, 1] > 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_biased_choice_is_weighed_as_in_a_replay(score, normalize):
+    selection = Selection(score=score, normalize=normalize, block_bias=True, scale=1.5)
+    torch.manual_seed(0)
+    logits, bias = 3 * torch.randn(50, 8), torch.randn(8)
+    weights, indices = selection(Stub(3), logits, bias)
+    assert torch.equal(selection.weigh(Stub(3), logits, indices), weights)

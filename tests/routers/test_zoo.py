@@ -18,7 +18,7 @@ from l2r.routers import (
 )
 from l2r.routers.count import router_parameters
 
-ZOO = ("attention", "low_rank", "mixture", "perturbed_cosine", "sigmoid")
+ZOO = ("attention", "low_rank", "mixture", "perturbed_cosine", "product_keys", "sigmoid")
 SIZES = {"hidden_size": 12, "num_experts": 6, "top_k": 2}
 
 
@@ -76,6 +76,18 @@ def low_rank(x, w, c):
     return np.array([u @ (v @ token) / c.temperature for token in x])
 
 
+def product_keys(x, w, c):
+    logits = []
+    for token in x:
+        size = (sum(v * v for v in token) / len(token) + c.norm_eps) ** 0.5
+        query = w["projection.weight"] @ (token / size * w["norm.weight"])
+        first, second = query[: c.rank // 2], query[c.rank // 2 :]
+        rows, columns = w["row_keys"], w["column_keys"]
+        scores = [first @ row + second @ column for row in rows for column in columns]
+        logits.append(np.array(scores) / c.temperature)
+    return np.array(logits)
+
+
 def sigmoid(x, w, c):
     del c
     return np.array([[float(row @ token) for row in w["weight"]] for token in x])
@@ -86,6 +98,7 @@ REFERENCE = {
     "low_rank": low_rank,
     "mixture": mixture,
     "perturbed_cosine": perturbed_cosine,
+    "product_keys": product_keys,
     "sigmoid": sigmoid,
 }
 
@@ -100,7 +113,7 @@ def test_logits_equal_the_formula_of_the_source(kind, seed, size):
     np.testing.assert_allclose(router.logits(x).detach().numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["attention", "low_rank", "mixture", "perturbed_cosine"])
+@pytest.mark.parametrize("kind", [kind for kind in ZOO if kind != "sigmoid"])
 def test_softmax_routers_select_from_the_softmax_of_their_logits(kind):
     router = make(kind)
     logits, weights, indices = router(torch.randn(5, 12, dtype=torch.float64))

@@ -4,13 +4,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from l2r.checkpoints.pretrained import load_pretrained
 from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
 
 
-def run(folder, changes, *extra, recipe="demo/l2r-sips"):
-    return loop.train(load_recipe(recipe, [*changes, *extra]), folder, show_progress=False)
+def run(folder, changes, *extra, recipe="demo/l2r-sips", **options):
+    changed = load_recipe(recipe, [*changes, *extra])
+    return loop.train(changed, folder, show_progress=False, **options)
 
 
 def bias(folder, layer=0) -> torch.Tensor:
@@ -75,6 +77,33 @@ def test_selection_biases_do_not_depend_on_how_a_step_is_cut(tiny_changes, tmp_p
     assert torch.equal(bias(tmp_path / "whole"), bias(tmp_path / "parts"))
 
 
+BIASED = ["router.selection_bias=true", "losses.bias_speed=0.001", "losses.balance=0"]
+
+
+@pytest.mark.parametrize("kind", ["l2r_sips", "product_keys"])
+def test_the_bias_of_any_router_is_saved_loaded_and_resumed_to_the_same_bits(
+    kind, tiny_changes, tmp_path
+):
+    changes = [*tiny_changes, *BIASED, f"router={{kind: {kind}}}"]
+
+    def dying(step):
+        if step == 3:
+            raise RuntimeError("the machine is gone")
+
+    run(tmp_path / "whole", changes)
+    with pytest.raises(RuntimeError, match="gone"):
+        run(tmp_path / "cut", changes, on_step=dying)
+    run(tmp_path / "cut", changes)
+    whole, cut = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    router = load_pretrained(tmp_path / "whole").model.layers[1].mlp.gate
+    assert torch.equal(router.selection.held_bias(router), bias(tmp_path / "whole", 1))
+    moves = (bias(tmp_path / "whole", 1) / 0.001).round()
+    torch.testing.assert_close(bias(tmp_path / "whole", 1), moves * 0.001)
+    assert 2 <= moves.abs().max() <= 6  # of six steps
+
+
 def test_bias_speed_without_a_bias_is_refused(tiny_changes, tmp_path):
-    with pytest.raises(ValueError, match=r"bias_speed is for .*sigmoid.*bias_speed=0.1"):
+    with pytest.raises(ValueError, match=r"bias_speed is for .*selection_bias=true.*speed=0.1"):
         run(tmp_path / "run", tiny_changes, "losses.bias_speed=0.1")

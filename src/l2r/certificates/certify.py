@@ -22,6 +22,7 @@ from l2r.certificates.anchor_bounds import Moments
 from l2r.certificates.attack import decision_gap
 from l2r.certificates.rank2_cells import plane_radii
 from l2r.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
+from l2r.routers import Router
 from l2r.routers.observe import evaluating, first_choice
 
 PAIRS = 2**20  # pairs of experts, over all tokens of a chunk, that are held at once
@@ -78,6 +79,12 @@ def _decisions(
 
     Raises ValueError where the form does not reproduce either of them.
     """
+    held = router.selection.held_bias(router) if isinstance(router, Router) else None
+    if held is not None and held.any():
+        raise ValueError(
+            f"{type(router).__name__} chooses by its logits and a selection bias; "
+            "no certificate is known"
+        )
     rows = max(1, PAIRS // form.num_experts**2)
     with evaluating(router):
         for part in torch.split(x, rows):

@@ -20,5 +20,8 @@ class MoELayer(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        _, weights, indices = self.router(x)
+        if isinstance(self.router, Router):  # else one that some library has wrapped
+            weights, indices = self.router.choose(x)
+        else:
+            _, weights, indices = self.router(x)
         return self.experts(x.reshape(-1, x.shape[-1]), indices, weights).view_as(x)

@@ -202,8 +202,8 @@ class OptimizerSection(Section):
 class LossSection(Section):
     """Weights and variants of the auxiliary losses.
 
-    bias_speed: how far the selection bias of routers that have one (sigmoid) moves against the load
-    after each step (loss-free balancing, arXiv 2408.15664); 0 leaves it where it is.
+    bias_speed: how far the selection bias of routers that have one (router.selection_bias) moves
+    against the load after each step (loss-free balancing, arXiv 2408.15664); 0 leaves it as it is.
     balance_scope: tokens that the balance statistics cover. "microbatch": those of one forward
     on one rank, as OLMoE trains; "step": all ranks and all accumulated micro-batches, which
     makes training independent of how a step is cut (accumulation then needs a second forward).

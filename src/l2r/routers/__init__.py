@@ -12,6 +12,7 @@ from l2r.routers.zoo.attention import AttentionConfig, AttentionRouter
 from l2r.routers.zoo.low_rank import LowRankConfig, LowRankRouter
 from l2r.routers.zoo.mixture import MixtureConfig, MixtureRouter
 from l2r.routers.zoo.perturbed_cosine import PerturbedCosineConfig, PerturbedCosineRouter
+from l2r.routers.zoo.product_keys import ProductKeysConfig, ProductKeysRouter
 from l2r.routers.zoo.sigmoid import SigmoidConfig, SigmoidRouter, update_selection_bias
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "MixtureRouter",
     "PerturbedCosineConfig",
     "PerturbedCosineRouter",
+    "ProductKeysConfig",
+    "ProductKeysRouter",
     "Router",
     "RouterConfig",
     "RouterOutput",

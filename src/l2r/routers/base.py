@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,8 @@ from l2r.kernels.contract import DEFAULTS, Score
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.config import RouterConfig
 from l2r.routers.selection import Selection
+
+_BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
 
 
 class RouterOutput(NamedTuple):
@@ -67,6 +70,9 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.selection = self.own_selection()
+        if config.selection_bias:
+            self.register_buffer(_BIAS, torch.zeros(num_experts))
+            self.selection = dataclasses.replace(self.selection, bias=_BIAS)
         self._captures = 0  # open blocks of ``capture``
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
@@ -75,6 +81,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw fresh parameters; a subclass extends it for its own."""
+        if self.config.selection_bias:
+            self.get_buffer(_BIAS).zero_()
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
 
@@ -102,7 +110,7 @@ class Router(nn.Module):
             )
 
     def own_selection(self) -> Selection:
-        """How this router selects unless a model family decides, Eq. 2 and 3."""
+        """How this router selects unless a model family decides, Eq. 2 and 3; without a bias."""
         return Selection(normalize=self.config.normalize_weights)
 
     def kernel_weights(self, x: Tensor) -> KernelWeights | None:
@@ -126,6 +134,20 @@ class Router(nn.Module):
             with torch.autocast(x.device.type, enabled=False):
                 return self._inside_holders(x, route)
         return self._inside_holders(x, route)
+
+    def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
+        """Weights and indices [T, K] for whoever needs no logits, which a router may leave out."""
+        _, weights, indices = self(x)
+        return weights, indices
+
+    def is_watched(self) -> bool:
+        """Whether more than the caller takes part in a call: a capture, a hook, a replaced forward.
+
+        The latter two are how other libraries bring weights, and how routes are replayed.
+        """
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        hooks = hooks or self._backward_hooks or self._backward_pre_hooks
+        return bool(hooks) or self._captures > 0 or "forward" in vars(self)
 
     def _inside_holders(self, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """``run(x)`` inside the forward of every holder, so that their hooks have run."""

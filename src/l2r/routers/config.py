@@ -30,6 +30,9 @@ class RouterConfig:
     """Fields that every router understands.
 
     normalize_weights: make the k weights of a token sum to 1 (off, as in OLMoE and the paper).
+    selection_bias: add a bias [N] to the scores, softmax or sigmoid, when experts are chosen, and
+    never to the weights. No gradient reaches it: ``update_selection_bias`` or losses.bias_speed
+    moves it against the load (loss-free balancing, arXiv 2408.15664).
     temperature: tau of Eq. 2; the logits a router returns are already divided by it.
     learn_temperature: make log tau a parameter.
     dtype: smallest dtype the router computes in, whatever autocast says.
@@ -41,6 +44,7 @@ class RouterConfig:
     read_with: ClassVar[ReadWith] = {}
 
     normalize_weights: bool = False
+    selection_bias: bool = False
     temperature: float = 1.0
     learn_temperature: bool = False
     dtype: str = "float32"

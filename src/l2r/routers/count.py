@@ -7,6 +7,7 @@ import torch
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig
 from l2r.routers.registry import build_router
+from l2r.runs.router_names import PAPER_ROUTERS
 
 
 def router_parameters(
@@ -22,9 +23,10 @@ def router_cost(
 ) -> int:
     """Multiply-adds of one router's matrix products for one token (paper, Eq. 29 and 32).
 
-    d N for linear routers, d r + N H r for L2R and X-MoE: every entry of a weight matrix meets
-    the token once. Norms, tanh and pooling are left out, as in the paper. Raises ValueError for
-    routers that do more with their matrices (attention, mixture).
+    d N for linear routers, d r + N H r for L2R, X-MoE and low rank, d r + (A + B) r / 2 for product
+    keys on a grid A x B: every entry of a weight matrix meets the token once. Norms, tanh, pooling
+    and the sums over a grid are left out, as in the paper. Raises ValueError for routers that do
+    more with their matrices (attention, mixture).
     """
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     router = _on_meta(kind, **sizes, **options)
@@ -36,7 +38,7 @@ def router_cost(
 
 
 # Routers in which a token meets every entry of every matrix just once.
-_ONE_PASS = ("linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips")
+_ONE_PASS = (*PAPER_ROUTERS, "low_rank", "product_keys")
 
 
 def _on_meta(kind: str | RouterConfig, **options: Any) -> Router:

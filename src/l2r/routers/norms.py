@@ -1,4 +1,6 @@
-"""The two query norms of the paper: RMSNorm of the router input, BatchNorm of the norm |q|."""
+"""Query norms: the paper's two, RMSNorm of the router input and BatchNorm of the norm |q|, and
+BatchNorm of the query itself.
+"""
 
 from typing import Any
 
@@ -18,24 +20,20 @@ class InputNormGain(Holder):
         self.weight = nn.Parameter(torch.ones(size))
 
 
-class MagnitudeBatchNorm(nn.Module):
-    """BatchNorm of the scalar query norm, with the statistics of all ranks.
-
-    Training uses the batch's mean and variance and updates the running ones; evaluation uses
-    the running ones. Parameters: weight [1], bias [1].
-    """
+class _BatchNorm(nn.Module):
+    """Gain, shift and running statistics [R], and the statistics of a batch over all ranks."""
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, size: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
         self.eps = eps
         self.momentum = momentum
-        self.weight = nn.Parameter(torch.ones(1))
-        self.bias = nn.Parameter(torch.zeros(1))
-        self.register_buffer("running_mean", torch.zeros(1))
-        self.register_buffer("running_var", torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
 
     def reset_parameters(self) -> None:
         """Gain 1, shift 0, running statistics of a unit normal."""
@@ -47,34 +45,60 @@ class MagnitudeBatchNorm(nn.Module):
         ):
             tensor.detach().fill_(value)
 
-    def forward(self, rho: Tensor) -> Tensor:
-        """Standardize norms [T]; any dtype."""
-        mean, var = self.running_mean, self.running_var
-        if self.training and rho.numel() > 0:
-            mean, var = self._batch_statistics(rho)
-        return standardize_magnitude(
-            rho,
-            mean.to(rho.dtype).squeeze(),
-            var.to(rho.dtype).squeeze(),
-            self.weight.to(rho.dtype).squeeze(),
-            self.bias.to(rho.dtype).squeeze(),
-            eps=self.eps,
-        )
+    def statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance [R] of values [T, R], or [T] where R is 1.
 
-    def _batch_statistics(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        sums = _over_ranks(torch.stack([torch.ones_like(rho).sum(), rho.sum()]))
+        Those of the batch in training, which moves the running ones; else the running ones.
+        """
+        if not self.training or values.numel() == 0:
+            return self.running_mean, self.running_var
+        tokens = values.new_full((1,), len(values))
+        sums = _over_ranks(torch.cat([tokens, values.sum(dim=0).view(-1)]))
         count = sums[0].detach()
-        mean = sums[1] / count
+        mean = sums[1:] / count
         # The mean of the squares less the square of the mean would be rounding alone where the
-        # norms are nearly equal.
-        var = _over_ranks((rho - mean).square().sum()) / count
+        # values are nearly equal.
+        var = _over_ranks((values - mean).square().sum(dim=0).view(-1)) / count
         if _recomputing():
             return mean, var
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp_min(1))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype).view(1), self.momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype).view(1), self.momentum)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         return mean, var
+
+
+class MagnitudeBatchNorm(_BatchNorm):
+    """BatchNorm of the scalar query norm, with the statistics of all ranks.
+
+    Training uses the batch's mean and variance and updates the running ones; evaluation uses
+    the running ones. Parameters: weight [1], bias [1].
+    """
+
+    def __init__(self, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(1, eps=eps, momentum=momentum)
+
+    def forward(self, rho: Tensor) -> Tensor:
+        """Standardize norms [T]; any dtype."""
+        mean, var = self.statistics(rho)
+        parts = (mean, var, self.weight, self.bias)
+        return standardize_magnitude(
+            rho, *(part.to(rho.dtype).squeeze() for part in parts), eps=self.eps
+        )
+
+
+class QueryBatchNorm(_BatchNorm):
+    """BatchNorm of every entry of a query, with the statistics of all ranks.
+
+    Training and evaluation differ as in ``MagnitudeBatchNorm``. Parameters: weight [R], bias [R].
+    """
+
+    def forward(self, query: Tensor) -> Tensor:
+        """Standardize queries [T, R]; any dtype."""
+        mean, var, gain, shift = (
+            part.to(query.dtype) for part in (*self.statistics(query), self.weight, self.bias)
+        )
+        return (query - mean) * torch.rsqrt(var + self.eps) * gain + shift
 
 
 def _over_ranks(sums: Tensor) -> Tensor:

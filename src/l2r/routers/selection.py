@@ -66,8 +66,7 @@ class Selection:
         scores = self._scores(logits)
         ranking = logits if self.by_score else self._ranking(router, scores, bias)
         indices = dispatch.best_experts(ranking, top_k)
-        weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
-        return weights * self.scale, indices
+        return self._weights(logits, indices, scores), indices
 
     def weigh(
         self, router: nn.Module, logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"]
@@ -78,12 +77,25 @@ class Selection:
         the router would keep has its weight, and its gradient. ``router`` gives ``training``.
         """
         del router
+        return self._weights(logits, indices)
+
+    def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.score == "softmax" and self.normalize and not self.norm_eps:
             # The same quotients from the k logits alone, and no 0 / 0 where all k are unlikely.
             return routing_probs(logits.gather(-1, indices)) * self.scale
-        scores = self._scores(logits)
+        scores = self._scores(logits) if scores is None else scores
         weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
         return weights * self.scale
+
+    def held_bias(self, router: nn.Module) -> Tensor | None:
+        """The bias inside ``router`` that ``bias`` is the path of, flat, or None without a path."""
+        if self.bias is None:
+            return None
+        value: object = router
+        for name in self.bias.split("."):
+            value = getattr(value, name)
+        assert isinstance(value, Tensor), self.bias
+        return value.view(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
@@ -96,10 +108,10 @@ class Selection:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def _ranking(self, router: nn.Module, scores: Tensor, bias: Tensor | None) -> Tensor:
-        if self.bias is not None:
-            bias = _tensor_at(router, self.bias)
-        if bias is not None and (self.bias is not None or self.block_bias):
-            scores = scores + bias.reshape(-1)
+        held = self.held_bias(router)
+        passed = bias.reshape(-1) if bias is not None and self.block_bias else None
+        if (added := passed if held is None else held) is not None:
+            scores = scores + added
         if self.kept_groups >= self.groups:
             return scores
         grouped = scores.masked_fill(scores.isnan(), float("-inf"))
@@ -110,11 +122,3 @@ class Selection:
         # Whatever the kept are worth, they stand before the dropped.
         grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
         return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
-
-
-def _tensor_at(module: nn.Module, path: str) -> Tensor:
-    value: object = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    assert isinstance(value, Tensor), path
-    return value

@@ -108,12 +108,13 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be family or router; got selection={selection!r}")
     keep = selection == "family" and site.selection.family is not None
-    usual = type(config).__dataclass_fields__["normalize_weights"].default
-    if keep and config.normalize_weights != usual:
-        raise ValueError(
-            f"normalize_weights is decided by the model's family; leave it {usual} "
-            f"or swap with selection='router'; got normalize_weights={config.normalize_weights}"
-        )
+    for field in ("normalize_weights", "selection_bias") if keep else ():
+        usual, value = type(config).__dataclass_fields__[field].default, getattr(config, field)
+        if value != usual:
+            raise ValueError(
+                f"{field} is decided by the model's family; leave it {usual} "
+                f"or swap with selection='router'; got {field}={value}"
+            )
     with onloaded(site.router):
         device = device_of(site.router)
         router = attach_router(config, stream=site.layer, **site.sizes).to(device)

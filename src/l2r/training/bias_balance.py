@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from l2r.routers import SigmoidRouter, update_selection_bias
+from l2r.routers import Router, update_selection_bias
 from l2r.training.objective import Loads
 from l2r.training.ranks import Ranks
 
@@ -16,11 +16,12 @@ class BiasBalance:
 
     def __init__(self, model: nn.Module, speed: float) -> None:
         self.speed = speed
-        self.routers = {n: m for n, m in model.named_modules() if isinstance(m, SigmoidRouter)}
+        routers = {n: m for n, m in model.named_modules() if isinstance(m, Router)}
+        self.routers = {n: m for n, m in routers.items() if m.selection.bias is not None}
         if not self.routers:
             raise ValueError(
-                f"losses.bias_speed is for routers with a selection bias (kind: sigmoid); "
-                f"got losses.bias_speed={speed}"
+                "losses.bias_speed is for routers with a selection bias (kind: sigmoid, or "
+                f"router.selection_bias=true); got losses.bias_speed={speed}"
             )
         self.loads: dict[str, Tensor] = {}
 
@@ -34,6 +35,8 @@ class BiasBalance:
     def step(self, ranks: Ranks) -> None:
         """Move the biases and start to count anew."""
         for name, load in self.loads.items():
-            bias = self.routers[name].e_score_correction_bias
+            router = self.routers[name]
+            bias = router.selection.held_bias(router)
+            assert bias is not None, name
             update_selection_bias(bias, ranks.sum(load), speed=self.speed)
         self.loads.clear()

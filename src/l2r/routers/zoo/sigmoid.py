@@ -21,16 +21,20 @@ from l2r.routers.selection import Selection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SigmoidConfig(RouterConfig):
-    """scale: multiplies the weights (2.5 in DeepSeek-V3). init_std: of the weights, 3 sigma."""
+    """scale: multiplies the weights (2.5 in DeepSeek-V3).
+
+    init_std: of the weights, cut at 3 sigma; None gives hidden_size ** -0.5, as in ``linear``.
+    """
 
     normalize_weights: bool = True
+    selection_bias: bool = True
     scale: float = 1.0
-    init_std: float = 0.02
+    init_std: float | None = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.scale > 0, self, "scale", "> 0")
-        check(self.init_std > 0, self, "init_std", "> 0")
+        check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
 
 
 @register_router("sigmoid")
@@ -38,19 +42,16 @@ class SigmoidRouter(Router):
     """Parameters: ``weight`` [N, D]; buffer ``e_score_correction_bias`` [N], named as in HF."""
 
     Config = SigmoidConfig
-    e_score_correction_bias: Tensor
 
     def __init__(self, config: SigmoidConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.empty(self.num_experts))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        truncated_normal(self.weight, self.config.init_std)
-        self.e_score_correction_bias.zero_()
+        truncated_normal(self.weight, self.config.init_std or self.hidden_size**-0.5)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         return dispatch.linear_logits(x, self.weight.to(self.compute_dtype(x)))
@@ -61,7 +62,6 @@ class SigmoidRouter(Router):
             normalize=self.config.normalize_weights,
             norm_eps=1e-20,
             scale=self.config.scale,
-            bias="e_score_correction_bias",
         )
 
 
@@ -72,6 +72,6 @@ def update_selection_bias(
     """After a step: lower the bias of experts above the mean load by ``speed``, raise the others.
 
     ``load`` is what each expert got, in any unit and summed over ranks (``expert_usage``);
-    ``bias`` is this router's or that of a swapped DeepSeek-V3-type model. In place.
+    ``bias`` is what ``router.selection.held_bias(router)`` gives. In place.
     """
     bias += speed * torch.sign(load.mean() - load)

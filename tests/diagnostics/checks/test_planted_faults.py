@@ -7,6 +7,7 @@ table of families; their swapped forms are fitted, so that nothing is wrong with
 import copy
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,21 +91,14 @@ def other_weights(model):
 
 
 def other_experts(model):
-    for router in routers(model):
-        router.register_forward_hook(
-            lambda m, a, out: (out[0], m_selection(m).weigh(m, out[0], worst(out)), worst(out))
-        )
+    """The worst k, with the weights that the rule gives them."""
+    for site in router_sites(model):
 
+        def hook(router, args, out, rule=site.selection):
+            worst = out[0].topk(out[2].shape[1], largest=False).indices
+            return out[0], rule.weigh(router, out[0], worst), worst
 
-def m_selection(router):
-    if isinstance(router, Router):
-        return router.selection
-    family = next(f for f in FAMILIES.values() if f.router == type(router).__name__)
-    return family.selection(router)
-
-
-def worst(out):
-    return out[0].topk(out[2].shape[1], largest=False).indices
+        site.router.register_forward_hook(hook)
 
 
 @torch.no_grad()
@@ -169,14 +163,9 @@ def counts_other_experts(model):
 def kept_groups(model):
     for router in routers(model):
         if isinstance(router, Router):
-            wider = router.selection.__class__(**{**vars_of(router.selection), "kept_groups": 2})
-            router.selection = wider
+            router.selection = replace(router.selection, kept_groups=2)
         else:
             router.topk_group = 2
-
-
-def vars_of(selection):
-    return {name: getattr(selection, name) for name in selection.__dataclass_fields__}
 
 
 def biased(model):

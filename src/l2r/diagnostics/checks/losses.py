@@ -164,6 +164,13 @@ def gradient(subject: Subject) -> Finding:
         p.requires_grad for site in subject.sites for p in subject.parameters(site).values()
     ):
         return skipped("no router parameter trains")
+    alone = [s for s in subject.sites if s.selection.normalize and s.sizes["top_k"] == 1]
+    if alone:
+        return fault(
+            f"the one normalized weight in {in_layers(alone)} is always 1: the task loss trains no "
+            "router",
+            "choose two experts or more, or do not normalize",
+        )
     found = subject.gradients
     bad = [
         name for name, value in found.items() if value is not None and not value.isfinite().all()
@@ -177,8 +184,7 @@ def gradient(subject: Subject) -> Finding:
         return fault(
             f"the task loss gives {len(none)} of {len(found)} router parameters no gradient, first "
             f"{none[0]}",
-            "the experts' outputs must be multiplied by the router's weights; one normalized "
-            "weight (top-1) is always 1",
+            "the experts' outputs must be multiplied by the weights that the router returns",
         )
     norm = math.sqrt(
         sum(float(value.float().square().sum()) for value in found.values() if value is not None)

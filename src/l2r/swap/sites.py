@@ -78,6 +78,15 @@ def find_sites(model: nn.Module) -> list[Site]:
     ]
 
 
+def running_sites(model: nn.Module) -> list[Site]:
+    """The sites of routers that run: beside each copy that PEFT trains it keeps an original.
+
+    Raises ValueError as ``router_sites``.
+    """
+    sites = router_sites(model)
+    return [site for site in sites if "original_module" not in site.path.split(".")] or sites
+
+
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
     """The sites of some layers, or all. Raises ValueError for a layer without a router."""
     sites = router_sites(model)

@@ -14,6 +14,7 @@ from l2r.diagnostics.checks.finding import Finding, counted, fault, in_layers, o
 from l2r.diagnostics.checks.subject import Pass, Subject
 from l2r.functional import load_balancing_loss
 from l2r.routers import Router
+from l2r.swap.trainable import trainable_parameters
 
 _NO_LOSS = "the family has no balance loss in transformers"
 _ADD = "add router losses (add_router_losses, or load_balancing_loss of captured logits)"
@@ -145,7 +146,7 @@ def trainable(subject: Subject) -> Finding:
     frozen = {
         site: names
         for site in subject.sites
-        if (names := [n for n, p in subject.parameters(site).items() if not p.requires_grad])
+        if (names := [n for n, p in trainable_parameters(site).items() if not p.requires_grad])
     }
     if frozen:
         count = sum(map(len, frozen.values()))
@@ -161,7 +162,7 @@ def gradient(subject: Subject) -> Finding:
     if subject.is_offloaded:
         return skipped("weights are offloaded")
     if not any(
-        p.requires_grad for site in subject.sites for p in subject.parameters(site).values()
+        p.requires_grad for site in subject.sites for p in trainable_parameters(site).values()
     ):
         return skipped("no router parameter trains")
     alone = [s for s in subject.sites if s.selection.normalize and s.sizes["top_k"] == 1]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from l2r.routers.observe import evaluating, hooked, routed
 from l2r.routers.offload import device_of, materialized
 from l2r.routes.layers import unwrapped
-from l2r.swap.sites import Site, router_sites
+from l2r.swap.sites import Site, running_sites
+from l2r.swap.trainable import trainable_parameters
 
 _DRAWN = (2, 64)  # sequences and their length, where no batch is given
 _SMALL = 64  # longest sequence of the passes that need no text
@@ -53,9 +54,7 @@ class Subject:
         z: float = 0.0,
     ) -> None:
         self.model: Any = unwrapped(model)
-        # PEFT keeps an original beside the copy that it trains, and runs the copy.
-        every = router_sites(self.model)
-        self.sites = [site for site in every if ".original_module" not in f".{site.path}"] or every
+        self.sites = running_sites(self.model)
         config: Any = getattr(self.model, "config", None)
         self.config: Any = (
             config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -96,14 +95,6 @@ class Subject:
         router = materialized(site.router)
         return {**dict(router.named_parameters()), **dict(router.named_buffers())}
 
-    def parameters(self, site: Site) -> dict[str, nn.Parameter]:
-        """Parameters of a router that a task loss can train: all but a selection bias."""
-        return {
-            name: parameter
-            for name, parameter in site.router.named_parameters()
-            if name != site.selection.bias
-        }
-
     @cached_property
     def plain(self) -> Pass:
         """The batch as it is, with labels where it holds token ids."""
@@ -126,7 +117,7 @@ class Subject:
         wanted = {
             f"{site.path}.{name}": parameter
             for site in self.sites
-            for name, parameter in self.parameters(site).items()
+            for name, parameter in trainable_parameters(site).items()
             if parameter.requires_grad
         }
         small = {name: value[:2, :_SMALL] for name, value in self.batch.items() if value.dim() == 2}

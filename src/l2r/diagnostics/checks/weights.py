@@ -9,6 +9,7 @@ from l2r.models.initialize import attach_router
 from l2r.routers import Router
 from l2r.swap.sites import Site
 from l2r.swap.swap import unfitted_sites
+from l2r.swap.trainable import trainable_parameters
 
 _QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq", "gptqmodel", "awq")
 
@@ -44,8 +45,8 @@ def dtype(subject: Subject) -> Finding:
     stock = [site for site in subject.sites if not isinstance(site.router, Router)]
     if not stock:
         return ok(f"float32 parameters, as l2r routers have; the model is {model}")
-    found = {_name(t.dtype) for site in stock for t in _floats(subject, site)}
-    lower = [site for site in stock if any(_is_narrower(t, model) for t in _floats(subject, site))]
+    found = {_name(t.dtype) for site in stock for t in _floats(site)}
+    lower = [site for site in stock if any(_is_narrower(t, model) for t in _floats(site))]
     if lower:
         return warning(
             f"the family's own routers in {in_layers(lower)} are {', '.join(sorted(found))} inside "
@@ -128,8 +129,8 @@ def _narrow_dtype(site: Site) -> str | None:
     return None
 
 
-def _floats(subject: Subject, site: Site) -> list[Tensor]:
-    return [p for p in subject.parameters(site).values() if p.is_floating_point()]
+def _floats(site: Site) -> list[Tensor]:
+    return [p for p in trainable_parameters(site).values() if p.is_floating_point()]
 
 
 def _is_narrower(tensor: Tensor, dtype: str) -> bool:

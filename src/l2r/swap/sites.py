@@ -72,7 +72,7 @@ def router_sites(model: nn.Module) -> list[Site]:
 def find_sites(model: nn.Module) -> list[Site]:
     """The same, or an empty list."""
     return [
-        Site(path, _layer_index(path), module)
+        Site(path, layer_index(path), module)
         for path, module in model.named_modules()
         if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
     ]
@@ -178,7 +178,8 @@ def _carry(old: nn.Module, router: Router, name: str) -> None:
         router.holders = (*router.holders, name)
 
 
-def _layer_index(path: str) -> int:
+def layer_index(path: str) -> int:
+    """Index of the layer that a module path names, 0 where it names none."""
     numbers = re.findall(r"\.(\d+)\.", f".{path}.")
     return int(numbers[0]) if numbers else 0
 

@@ -109,7 +109,7 @@ def router_statistics(
     total: dict[int, sums.Sums] = {}
     for layer, every in layers.items():
         for call in every:
-            sums.add(total.setdefault(layer, {}), _sums(*call, mask=mask))
+            sums.add(total.setdefault(layer, {}), _sums(call, mask))
     return _from_sums(total)
 
 
@@ -162,7 +162,7 @@ class RouterWatch:
     def _hook(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not (in_backward() or torch.compiler.is_compiling()):
-                part = _sums(*routed(module, output), self._mask)
+                part = _sums(routed(module, output), self._mask)
                 sums.add(self._sums.setdefault(layer, {}), part)
 
         return hook
@@ -187,8 +187,9 @@ def _outputs(source: Any, top_k: int | None) -> Sequence[Routed]:
 
 
 @torch.no_grad()
-def _sums(logits: Tensor, weights: Tensor, indices: Tensor, mask: Tensor | None) -> sums.Sums:
+def _sums(output: Routed, mask: Tensor | None) -> sums.Sums:
     """Sums over the tokens of one call that count."""
+    logits, weights, indices = output
     if mask is not None and mask.numel() == len(logits):
         keep = mask.reshape(-1).bool().to(logits.device)
         logits, weights, indices = logits[keep], weights[keep], indices[keep]

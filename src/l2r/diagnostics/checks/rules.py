@@ -19,7 +19,7 @@ from l2r.routers.selection import Selection
 from l2r.swap.families import BY_ROUTER, FAMILIES
 from l2r.swap.sites import Site
 
-_TIES = 0.01  # of the tokens may choose other experts of equal score
+_TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
 
 
 def selection(subject: Subject) -> Finding:
@@ -178,13 +178,15 @@ def _unreachable(site: Site, values: Tensor) -> int:
 
 
 def _other_experts(site: Site, rule: Selection, logits: Tensor, indices: Tensor) -> float:
-    """Share of the tokens whose experts are not those of the rule; 0 where the block has a say."""
+    """Share of the tokens whose experts score otherwise than those of the rule, whatever the ties.
+
+    0 where the block has a say.
+    """
     if rule.block_bias:
         return 0.0
     _, expected = rule(site.router, logits)
-    return float(
-        (indices.sort(dim=1).values != expected.sort(dim=1).values).any(dim=1).float().mean()
-    )
+    one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
+    return float((one != other).any(dim=1).float().mean())
 
 
 def _tolerance(*tensors: Tensor) -> float:

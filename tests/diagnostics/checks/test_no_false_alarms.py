@@ -5,11 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from l2r import L2RConfig
 from l2r.checkpoints.family_check import tiny_model
 from l2r.diagnostics.checks import check_model
 from l2r.swap import freeze_routers, train_routers_only
 from l2r.swap.families import FAMILIES
 from l2r.swap.sites import router_sites
+from l2r.swap.swap import replace_routers
 
 
 def statuses(model, batch=None, **options):
@@ -92,3 +94,13 @@ def test_no_family_is_at_fault(name):
             {"auxiliary loss"} if dtype is torch.float32 else {"auxiliary loss", "selection bias"}
         )
         assert set(found) <= allowed, found
+
+
+def test_a_swapped_model_that_was_trained_without_a_fit_is_trained():
+    model = replace_routers(with_loss(), L2RConfig(rank=4, heads=4))
+    assert statuses(model)["trained"] == "warning"
+    ids = torch.randint(3, 64, (4, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert statuses(model)["trained"] == "ok"

@@ -124,8 +124,9 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         inner = unwrapped(model)
         self._sites = running_sites(inner)
-        with_config = (part for part in inner.modules() if hasattr(part, "config"))
-        self._called = next(with_config, inner)  # with the attention mask
+        # transformers' outermost model is called with the attention mask, whatever stands around.
+        whole = (part for part in inner.modules() if hasattr(part, "get_input_embeddings"))
+        self._called = next(whole, inner)
         self._handles: list[Any] = []
         self._sums: dict[int, sums.Sums] = {}
         self._mask: Tensor | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from l2r.diagnostics.checks import losses, rules, weights
+from l2r.diagnostics.checks import gradients, losses, rules, weights
 from l2r.diagnostics.checks.finding import Finding, fault, ok, skipped
 from l2r.diagnostics.checks.loads import loads
 from l2r.diagnostics.checks.subject import Subject
@@ -20,8 +20,8 @@ AT_REST: Mapping[str, Check] = {
     "selection": rules.selection,
     "selection bias": rules.bias,
     "auxiliary loss": losses.auxiliary_loss,
-    "trainable": losses.trainable,
-    "checkpointing": losses.checkpointing,
+    "trainable": gradients.trainable,
+    "checkpointing": gradients.checkpointing,
 }
 # Of forward and backward passes.
 RUNNING: Mapping[str, Check] = {
@@ -31,7 +31,7 @@ RUNNING: Mapping[str, Check] = {
     "padding": losses.padding,
     "padding in the loss": losses.padding_in_loss,
     "loads": loads,
-    "gradient": losses.gradient,
+    "gradient": gradients.gradient,
 }
 
 

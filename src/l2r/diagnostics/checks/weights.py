@@ -78,14 +78,15 @@ def quantized(subject: Subject) -> Finding:
 def trained(subject: Subject) -> Finding:
     """Routers that a swap drew and nothing trained, and routers that score all experts alike."""
     fit = "fit them (l2r.fit_routers, l2r swap --fit) or train the model"
-    fresh = [site for site, _ in unfitted_sites(subject.model)]
+    drawn = {id(router) for _, router in unfitted_sites(subject.model)}
+    fresh = [s for s in subject.sites if id(s.router) in drawn and not _has_moved(subject, s)]
     if fresh:
         return warning(
             f"the routers in {in_layers(fresh)} were drawn by a swap; nothing fitted them", fit
         )
     if getattr(subject.config, "l2r_swap", None):
         swapped = [site for site in subject.sites if isinstance(site.router, Router)]
-        fresh = [site for site in swapped if _looks_drawn(subject, site)]
+        fresh = [site for site in swapped if _has_moved(subject, site) is False]
         if fresh:
             return warning(
                 f"the swapped routers in {in_layers(fresh)} look untrained: what a draw leaves "
@@ -106,18 +107,19 @@ def trained(subject: Subject) -> Finding:
     return ok("the routers tell the experts apart")
 
 
-def _looks_drawn(subject: Subject, site: Site) -> bool:
-    """Whether all parameters that are the same in every draw have that value."""
+def _has_moved(subject: Subject, site: Site) -> bool | None:
+    """Whether a parameter that is the same in every draw has another value; None without one."""
     router = site.router
     with torch.random.fork_rng(devices=[]):
         twins = [attach_router(router.config, stream=n, **site.sizes) for n in (0, 1)]
     first, second = (dict(twin.named_parameters()) for twin in twins)
     tensors = subject.tensors(site)
     constant = [name for name, value in first.items() if torch.equal(value, second[name])]
-    return bool(constant) and all(
-        torch.equal(tensors[name].detach().float().cpu().reshape(first[name].shape), first[name])
-        for name in constant
+    moved = (
+        not torch.equal(tensors[n].detach().float().cpu().reshape(first[n].shape), first[n])
+        for n in constant
     )
+    return any(moved) if constant else None
 
 
 def _narrow_dtype(site: Site) -> str | None:

@@ -30,6 +30,7 @@ swap_routers(model, L2RConfig(selection_bias=True), selection="router")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
+    "check.md": MODEL,
     "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
     "routes.md": MODEL,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",

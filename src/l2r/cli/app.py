@@ -28,6 +28,7 @@ COMMANDS = (
     "data",
     "eval",
     "diagnose",
+    "check",
     "landscape",
     "plan",
     "evidence",

@@ -1,7 +1,8 @@
-"""The router losses for transformers' own Trainer, on any model that holds our routers.
+"""Router losses and statistics for transformers' own Trainer and those built on it, as TRL's.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)
-    add_router_losses(trainer, balance=0.01, z=0.001)
+    add_router_losses(trainer, balance=0.01, z=0.001)  # models with our routers
+    add_router_statistics(trainer)  # supported families too
     trainer.train()
 
 Trainer hands its loss function the model's outputs alone, so the router outputs are captured by
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from l2r.diagnostics.router_statistics import RouterStatistics, RouterWatch
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.functional.losses import BalanceVariant, ZVariant
+from l2r.integrations.heatmap import draw
 from l2r.integrations.hf_loss import check_gradient, micro_batch_share, task_loss
 from l2r.routers import Captured, Router, capture, constrain
 
@@ -58,9 +61,70 @@ def add_router_losses(
         )
     losses = RouterLosses(trainer, balance, z, balance_variant, z_variant)
     trainer.compute_loss_func = losses
-    # First in the list, so that trackers find the numbers in the log they are given.
-    trainer.callback_handler.callbacks.insert(0, losses)
+    _call_first(trainer, losses)
     return losses
+
+
+def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "RouterLog":
+    """Make ``trainer`` log what its routers do in every ``every``-th step (default: its log steps).
+
+    Load entropy, max over mean load, dead experts, margin, z-loss and balance loss, per layer and
+    as means over layers, go beside the loss to every tracker as ``router/NAME/layer-L`` and
+    ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. Only steps
+    that are logged cost anything. A model that ``torch_compile`` compiled is not seen.
+
+    Raises ValueError for a model without a supported router, and for ``every`` below 1.
+    """
+    if every is not None and every < 1:
+        raise ValueError(f"every must be >= 1; got every={every}")
+    log = RouterLog(trainer, every)
+    _call_first(trainer, log)
+    return log
+
+
+def _call_first(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Put a callback before the trackers', which then find its numbers in the log."""
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+@dataclass(eq=False, repr=False)
+class RouterLog(TrainerCallback):
+    """Callback of one Trainer; made by ``add_router_statistics``."""
+
+    trainer: Trainer
+    every: int | None
+
+    def __post_init__(self) -> None:
+        self._watch = RouterWatch(self.trainer.model)
+        self._found: RouterStatistics | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch a step that will be logged."""
+        first = args.logging_first_step and state.global_step == 0
+        if first or (state.global_step + 1) % (self.every or state.logging_steps) == 0:
+            self._watch.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reduce what was seen, over all micro-batches and ranks."""
+        if self._watch.is_open:
+            self._found = self._watch.read()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Put the numbers of the last watched step beside the loss."""
+        if "loss" not in logs or self._found is None:
+            return
+        found, self._found = self._found, None
+        logs.update(found.scalars())
+        state.log_history[-1].update(found.scalars())
+        callbacks = self.trainer.callback_handler.callbacks
+        for writer in (getattr(callback, "tb_writer", None) for callback in callbacks):
+            draw(writer, found, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave no hook behind."""
+        self._watch.stop()
 
 
 @dataclass(eq=False, repr=False)

@@ -4,7 +4,8 @@ from l2r.imports import named
 
 try:
     from l2r.swap.swap import swap_routers
+    from l2r.swap.trainable import freeze_routers, train_routers_only
 except ImportError as error:
     raise named(error, "lm") from error
 
-__all__ = ["swap_routers"]
+__all__ = ["freeze_routers", "swap_routers", "train_routers_only"]

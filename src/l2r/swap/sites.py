@@ -72,10 +72,19 @@ def router_sites(model: nn.Module) -> list[Site]:
 def find_sites(model: nn.Module) -> list[Site]:
     """The same, or an empty list."""
     return [
-        Site(path, _layer_index(path), module)
+        Site(path, layer_index(path), module)
         for path, module in model.named_modules()
         if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
     ]
+
+
+def running_sites(model: nn.Module) -> list[Site]:
+    """The sites of routers that run: beside each copy that PEFT trains it keeps an original.
+
+    Raises ValueError as ``router_sites``.
+    """
+    sites = router_sites(model)
+    return [site for site in sites if "original_module" not in site.path.split(".")] or sites
 
 
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
@@ -170,7 +179,8 @@ def _carry(old: nn.Module, router: Router, name: str) -> None:
         router.holders = (*router.holders, name)
 
 
-def _layer_index(path: str) -> int:
+def layer_index(path: str) -> int:
+    """Index of the layer that a module path names, 0 where it names none."""
     numbers = re.findall(r"\.(\d+)\.", f".{path}.")
     return int(numbers[0]) if numbers else 0
 

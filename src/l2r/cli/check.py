@@ -1,0 +1,131 @@
+"""``l2r check``: whether a checkpoint's routers, losses and masks are as they should be."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from l2r.cli.experiment import say
+from l2r.cli.options import (
+    CHECKPOINT,
+    AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
+    Revision,
+    TrustRemoteCode,
+)
+
+if TYPE_CHECKING:
+    from l2r.checkpoints.placement import Placement
+
+
+def check(
+    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="File or folder of text, or token files (default: the embedded corpus); of images "
+            "as for l2r diagnose."
+        ),
+    ] = None,
+    instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
+    balance: Annotated[
+        float | None,
+        typer.Option(help="Weight of a balance loss that training adds (default: the run's own)."),
+    ] = None,
+    z: Annotated[
+        float | None,
+        typer.Option("--z", help="Weight of a z-loss that training adds (default: the run's own)."),
+    ] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check the routers of a MoE checkpoint: one line each, ok, warning or fault, and the remedy.
+
+    Auxiliary losses, padding, dtypes, dead and overloaded experts, selection rules, gradients,
+    quantized and untrained routers. Exit code 1 for a fault. Without a tokenizer or data, token ids
+    are drawn and loads are skipped.
+
+    Example: l2r check allenai/OLMoE-1B-7B-0924 --json
+    """
+    from l2r.checkpoints.hub import local_checkpoint
+    from l2r.checkpoints.placement import Placement
+    from l2r.diagnostics.checks import check_model
+    from l2r.diagnostics.checks.finding import counted
+
+    for name, value in (("instances", instances), ("length", length)):
+        if value < 2:
+            raise ValueError(f"{name} must be >= 2; got {value}")
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    weights = _recipe_losses(folder)
+    weights.update({k: v for k, v in (("balance", balance), ("z", z)) if v is not None})
+    model, batch = _open(
+        folder,
+        data,
+        instances=instances,
+        length=length,
+        placement=Placement(dtype, device, device_map, say),
+        trust_remote_code=trust_remote_code,
+    )
+    findings = check_model(model, batch, **weights)
+    count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        faults, warnings = counted(count["fault"], "fault"), counted(count["warning"], "warning")
+        rest = f"{count['skipped']} skipped, of {len(findings)} checks"
+        typer.echo(f"{checkpoint}: {faults}, {warnings}, {rest}")
+        for finding in findings:
+            typer.echo(str(finding))
+    if count["fault"]:
+        raise typer.Exit(1)
+
+
+def _open(
+    folder: Path,
+    data: str | None,
+    *,
+    instances: int,
+    length: int,
+    placement: "Placement",
+    trust_remote_code: bool,
+) -> tuple[Any, Any]:
+    """The model and a batch of all rows, None without text; images where it classifies them."""
+    from l2r.checkpoints.inputs import open_subject
+    from l2r.checkpoints.loading import is_image_classifier, load_model, load_tokenizer
+
+    text = not is_image_classifier(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code) if text else None
+    if text and data is None and tokenizer is None:
+        say("the checkpoint has no tokenizer: token ids are drawn")
+        model, _ = load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
+        return model, None
+    subject = open_subject(
+        folder,
+        data,
+        instances=instances,
+        length=length,
+        report=say,
+        placement=placement,
+        trust_remote_code=trust_remote_code,
+    )
+    batch = next(subject.batches(instances, subject.device))
+    return subject.model, {k: v for k, v in batch.items() if k not in ("domain", "targets")}
+
+
+def _recipe_losses(folder: Path) -> dict[str, float]:
+    """Weights of the router losses in the recipe of a run folder; none of another folder."""
+    from l2r.runs.folder import RunFolder
+
+    run = RunFolder(folder)
+    losses = run.read_recipe().get("losses") if run.is_run() else None
+    names = ("balance", "z")
+    return {n: float(losses[n]) for n in names if n in losses} if isinstance(losses, dict) else {}

@@ -31,13 +31,13 @@ def test_import_l2r_is_light_and_the_first_ten_minutes_need_one_import():
 import sys, l2r
 sys.modules["PIL"] = None
 listed = set(dir(l2r))
-assert not ({heavy!r} | {{"l2r.models"}}) & set(sys.modules)
+assert not ({heavy!r} | {{"l2r.hf.models"}}) & set(sys.modules)
 from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeForCausalLM
 assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
-from l2r import models
+from l2r.hf import models
 assert swap_routers is models.swap_routers and load_pretrained is models.load_pretrained
 assert L2rOlmoeForCausalLM is models.L2rOlmoeForCausalLM
-import l2r.checkpoints.inputs, l2r.evaluation.checkpoint, l2r.training.language
+import l2r.analysis.inputs, l2r.training.evaluation.checkpoint, l2r.training.language
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

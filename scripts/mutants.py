@@ -53,21 +53,22 @@ ROOMS = {
         ),
     ),
     "moe": Room(("moe/*.py",), ("tests/moe",)),
-    "swap": Room(("swap/*.py",), ("tests/hf/swap",)),
+    "swap": Room(("hf/swap/*.py",), ("tests/hf/swap",)),
     "training": Room(
-        ("training/*.py",), ("tests/training", "tests/training/evaluation/test_perplexity.py"), 240
+        ("training/*.py",),
+        ("tests/training", "--ignore=tests/training/data", "--ignore=tests/training/recipes"),
+        240,
     ),
-    "certificates": Room(("certificates/*.py",), ("tests/analysis/certificates",)),
+    "certificates": Room(("analysis/certificates/*.py",), ("tests/analysis/certificates",)),
     "stats": Room(
         (
-            "runs/agreement.py", "runs/chance.py", "runs/contrasts.py", "runs/effects.py",
-            "runs/final_losses.py", "runs/progress.py", "runs/statistics.py",
+            "stats/*.py", "runs/final_losses.py", "runs/progress.py",
         ),
-        ("tests/runs", "tests/report/test_comparison.py", "tests/studies/test_sweep.py"),
+        ("tests/stats", "tests/runs", "tests/report/test_comparison.py", "tests/studies/test_sweep.py"),
     ),
     "verdicts": Room(
         (
-            "experiments/judging.py", "report/comparison.py", "report/evidence.py",
+            "studies/judging.py", "report/comparison.py", "report/evidence.py",
             "report/tables.py",
         ),
         (

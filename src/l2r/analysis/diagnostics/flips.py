@@ -1,7 +1,7 @@
 """Flipped routes: how many decisions change when the same weights compute in bf16.
 
 Training and serving differ in their arithmetic; routers that are close to a tie then choose other
-experts. Routers themselves stay in fp32, as in a bf16 load (models/olmoe.py).
+experts. Routers themselves stay in fp32, as in a bf16 load (hf/models/olmoe.py).
 """
 
 from collections.abc import Callable, Iterable

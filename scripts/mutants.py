@@ -61,10 +61,11 @@ ROOMS = {
     ),
     "certificates": Room(("analysis/certificates/*.py",), ("tests/analysis/certificates",)),
     "stats": Room(
+        ("stats/*.py", "runs/final_losses.py", "runs/progress.py"),
         (
-            "stats/*.py", "runs/final_losses.py", "runs/progress.py",
+            "tests/stats", "tests/runs", "tests/report/test_comparison.py",
+            "tests/studies/test_sweep.py",
         ),
-        ("tests/stats", "tests/runs", "tests/report/test_comparison.py", "tests/studies/test_sweep.py"),
     ),
     "verdicts": Room(
         (

@@ -233,7 +233,8 @@ def read_plan(name: str) -> Registered:
 
 def _registration(name: str) -> tuple[str | None, str]:
     """Commit or version of a file in ``plans/``, and the state in words."""
-    known = _git("log", "-1", "--format=%H %cs", "--", name)
+    wanted = ("--follow", "--diff-filter=AM", "--format=%H %cs")  # a move changes no plan
+    known = _git("log", "-1", *wanted, "--", name)
     changed = _git("status", "--porcelain", "--", name)
     if known:
         commit, _, date = known.partition(" ")

@@ -154,7 +154,7 @@ def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(tmp_pa
     for source, target in (("mine.yaml", "moved.yaml"), ("moved.yaml", "mine.yaml")):
         git("mv", source, target)
         git("commit", "-qm", "a move")
-        assert read_plan(tmp_path / target).commit == commit
+        assert read_plan(str(tmp_path / target)).commit == commit
     written(tmp_path, {**SMALL, "tokens": 4096})
     changed = read_plan(path)
     assert changed.commit is None and changed.digest != plan.digest

@@ -97,7 +97,7 @@ def inside():
     from olmo_core.nothing import nobody
 """
     assert sorted(missing(text)) == [
-        "l2r.gone", "l2r.engines.olmo_core.L2RRouter", "l2r.routers.rules",
+        "l2r.engines.olmo_core.L2RRouter", "l2r.gone", "l2r.routers.rules",
         "l2r.routers.rules",
     ]  # fmt: skip
 

@@ -47,9 +47,9 @@ def test_another_version_is_one_line_with_the_range(package, monkeypatch):
 
 MODULES = {
     "olmo_core": "ai2-olmo-core",
-    "olmo_core_checkpoint": "ai2-olmo-core",
+    "olmo_core.checkpoint": "ai2-olmo-core",
     "megatron": "megatron-core",
-    "megatron_checkpoint": "megatron-core",
+    "megatron.checkpoint": "megatron-core",
     "torchtitan": "torchtitan",
 }
 

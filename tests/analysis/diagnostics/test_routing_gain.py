@@ -8,7 +8,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r import L2RConfig
 from l2r.analysis.diagnostics.routing_gain import batch_loss, other_experts, routing_gain, spread
-from l2r.hf.models import swap_routers
+from l2r.hf.swap import swap_routers
 from l2r.routers.observe import find_routers, hooked
 from l2r.training.evaluation.perplexity import token_losses
 from tests.analysis.diagnostics.models import SIZES, batches, ours, stock

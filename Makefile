@@ -137,6 +137,6 @@ EXTRA = $*
 .PRECIOUS: .engines/%/page.json .engines/%/.installed
 # Always run again; a failing test is a cell of the table, and stops make when all have run.
 .engines/%/results.xml: .engines/%/.installed FORCE
-	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/integrations/$(subst -,_,$(EXTRA)) --junitxml=$@
+	-OMP_NUM_THREADS=1 $(@D)/bin/python -m pytest tests/engines/$(subst -,_,$(EXTRA)) --junitxml=$@
 
 FORCE:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from l2r import build_router
-from l2r.certificates.attack import count_violations, find_flip
-from l2r.certificates.certify import certify
+from l2r.analysis.certificates.attack import count_violations, find_flip
+from l2r.analysis.certificates.certify import certify
 
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),

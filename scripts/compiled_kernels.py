@@ -202,7 +202,7 @@ def operations(case: Case, launch: Launch) -> tuple[float, float]:
 
 def least_seconds(case: Case, launch: Launch, gpu: str) -> float:
     """The longer of bytes over bandwidth and arithmetic over its rate."""
-    from l2r.planning.hardware import GPUS
+    from l2r.cost.planning.hardware import GPUS
 
     card, (products, others) = GPUS[gpu], operations(case, launch)
     tensor_cores = case.rank > 4 and gpu != AMD["gfx942"]  # there they are fp32 products
@@ -212,7 +212,7 @@ def least_seconds(case: Case, launch: Launch, gpu: str) -> float:
 
 def linear_seconds(case: Case, gpu: str) -> float:
     """A linear router of these sizes: three fp32 products; x read twice, its gradient written."""
-    from l2r.planning.hardware import GPUS
+    from l2r.cost.planning.hardware import GPUS
 
     card, (tokens, hidden, experts) = GPUS[gpu], case[1:4]
     wide = 2 * tokens * hidden * experts / card.wide_flops

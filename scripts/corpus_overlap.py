@@ -9,9 +9,9 @@ domain, and the files with the most of them.
 import argparse
 from collections import Counter
 
-from l2r.data.corpus import CorpusOptions
-from l2r.data.held_out import NEWEST, split_files
-from l2r.data.near_copies import word_grams
+from l2r.training.data.corpus import CorpusOptions
+from l2r.training.data.held_out import NEWEST, split_files
+from l2r.training.data.near_copies import word_grams
 
 
 def measure(options: CorpusOptions, most: int) -> None:

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "engines.md"
 BLOCK = re.compile(r"^<!-- not run: make engines -->\n```(bash|python)\n(.*?)^```", re.M | re.S)
 FOLDER = re.compile(r"\.engines/([\w.-]+)")
 # Two layers add up the same numbers in another order: single sums agree to 1e-6 of the largest
-# (tests/integrations/engines.py), and here sums enter others.
+# (tests/engines/engines.py), and here sums enter others.
 LIMIT = 1e-5
 
 

@@ -5,7 +5,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from l2r.integrations.engine import ENGINES
+from l2r.engines.engine import ENGINES
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
 

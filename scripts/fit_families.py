@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from l2r.checkpoints.family_check import tiny_model
-from l2r.data.corpus import CorpusOptions, build_corpus
-from l2r.data.sample_text import sample_batches
+from l2r.hf.checkpoints.family_check import tiny_model
+from l2r.hf.swap.families import FAMILIES
 from l2r.report.tables import Table
-from l2r.swap.families import FAMILIES
+from l2r.training.data.corpus import CorpusOptions, build_corpus
+from l2r.training.data.sample_text import sample_batches
 
 ROUTER = ("rank=8", "heads=4", "gamma=4")
 SIZES = {

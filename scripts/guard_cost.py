@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from l2r import build_router
+from l2r.cost.planning.recipe_model import example_batch
 from l2r.kernels import guard
-from l2r.planning.recipe_model import example_batch
-from l2r.recipes.load import load_recipe
-from l2r.recipes.schema import LanguageRecipe
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.load import load_recipe
+from l2r.training.recipes.schema import LanguageRecipe
 from l2r.training.step import TrainingStep
 
 KINDS: dict[str, dict[str, Any]] = {

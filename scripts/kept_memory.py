@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from l2r.benchmarks.results import environment
+from l2r.cost.benchmarks.results import environment
 
 
 def train(recipe: str, changes: list[str], *, keep: bool) -> dict[str, Any]:

@@ -46,29 +46,35 @@ ROOMS = {
     "functional": Room(("functional/*.py",), ("tests/functional", "tests/paper/test_equations.py")),
     "routers": Room(
         ("routers/**/*.py",),
-        ("tests/routers", "tests/diagnostics/test_collect.py", "tests/models/test_olmoe.py"),
+        (
+            "tests/routers",
+            "tests/analysis/diagnostics/test_collect.py",
+            "tests/hf/models/test_olmoe.py",
+        ),
     ),
     "moe": Room(("moe/*.py",), ("tests/moe",)),
-    "swap": Room(("swap/*.py",), ("tests/swap",)),
+    "swap": Room(("hf/swap/*.py",), ("tests/hf/swap",)),
     "training": Room(
-        ("training/*.py",), ("tests/training", "tests/evaluation/test_perplexity.py"), 240
+        ("training/*.py",),
+        ("tests/training", "--ignore=tests/training/data", "--ignore=tests/training/recipes"),
+        240,
     ),
-    "certificates": Room(("certificates/*.py",), ("tests/certificates",)),
+    "certificates": Room(("analysis/certificates/*.py",), ("tests/analysis/certificates",)),
     "stats": Room(
+        ("stats/*.py", "runs/final_losses.py", "runs/progress.py"),
         (
-            "runs/agreement.py", "runs/chance.py", "runs/contrasts.py", "runs/effects.py",
-            "runs/final_losses.py", "runs/progress.py", "runs/statistics.py",
+            "tests/stats", "tests/runs", "tests/report/test_comparison.py",
+            "tests/studies/test_sweep.py",
         ),
-        ("tests/runs", "tests/report/test_comparison.py", "tests/experiments/test_sweep.py"),
     ),
     "verdicts": Room(
         (
-            "experiments/judging.py", "report/comparison.py", "report/evidence.py",
+            "studies/judging.py", "report/comparison.py", "report/evidence.py",
             "report/tables.py",
         ),
         (
-            "tests/report", "tests/experiments/test_results.py",
-            "tests/experiments/test_studies.py", "tests/experiments/test_plans.py",
+            "tests/report", "tests/studies/test_results.py",
+            "tests/studies/test_studies.py", "tests/studies/test_plans.py",
         ),
     ),
 }  # fmt: skip

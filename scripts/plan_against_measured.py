@@ -4,7 +4,7 @@
 
 Every run trains two steps of a recipe in our own loop, forward to optimizer; torch's profiler
 adds up what its allocator hands out and takes back, the count that a GPU's
-``max_memory_allocated`` gives. Beside it stand the simulation and the formula of l2r.planning.
+``max_memory_allocated`` gives. Beside it stand the simulation and the formula of l2r.cost.planning.
 Writes memory.json and memory.md.
 """
 
@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.benchmarks.memory import traced_peak
-from l2r.planning.cut import Cut
-from l2r.planning.memory import formula
-from l2r.planning.simulate import simulate
-from l2r.planning.sizes import read_sizes
-from l2r.recipes.load import AnyRecipe, load_recipe
+from l2r.cost.benchmarks.memory import traced_peak
+from l2r.cost.planning.cut import Cut
+from l2r.cost.planning.memory import formula
+from l2r.cost.planning.simulate import simulate
+from l2r.cost.planning.sizes import read_sizes
 from l2r.report.tables import Table
 from l2r.training.loop import train
+from l2r.training.recipes.load import AnyRecipe, load_recipe
 
 # recipe, form, ranks, changes
 RUNS: list[tuple[str, str, int, list[str]]] = [

@@ -21,7 +21,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.planning.hardware import GPUS, Gpu, find_gpu
+from l2r.cost.planning.hardware import GPUS, Gpu, find_gpu
 from l2r.report.style import layout, line_style
 from l2r.report.tables import Table
 from l2r.routers.count import router_cost, router_parameters

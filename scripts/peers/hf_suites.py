@@ -34,14 +34,14 @@ from transformers import conversion_mapping as conversions
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.olmoe import modeling_olmoe
 
-from l2r.models import (
+from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.models.olmoe import L2rOlmoeModel
-from l2r.models.vit import L2rViTModel
+from l2r.hf.models.olmoe import L2rOlmoeModel
+from l2r.hf.models.vit import L2rViTModel
 
 # The tests read from these lists what a class computes, for instance whether it takes labels.
 auto.MODEL_MAPPING_NAMES |= {"l2r_olmoe": "L2rOlmoeModel", "l2r_vit": "L2rViTModel"}

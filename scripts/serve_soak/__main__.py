@@ -6,7 +6,7 @@
 A server process is started for each of the two kinds of worker, on a random tiny model unless
 ``--checkpoint`` names another. Every client asks good questions, whole and streamed, whose greedy
 answers are known from a first quiet pass; one request in five is the next of the bad ones
-(tests/integrations/serve/bad_requests.py) or a client that leaves in the middle of its answer. All
+(tests/engines/serve/bad_requests.py) or a client that leaves in the middle of its answer. All
 the time 20 more connections are half-open; 400 at once come at the end.
 
 Claims, with exit code 1 where one fails: no good request is lost, every greedy answer is that of
@@ -31,13 +31,13 @@ from typing import Any
 import psutil
 import torch
 from scripts.serve_soak.asking import BAD_ONE_IN, ask, half_open_connections, run_clients
-from tests.integrations.serve import bad_requests
+from tests.engines.serve import bad_requests
 from transformers import PreTrainedTokenizerFast
 
-from l2r.data.tokenizer import packaged_olmoe_tokenizer
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
+from l2r.training.data.tokenizer import packaged_olmoe_tokenizer
 
 MANY_HALF_OPEN = 400
 MODES: dict[str, list[str]] = {"one by one": [], "continuous batching": ["--continuous-batching"]}

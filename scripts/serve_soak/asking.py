@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.integrations.serve import bad_requests
+from tests.engines.serve import bad_requests
 
 Request = tuple[str, str, bytes, dict[str, str]]  # method, path, body, headers
 MOST_REQUESTS, BAD_ONE_IN, HALF_OPEN = 1_000_000, 5, 20

@@ -27,7 +27,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from l2r.checkpoints import load_causal_lm
+from l2r.hf.checkpoints import load_causal_lm
 
 HERE = Path(__file__).parent
 PAGES = ("faq", "multi-node", "swap", "sweep", "upcycle", "vision")  # of our documentation

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig
-from l2r.checkpoints.family_check import sample_tokens, tiny_model
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.swap.families import FAMILIES, TINY
-from l2r.swap.sites import router_sites
-from l2r.swap.swap import replace_routers
+from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.swap import replace_routers
 
 NAMES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe")
 ROUTER = L2RConfig(rank=2, heads=4)

@@ -8,8 +8,8 @@ from scripts.tools.rows import Row, row
 from scripts.tools.subjects import ROUTER, Subject, largest_difference, logits
 from transformers import AutoModelForCausalLM
 
-from l2r.swap.sites import router_sites
-from l2r.swap.swap import replace_routers
+from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.swap import replace_routers
 
 ROWS: list[Row] = []
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from scripts.tools.rows import Row, row
 from scripts.tools.subjects import Subject, tokenizer
 
-from l2r.integrations.serve.server import Options, serving
+from l2r.engines.serve.server import Options, serving
 
 ROWS: list[Row] = []
 PAIRS = [("w5 w6", " w7 w8"), ("w9", " w10 w11 w12"), ("w20 w21 w22", " w3")]

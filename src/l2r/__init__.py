@@ -11,9 +11,13 @@ from l2r import auto_classes
 from l2r.imports import Missing, MissingExtraError
 
 if TYPE_CHECKING:
-    from l2r.checkpoints import load_pretrained
     from l2r.functional import load_balancing_loss, router_z_loss
-    from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.checkpoints import load_pretrained
+    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.routes import Routes
+    from l2r.hf.routes.record import record
+    from l2r.hf.routes.replay import replay
+    from l2r.hf.swap import swap_routers
     from l2r.routers import (
         L2RConfig,
         LinearConfig,
@@ -27,26 +31,22 @@ if TYPE_CHECKING:
         router_names,
     )
     from l2r.routers.capture import capture
-    from l2r.routes import Routes
-    from l2r.routes.record import record
-    from l2r.routes.replay import replay
-    from l2r.swap import swap_routers
     from l2r.training.fit import fit_routers
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "l2r.checkpoints": ("load_pretrained",),
+    "l2r.hf.checkpoints": ("load_pretrained",),
     "l2r.functional": ("load_balancing_loss", "router_z_loss"),
-    "l2r.models": ("L2rOlmoeConfig", "L2rOlmoeForCausalLM"),
+    "l2r.hf.models": ("L2rOlmoeConfig", "L2rOlmoeForCausalLM"),
     "l2r.routers": (
         "L2RConfig", "LinearConfig", "LinearSipsConfig", "Router", "RouterConfig", "RouterOutput",
         "XMoEConfig", "build_router", "capture", "register_router", "router_names",
     ),
-    "l2r.routes": ("Routes",),
-    "l2r.routes.record": ("record",),
-    "l2r.routes.replay": ("replay",),
-    "l2r.swap": ("swap_routers",),
+    "l2r.hf.routes": ("Routes",),
+    "l2r.hf.routes.record": ("record",),
+    "l2r.hf.routes.replay": ("replay",),
+    "l2r.hf.swap": ("swap_routers",),
     "l2r.training.fit": ("fit_routers",),
 }  # fmt: skip
 _ROOMS = ("functional", "routers")  # that version 0.2.0 imported

@@ -57,7 +57,7 @@ class _Types(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if not self._is_ours(key):
             raise KeyError(key)
-        return import_module("l2r.swap.auto").config_class(key)
+        return import_module("l2r.hf.swap.auto").config_class(key)
 
     def _is_ours(self, key: str) -> bool:
         if not key.startswith(PREFIX):

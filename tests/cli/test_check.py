@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-from l2r.checkpoints.family_check import tiny_model
-from l2r.data.manifest import TokenizerIdentity
-from l2r.data.tokens import write_token_files
-from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
-from l2r.swap.families import FAMILIES
-from tests.diagnostics.models import ours
+from l2r.hf.checkpoints.family_check import tiny_model
+from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.swap.families import FAMILIES
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+from tests.analysis.diagnostics.models import ours
 
 SHORT = ["--instances", "8", "--length", "32"]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from l2r.data.manifest import read_manifest
-from l2r.data.mixture import OLMOE_MIX, read_plan
+from l2r.training.data.manifest import read_manifest
+from l2r.training.data.mixture import OLMOE_MIX, read_plan
 
 
 def test_plan_prints_the_papers_table(l2r, tmp_path):

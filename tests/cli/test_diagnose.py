@@ -7,10 +7,10 @@ import torch
 from safetensors.numpy import load_file
 
 from l2r.cli.diagnose import names
-from l2r.data.manifest import TokenizerIdentity
-from l2r.data.tokens import write_token_files
 from l2r.runs.text_routing import TextRouting
-from tests.diagnostics.models import ours, stock
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+from tests.analysis.diagnostics.models import ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--sample", "64", "--certify", "3"]
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from l2r.checkpoints import family_check, load_pretrained
-from l2r.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
+from l2r.hf.checkpoints import family_check, load_pretrained
+from l2r.hf.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
+from l2r.hf.swap import swap_routers
+from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig, L2RRouter
-from l2r.swap import swap_routers
-from l2r.swap.families import FAMILIES
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
 

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from l2r.cli import main
-from l2r.recipes.load import load_recipe
 from l2r.report.comparison import comparison_table
 from l2r.runs.folder import RunFolder, find_runs
 from l2r.training import loop
+from l2r.training.recipes.load import load_recipe
 from tests.processes import Running
 
 RELOADS = "http-equiv='refresh' content='1'"

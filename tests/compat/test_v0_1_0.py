@@ -63,9 +63,9 @@ def test_an_unfinished_run_of_0_1_0_resumes(old_run: Path) -> None:
 
 
 def test_a_run_of_0_1_0_is_finished_for_recipes_that_mean_the_same(old_run: Path) -> None:
-    from l2r.experiments.run import is_finished
-    from l2r.recipes.load import load_recipe
     from l2r.runs.folder import RunFolder
+    from l2r.studies.run import is_finished
+    from l2r.training.recipes.load import load_recipe
 
     path = old_run / "recipe.yaml"
     recipe, text = load_recipe(str(path)), path.read_text()
@@ -80,7 +80,7 @@ def test_a_run_of_0_1_0_is_finished_for_recipes_that_mean_the_same(old_run: Path
 
 @pytest.mark.parametrize("change", [[], ["data.centre=0.5"]])
 def test_a_vision_recipe_of_0_1_0_is_read(change: list[str], tmp_path: Path) -> None:
-    from l2r.recipes.load import dump_recipe, load_recipe
+    from l2r.training.recipes.load import dump_recipe, load_recipe
 
     text = dump_recipe(load_recipe("demo-vision/linear", ["data.center=0.9"]))
     (tmp_path / "old.yaml").write_text(text.replace("center:", "centre:"))

@@ -25,7 +25,7 @@ ids = torch.randint(2, 99, (2, 8))
 """
 BIASED = """
 from l2r import L2RConfig
-from l2r.swap import swap_routers
+from l2r.hf.swap import swap_routers
 swap_routers(model, L2RConfig(selection_bias=True), selection="router")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """

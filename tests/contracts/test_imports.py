@@ -93,11 +93,11 @@ import l2r.routers.rules, l2r.routers.selection
 from l2r import Router, RouterConfig, build_router, gone
 def inside():
     from l2r.routers import Router, selection, rules
-    from l2r.integrations.olmo_core import L2RRouterConfig, L2RRouter
+    from l2r.engines.olmo_core import L2RRouterConfig, L2RRouter
     from olmo_core.nothing import nobody
 """
     assert sorted(missing(text)) == [
-        "l2r.gone", "l2r.integrations.olmo_core.L2RRouter", "l2r.routers.rules",
+        "l2r.engines.olmo_core.L2RRouter", "l2r.gone", "l2r.routers.rules",
         "l2r.routers.rules",
     ]  # fmt: skip
 

@@ -19,15 +19,15 @@ import pytest
 import yaml
 from safetensors.numpy import save
 
-from l2r.checkpoints.pretrained import save_model
-from l2r.data.manifest import TokenizerIdentity
-from l2r.data.tokens import write_token_files
-from l2r.experiments.study_plan import read_plan
+from l2r.hf.checkpoints.pretrained import save_model
 from l2r.runs.folder import RunFolder
-from tests.data.conftest import make_documents, tokenizer_file, write_shard_file
-from tests.evaluation.conftest import small_tokenizer
-from tests.experiments.studies import SMALL, made_up
+from l2r.studies.study_plan import read_plan
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
 from tests.hardening.test_foreign_code import own_model
+from tests.studies.studies import SMALL, made_up
+from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file
+from tests.training.evaluation.conftest import small_tokenizer
 
 __all__ = ["own_model", "small_tokenizer", "tokenizer_file"]
 
@@ -468,7 +468,7 @@ def prepared(at: Path, case: Case) -> None:
         for result in made_up(read_plan(str(at / "mine.yaml")), 2, lambda *_: 1.0):
             result.save(at / "results" / "mine" / f"{result.arm}.seed-{result.seed}.json")
     if case.path.startswith("fresh"):
-        from l2r.recipes.load import dump_recipe, load_recipe
+        from l2r.training.recipes.load import dump_recipe, load_recipe
 
         text(dump_recipe(load_recipe(TRAIN[1], TRAIN[2:-2])))(at / "fresh" / "recipe.yaml")
 

@@ -14,17 +14,17 @@ import torch
 import yaml
 from transformers import AutoConfig, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 
-from l2r.checkpoints import export, load_causal_lm, load_image_classifier, load_pretrained
-from l2r.checkpoints.loading import hugging_face_tokenizer, load_tokenizer
-from l2r.checkpoints.pretrained import save_model
-from l2r.experiments.cells import folder_cells
-from l2r.experiments.run import run_cells
-from l2r.experiments.study import run_processes
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
-from l2r.models.vit import L2rViTForImageClassification
+from l2r.hf.checkpoints import export, load_causal_lm, load_image_classifier, load_pretrained
+from l2r.hf.checkpoints.loading import hugging_face_tokenizer, load_tokenizer
+from l2r.hf.checkpoints.pretrained import save_model
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
+from l2r.hf.models.vit import L2rViTForImageClassification
 from l2r.runs.folder import RunFolder
-from tests.evaluation.conftest import small_tokenizer
-from tests.experiments.studies import SMALL
+from l2r.studies.cells import folder_cells
+from l2r.studies.run import run_cells
+from l2r.studies.study import run_processes
+from tests.studies.studies import SMALL
+from tests.training.evaluation.conftest import small_tokenizer
 
 __all__ = ["small_tokenizer"]
 

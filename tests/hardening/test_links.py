@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from l2r.checkpoints.pretrained import save_model
-from tests.data.conftest import make_documents, tokenizer_file, write_shard_file
-from tests.evaluation.conftest import small_tokenizer
+from l2r.hf.checkpoints.pretrained import save_model
 from tests.hardening.test_foreign_code import own_model
+from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file
+from tests.training.evaluation.conftest import small_tokenizer
 
 __all__ = ["own_model", "small_tokenizer", "tokenizer_file"]
 
@@ -130,7 +130,7 @@ def test_an_evaluation_folder_that_is_a_link_is_refused(l2r, checkpoint, victim)
 
 
 def test_a_card_is_not_written_through_the_folder_of_the_model(own_model, victim, tmp_path):
-    from l2r.checkpoints.run_card import update_card
+    from l2r.hf.checkpoints.run_card import update_card
     from l2r.runs.folder import RunFolder
 
     save_model(own_model, tmp_path / "other")
@@ -210,7 +210,7 @@ def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, 
 
 
 def test_claims_of_a_study_are_not_emptied(victim, tmp_path):
-    from l2r.experiments import study
+    from l2r.studies import study
 
     link(tmp_path / ".claims" / "cell", victim / "letter")
     with (

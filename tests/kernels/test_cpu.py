@@ -90,7 +90,7 @@ def test_without_a_compiler_torch_operations_run(monkeypatch: pytest.MonkeyPatch
 
 def test_no_score_tensor_lives_in_memory() -> None:
     """Peak extra memory of forward and backward stays below one [T, N, H] tensor."""
-    from l2r.benchmarks.memory import peak_bytes
+    from l2r.cost.benchmarks.memory import peak_bytes
 
     case = Case(2048, 64, 64, 16, 2, 8)
     ours = leaves(case.inputs("cpu"))

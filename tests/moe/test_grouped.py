@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from l2r.models.experts_backend import register
+from l2r.hf.models.experts_backend import register
+from l2r.hf.swap.stock import one_layer
 from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
-from l2r.swap.stock import one_layer
 from tests.processes import script
 
 ENDS = torch.tensor([2, 2, 9, 11], dtype=torch.int32)  # the second expert gets nothing
@@ -119,9 +119,9 @@ def test_autocast_decides_in_decoding_and_in_transformers_experts_too(monkeypatc
 
 SCRIPT = """
 import torch
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
-from l2r.models import L2rViTForImageClassification
-from l2r.models.experts_backend import register
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
+from l2r.hf.models import L2rViTForImageClassification
+from l2r.hf.models.experts_backend import register
 from l2r.moe.grouped import grouped_linear
 
 torch.manual_seed(0)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from l2r.benchmarks.inference import overhead
-from l2r.benchmarks.timing import Timing
-from l2r.evaluation.results import paper_row
-from l2r.evaluation.scoring import TaskResult
-from l2r.evaluation.tasks import PAPER_TASKS
-from l2r.recipes.load import load_recipe
+from l2r.cost.benchmarks.inference import overhead
+from l2r.cost.benchmarks.timing import Timing
 from l2r.report.paper_tables import parameter_table, show_count
 from l2r.routers.count import router_parameters
+from l2r.training.evaluation.results import paper_row
+from l2r.training.evaluation.scoring import TaskResult
+from l2r.training.evaluation.tasks import PAPER_TASKS
 from l2r.training.loop import _steps as step_count
 from l2r.training.optimizer import learning_rate
+from l2r.training.recipes.load import load_recipe
 
 LAYERS, SIZES = 16, {"hidden_size": 2048, "num_experts": 64}
 GRID = {  # Table 9 (router parameters): rank -> (count, percent) for H = 1, 2, 4, 8, 16

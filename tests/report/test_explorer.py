@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.diagnostics.landscape import anchors_of, drawn_anchors
+from l2r.analysis.diagnostics.landscape import anchors_of, drawn_anchors
 from l2r.functional import cosine_scores, dot_scores, pool_anchors, sips_scores
 from l2r.report.explorer import write_explorer
 from l2r.routers import RouterConfig, build_router
-from tests.diagnostics.models import ours, stock
+from tests.analysis.diagnostics.models import ours, stock
 from tests.report.javascript import CHROMIUM, NODE, dom, evaluate
 
 SCORES = (files("l2r.report") / "explorer_scores.js").read_text()

@@ -8,11 +8,11 @@ import torch
 
 from l2r import L2RConfig, Router, RouterConfig, build_router, register_router
 from l2r.functional import expert_usage
+from l2r.hf.swap.sites import new_router, router_sites
 from l2r.routers import SigmoidConfig, make_config, router_names, update_selection_bias
 from l2r.routers.config import KINDS
 from l2r.routers.registry import _routers
 from l2r.routers.selection import Selection
-from l2r.swap.sites import new_router, router_sites
 from tests.routers.test_selection import _reference
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}
@@ -114,8 +114,8 @@ def test_a_router_with_a_selection_of_its_own_gets_the_bias_too():
 
 
 def test_a_bias_in_a_family_that_decides_its_own_is_refused():
-    from l2r.checkpoints.family_check import tiny_model
-    from l2r.swap.families import FAMILIES
+    from l2r.hf.checkpoints.family_check import tiny_model
+    from l2r.hf.swap.families import FAMILIES
 
     (site, *_) = router_sites(tiny_model(FAMILIES["mixtral"]))
     config = L2RConfig(rank=2, selection_bias=True)

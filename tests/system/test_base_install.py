@@ -49,9 +49,9 @@ for call in (
     lambda: l2r.fit_routers(None, None),
     lambda: l2r.L2rOlmoeConfig(),
     lambda: l2r.L2rOlmoeConfig.from_dict({}),
-    room("l2r.swap"),
-    room("l2r.models"),
-    room("l2r.checkpoints"),
+    room("l2r.hf.swap"),
+    room("l2r.hf.models"),
+    room("l2r.hf.checkpoints"),
 ):
     try:
         call()
@@ -76,17 +76,17 @@ def test_library_calls_name_the_extra_and_the_versions(blocked, found):
 # Everything is imported once, so that other packages have read the real platform; then ours again.
 ELSEWHERE = """
 import ctypes, os, pathlib, platform
-import l2r.cli.app, l2r.cli.doctor, l2r.evaluation.checkpoint, l2r.training.loop
+import l2r.cli.app, l2r.cli.doctor, l2r.training.evaluation.checkpoint, l2r.training.loop
 import torch
 
 def on(system):
     for name in [name for name in sys.modules if name.partition(".")[0] == "l2r"]:
         del sys.modules[name]
     sys.platform = system
-    import l2r, l2r.cli.app, l2r.evaluation.checkpoint
+    import l2r, l2r.cli.app, l2r.training.evaluation.checkpoint
     from l2r.cli.doctor import run_checks
     from l2r.kernels.native.build import library
-    from l2r.recipes.load import load_recipe
+    from l2r.training.recipes.load import load_recipe
     from l2r.training import loop
 
     assert library() is None

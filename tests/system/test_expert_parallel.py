@@ -11,12 +11,12 @@ import torch
 from transformers.distributed import DistributedConfig
 
 from l2r import load_pretrained
-from l2r.data.corpus import CorpusOptions, build_corpus
-from l2r.data.tokens import TokenDataset
-from l2r.evaluation.perplexity import token_losses
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import capture
+from l2r.training.data.corpus import CorpusOptions, build_corpus
+from l2r.training.data.tokens import TokenDataset
+from l2r.training.evaluation.perplexity import token_losses
 from tests.processes import Running, on_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -12,11 +12,11 @@ from pydoc_data.topics import topics
 
 import pyarrow
 
-from l2r.data.manifest import read_manifest
-from l2r.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
-from l2r.data.split import Split
-from l2r.data.tokens import read_documents
-from l2r.recipes.load import load_recipe
+from l2r.training.data.manifest import read_manifest
+from l2r.training.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
+from l2r.training.data.split import Split
+from l2r.training.data.tokens import read_documents
+from l2r.training.recipes.load import load_recipe
 from tests.processes import Running, in_turn
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "re-run-the-paper.md"

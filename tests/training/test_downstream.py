@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.checkpoints import load_causal_lm
-from l2r.evaluation.downstream import evaluate_tasks
-from l2r.recipes.load import load_recipe
+from l2r.hf.checkpoints import load_causal_lm
 from l2r.report.curves import LANGUAGE_PANELS, curves
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
+from l2r.training.evaluation.downstream import evaluate_tasks
+from l2r.training.recipes.load import load_recipe
 
 TASKS = ["evaluation.tasks=[mmlu,piqa]", "evaluation.task_limit=3", "training.steps=4"]
 

@@ -7,11 +7,11 @@ import types
 
 import pytest
 
-from l2r.recipes.load import load_recipe
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
 from l2r.training.loggers import Log, check_logger
 from l2r.training.monitor import Monitor, progress_bar
+from l2r.training.recipes.load import load_recipe
 
 HOSTED = ("wandb", "trackio")
 NUMBERS = {"tokens": 64, "ce": 2.5, "load_entropy": [0.5, 0.75]}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.checkpoints.pretrained import load_pretrained
 from l2r.functional import losses
-from l2r.recipes.load import load_recipe
+from l2r.hf.checkpoints.pretrained import load_pretrained
 from l2r.runs.folder import RunFolder
 from l2r.training import loop, objective
 from l2r.training.checkpoint import load_weights
 from l2r.training.health import NonFiniteError
 from l2r.training.language import LanguageTask
+from l2r.training.recipes.load import load_recipe
 from l2r.training.step import TrainingStep
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2r.cost.planning.recipe_model import example_batch, meta_model
+from l2r.hf.models.checkpointing import checkpoint_activations
 from l2r.kernels.dispatch import implementation
-from l2r.models.checkpointing import checkpoint_activations
-from l2r.planning.recipe_model import example_batch, meta_model
-from l2r.recipes.load import load_recipe
 from l2r.training import step as training_step
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.load import load_recipe
 from l2r.training.step import TrainingStep
 from l2r.training.task import task_class
 

@@ -12,12 +12,12 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
 import l2r as package
-from l2r.recipes.load import dump_recipe, load_recipe
+from l2r.hf.swap import swap_routers
 from l2r.routers import RouterConfig
 from l2r.runs.folder import RunFolder
-from l2r.swap import swap_routers
 from l2r.training import loop
 from l2r.training.pixels import with_pixels
+from l2r.training.recipes.load import dump_recipe, load_recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vision.md"
 TINY = [

@@ -7,18 +7,18 @@ import torch
 
 from l2r import build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.models import (
+from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.recipes.schema import LossSection, OptimizerSection
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, routing_summary
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.schema import LossSection, OptimizerSection
 
 
 class Layers(torch.nn.Module):

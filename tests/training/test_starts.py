@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.checkpoints.pretrained import load_pretrained
-from l2r.recipes.load import load_recipe
+from l2r.hf.checkpoints.pretrained import load_pretrained
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
+from l2r.training.recipes.load import load_recipe
 
 
 def run(folder, changes, *extra, recipe="demo/l2r-sips", **options):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.recipes.load import load_recipe
 from l2r.training import loop, monitor
 from l2r.training import step as training_step
 from l2r.training.bias_balance import BiasBalance
@@ -15,6 +14,7 @@ from l2r.training.health import explain_gradient
 from l2r.training.language import LanguageTask
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.load import load_recipe
 from l2r.training.step import TrainingStep
 
 ONE = Ranks(0, 1, torch.device("cpu"))

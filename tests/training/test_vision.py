@@ -10,19 +10,19 @@ from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from l2r import capture
-from l2r.checkpoints import load_image_classifier
-from l2r.data.augment import augment
-from l2r.data.images import CenterCrop, ImageDataset
-from l2r.data.shuffling import batch_indices
-from l2r.evaluation.accuracy import evaluate_accuracy
-from l2r.models.card import CARD
-from l2r.recipes.load import load_recipe
+from l2r.hf.checkpoints import load_image_classifier
+from l2r.hf.models.card import CARD
 from l2r.runs.folder import RunFolder
 from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.training import loop
 from l2r.training.average import WeightAverage
+from l2r.training.data.augment import augment
+from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.data.shuffling import batch_indices
+from l2r.training.evaluation.accuracy import evaluate_accuracy
 from l2r.training.objective import auxiliary_losses
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.load import load_recipe
 from l2r.training.vision import VisionTask
 from tests.processes import command, on_ranks
 

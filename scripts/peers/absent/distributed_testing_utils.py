@@ -14,7 +14,7 @@ Ranked = Callable[..., object]
 
 # One process imports everything and is then copied: starting a rank takes no seconds.
 multiprocessing.set_forkserver_preload(
-    ["tests.test_tensor_parallel_mixin", "tests.test_expert_parallel_mixin", "l2r.models.olmoe"]
+    ["tests.test_tensor_parallel_mixin", "tests.test_expert_parallel_mixin", "l2r.hf.models.olmoe"]
 )
 
 

@@ -28,9 +28,9 @@ def bench(
     """
     from rich.console import Console
 
-    from l2r.benchmarks import run_bench
-    from l2r.benchmarks.results import Settings, save
     from l2r.cli.console import print_table
+    from l2r.cost.benchmarks import run_bench
+    from l2r.cost.benchmarks.results import Settings, save
     from l2r.report.performance import bench_table, write_bench_page
 
     settings = Settings(device, seconds, quick, compiled, clock)

@@ -19,7 +19,7 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from l2r.checkpoints.placement import Placement
+    from l2r.hf.checkpoints.placement import Placement
 
 
 def check(
@@ -56,10 +56,10 @@ def check(
 
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.placement import Placement
-    from l2r.diagnostics.checks import check_model
-    from l2r.diagnostics.checks.finding import counted
+    from l2r.analysis.diagnostics.checks import check_model
+    from l2r.analysis.diagnostics.checks.finding import counted
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
 
     for name, value in (("instances", instances), ("length", length)):
         if value < 2:
@@ -99,8 +99,8 @@ def _open(
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     """The model and a batch of all rows, None without text; images where it classifies them."""
-    from l2r.checkpoints.inputs import open_subject
-    from l2r.checkpoints.loading import is_image_classifier, load_model, load_tokenizer
+    from l2r.analysis.inputs import open_subject
+    from l2r.hf.checkpoints.loading import is_image_classifier, load_model, load_tokenizer
 
     text = not is_image_classifier(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code) if text else None

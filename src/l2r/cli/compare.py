@@ -29,8 +29,8 @@ def compare(
     Example: l2r compare demo training.steps=100 --routers linear,l2r_sips
     """
     from l2r.cli.console import print_table
-    from l2r.experiments.cells import folder_cells
     from l2r.report.comparison import first_seeds, write_report
+    from l2r.studies.cells import folder_cells
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder

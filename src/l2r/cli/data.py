@@ -14,9 +14,9 @@ from l2r.cli.options import AsJson
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.data.manifest import Manifest
-    from l2r.data.mixture import ShardPlan
-    from l2r.data.prepare import Progress
+    from l2r.training.data.manifest import Manifest
+    from l2r.training.data.mixture import ShardPlan
+    from l2r.training.data.prepare import Progress
 
 data = typer.Typer(
     help="Plan a subset of the OLMoE mixture; turn it, or your own text, into token files.",
@@ -40,8 +40,8 @@ def plan(
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """
     from l2r.cli.console import print_table
-    from l2r.data.listing import shard_source
-    from l2r.data.mixture import name_shards, parse_tokens, plan_subset, write_plan
+    from l2r.training.data.listing import shard_source
+    from l2r.training.data.mixture import name_shards, parse_tokens, plan_subset, write_plan
 
     chosen = plan_subset(parse_tokens(tokens), seed=seed)
     if listing is not None:
@@ -86,10 +86,10 @@ def prepare(
     Example: l2r data prepare tokens --data my-text --tokenizer my-tokenizer
     """
     from l2r.cli.console import print_table
-    from l2r.data import prepare as preparing
-    from l2r.data.listing import shard_source
-    from l2r.data.mixture import read_plan
-    from l2r.data.split import TRAIN, Split
+    from l2r.training.data import prepare as preparing
+    from l2r.training.data.listing import shard_source
+    from l2r.training.data.mixture import read_plan
+    from l2r.training.data.split import TRAIN, Split
 
     split = Split(hold_out=hold_out, share=share)
     chosen = read_plan(plan) if plan is not None else None
@@ -129,8 +129,8 @@ def tokenizer(
 
     Example: l2r data tokenizer my-text --out my-tokenizer --vocab-size 8000
     """
-    from l2r.data.corpus import CorpusOptions, split_corpus
-    from l2r.data.new_tokenizer import write_new_tokenizer
+    from l2r.training.data.corpus import CorpusOptions, split_corpus
+    from l2r.training.data.new_tokenizer import write_new_tokenizer
 
     if out.exists():
         raise ValueError(f"out must be a new folder; got {out}")

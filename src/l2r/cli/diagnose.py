@@ -20,8 +20,8 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from l2r.checkpoints.inputs import Subject
-    from l2r.diagnostics.choices import Batch, Choices
+    from l2r.analysis.diagnostics.choices import Batch, Choices
+    from l2r.analysis.inputs import Subject
     from l2r.runs.diagnosis import Diagnosis
 
 
@@ -79,15 +79,15 @@ def diagnose(
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.inputs import open_subject
-    from l2r.checkpoints.placement import Placement
+    from l2r.analysis.diagnostics.choices import ChoiceLog
+    from l2r.analysis.diagnostics.collect import collect
+    from l2r.analysis.diagnostics.diagnose import Settings
+    from l2r.analysis.diagnostics.diagnose import diagnose as measure
+    from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
+    from l2r.analysis.inputs import open_subject
     from l2r.cli.console import progress_bars
-    from l2r.diagnostics.choices import ChoiceLog
-    from l2r.diagnostics.collect import collect
-    from l2r.diagnostics.diagnose import Settings
-    from l2r.diagnostics.diagnose import diagnose as measure
-    from l2r.diagnostics.routing_gain import batch_loss, routing_gain, spread
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
     from l2r.report.diagnosis import write_diagnosis
     from l2r.report.text_view import text_sections
     from l2r.runs.atomic import make_folder
@@ -165,14 +165,14 @@ def _check_sizes(**options: int) -> None:
 
 
 def _trace(model: Any, batches: Any, subject: Any, tokens: int) -> Any:
-    from l2r.diagnostics.text_routing import TextTrace
+    from l2r.analysis.diagnostics.text_routing import TextTrace
 
     return TextTrace(model, batches, domains=subject.domains, tokens=tokens)
 
 
 def _patches(folder: Path, model: Any, images: Any) -> Path:
     """The page of what each patch of a few images chose."""
-    from l2r.diagnostics.patches import validation_patches
+    from l2r.analysis.diagnostics.patches import validation_patches
     from l2r.report.patches import write_patch_page
 
     routing = validation_patches(model, images, count=12)
@@ -223,8 +223,8 @@ def within_run(
     report: Callable[[int], None],
 ) -> dict[str, Any]:
     """Saturation over training checkpoints; their weights replace those of the subject."""
-    from l2r.diagnostics.choices import choices_of
-    from l2r.diagnostics.over_time import saturation
+    from l2r.analysis.diagnostics.choices import choices_of
+    from l2r.analysis.diagnostics.over_time import saturation
     from l2r.training.checkpoint import load_weights
 
     found = {}
@@ -237,8 +237,8 @@ def within_run(
 
 def of_list(views: "Mapping[str, Diagnosis]") -> dict[str, Any]:
     """Saturation over the checkpoints given, against the last of them."""
-    from l2r.diagnostics.over_time import saturation
-    from l2r.runs.agreement import same_tokens
+    from l2r.analysis.diagnostics.over_time import saturation
+    from l2r.runs.diagnosis import same_tokens
 
     *_, last = views.values()
     other = [name for name, view in views.items() if not same_tokens(view, last)]

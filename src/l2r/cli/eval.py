@@ -87,10 +87,10 @@ def eval(
 
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
-    from l2r.checkpoints import is_image_classifier
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.placement import Placement
     from l2r.cli.diagnose import names
+    from l2r.hf.checkpoints import is_image_classifier
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
 
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
@@ -121,13 +121,13 @@ def eval(
     _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
     if text:
         _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
-        from l2r.evaluation.text import TextSettings
+        from l2r.training.evaluation.text import TextSettings
 
         settings = TextSettings(length, stride, limit, dtype)
         _text(folders, outs, text, settings, common, as_json=as_json)
         return
     _refuse(context, _TEXT_ONLY, "text; give --text too")
-    from l2r.evaluation.checkpoint import TaskSettings
+    from l2r.training.evaluation.checkpoint import TaskSettings
 
     common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     _language(folders, outs, common, as_json=as_json)
@@ -144,10 +144,10 @@ def _language(
     checkpoints: dict[str, Path], outs: dict[str, Path], options: Any, *, as_json: bool
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
-    from l2r.evaluation.checkpoint import RESULT, evaluate_language
-    from l2r.evaluation.paired import paired_row
-    from l2r.evaluation.results import COLUMNS, paper_row
     from l2r.report.paper_tables import downstream_table
+    from l2r.training.evaluation.checkpoint import RESULT, evaluate_language
+    from l2r.training.evaluation.paired import paired_row
+    from l2r.training.evaluation.results import COLUMNS, paper_row
 
     results = {}
     for name, checkpoint in checkpoints.items():
@@ -179,9 +179,9 @@ def _text(
     as_json: bool,
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
-    from l2r.evaluation.text import Texts, evaluate_text
-    from l2r.evaluation.text_loss import ALL, text_differences, text_losses
     from l2r.report.text_loss import text_table
+    from l2r.training.evaluation.text import Texts, evaluate_text
+    from l2r.training.evaluation.text_loss import ALL, text_differences, text_losses
 
     texts, results, losses = Texts(paths, settings.limit), {}, {}
     for name, checkpoint in checkpoints.items():
@@ -218,8 +218,8 @@ def _text(
 
 def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:
     from l2r.cli.console import print_table, progress_bars
-    from l2r.evaluation.checkpoint import RESULT, evaluate_images
     from l2r.report.paper_tables import images_table
+    from l2r.training.evaluation.checkpoint import RESULT, evaluate_images
 
     with progress_bars() as bars:
         record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)

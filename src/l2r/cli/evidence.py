@@ -11,9 +11,9 @@ from l2r.cli.experiment import say
 from l2r.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from l2r.experiments.judging import Places
-    from l2r.experiments.study_plan import Registered
     from l2r.runs.study import CellResult
+    from l2r.studies.judging import Places
+    from l2r.studies.study_plan import Registered
 
 
 def evidence(
@@ -51,10 +51,10 @@ def evidence(
     Example: l2r evidence paper --hours 3
     """
     from l2r.cli.console import print_table
-    from l2r.experiments.judging import Places, results_of, study_of
-    from l2r.experiments.study import run_share
-    from l2r.experiments.study_plan import read_plan
     from l2r.report.evidence import main_table, write_study
+    from l2r.studies.judging import Places, results_of, study_of
+    from l2r.studies.study import run_share
+    from l2r.studies.study_plan import read_plan
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this command starts processes of its own; run it without torchrun")
@@ -87,8 +87,8 @@ def _run(
     """Seed by seed until the stopping rule, the most seeds or the hours; all results then."""
     import time
 
-    from l2r.experiments.judging import is_decided, judge_plan, results_of, seeds_that_fit
-    from l2r.experiments.study import own_processes as machine
+    from l2r.studies.judging import is_decided, judge_plan, results_of, seeds_that_fit
+    from l2r.studies.study import own_processes as machine
 
     plan, start = registered.plan, time.monotonic()
     at_once, threads = machine()
@@ -131,7 +131,7 @@ def _share(
     folders: tuple[Path, Path],
 ) -> None:
     """Processes that run what is missing; exits as they did where one was stopped or failed."""
-    from l2r.experiments.study import run_processes
+    from l2r.studies.study import run_processes
 
     command = [sys.executable, "-m", "l2r", "evidence", name, "--seeds", str(seeds)]
     command += ["--results", str(folders[0]), "--out", str(folders[1]), "--share", str(cells)]

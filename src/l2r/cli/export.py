@@ -44,13 +44,13 @@ def export(
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
-    from l2r.checkpoints import load_causal_lm
-    from l2r.checkpoints.export import export_remote_code
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.placement import Placement
-    from l2r.checkpoints.pretrained import check_new_folder
-    from l2r.checkpoints.programs import FORMS, TOLERANCE, export_program
-    from l2r.checkpoints.run_card import run_of, run_sections
+    from l2r.hf.checkpoints import load_causal_lm
+    from l2r.hf.checkpoints.export import export_remote_code
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints.pretrained import check_new_folder
+    from l2r.hf.checkpoints.programs import FORMS, TOLERANCE, export_program
+    from l2r.hf.checkpoints.run_card import run_of, run_sections
 
     if form not in ("hf", *FORMS):
         raise ValueError(f"format must be one of hf, {', '.join(FORMS)}; got {form!r}")

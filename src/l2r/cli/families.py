@@ -21,10 +21,10 @@ def families(
     from rich.console import Console
     from rich.progress import track
 
-    from l2r.checkpoints.family_check import COLUMNS, check_families
     from l2r.cli.console import print_table
+    from l2r.hf.checkpoints.family_check import COLUMNS, check_families
+    from l2r.hf.swap.families import FAMILIES
     from l2r.runs.atomic import write_text
-    from l2r.swap.families import FAMILIES
 
     names = list(FAMILIES) if only is None else only.split(",")
     results = track(
@@ -44,7 +44,7 @@ def _page(table: Table) -> str:
     """docs/families.md."""
     from importlib.metadata import version
 
-    from l2r.swap.families import REFUSED
+    from l2r.hf.swap.families import REFUSED
 
     versions = f"transformers {version('transformers')}, torch {version('torch')}"
     refused = "".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items())

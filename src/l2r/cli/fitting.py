@@ -34,10 +34,10 @@ def fit_to_old(
     ``data`` is a folder of text, None for the embedded text. Raises ValueError as
     ``l2r.training.upcycle`` does, and for a checkpoint without a tokenizer.
     """
-    from l2r.checkpoints.seen_text import unseen_part
     from l2r.cli.console import progress_bars
-    from l2r.data.corpus import CorpusOptions
-    from l2r.data.sample_text import sample_batches
+    from l2r.training.data.corpus import CorpusOptions
+    from l2r.training.data.sample_text import sample_batches
+    from l2r.training.seen_text import unseen_part
     from l2r.training.upcycle import upcycle
 
     if tokenizer is None:

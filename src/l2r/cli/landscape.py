@@ -35,7 +35,7 @@ def landscape(
 
     Example: l2r landscape --out landscape.html
     """
-    from l2r.diagnostics.landscape import anchors_of, drawn_anchors
+    from l2r.analysis.diagnostics.landscape import anchors_of, drawn_anchors
     from l2r.report.explorer import write_explorer
 
     if not 0 < reach < float("inf"):
@@ -48,8 +48,8 @@ def landscape(
         title, sets = "Score explorer", [drawn_anchors(seed + n) for n in range(_DRAWS)]
         figures = _paper_figures(reach)
     else:
-        from l2r.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
-        from l2r.checkpoints.hub import local_checkpoint
+        from l2r.hf.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
+        from l2r.hf.checkpoints.hub import local_checkpoint
 
         folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
         load = load_image_classifier if is_image_classifier(folder) else load_pretrained
@@ -62,8 +62,8 @@ def landscape(
 
 def _paper_figures(reach: float) -> list[Section]:
     """Figures 3 and 8: the score of a fixed anchor over the plane."""
-    from l2r.diagnostics.landscape import FLAT, SWEEP
-    from l2r.diagnostics.landscape import landscape as compute
+    from l2r.analysis.diagnostics.landscape import FLAT, SWEEP
+    from l2r.analysis.diagnostics.landscape import landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d
 
     axis, flat = compute(FLAT, _FLAT_ANCHOR, reach=reach, points=121)

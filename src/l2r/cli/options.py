@@ -57,8 +57,8 @@ def read_router(changes: Sequence[str] | None) -> "RouterConfig":
 
     Raises ValueError for unknown names, fields and values.
     """
-    from l2r.recipes.changes import read_change
     from l2r.routers import RouterConfig
+    from l2r.training.recipes.changes import read_change
 
     options: dict[str, Any] = {"kind": "l2r_sips"}
     for change in changes or ():

@@ -51,11 +51,11 @@ def serve(
 
     Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
     """
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.placement import Placement
-    from l2r.integrations.serve.limits import Limits
-    from l2r.integrations.serve.server import Options
-    from l2r.integrations.serve.server import serve as start
+    from l2r.engines.serve.limits import Limits
+    from l2r.engines.serve.server import Options
+    from l2r.engines.serve.server import serve as start
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
 
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     options = Options(

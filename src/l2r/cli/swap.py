@@ -25,7 +25,7 @@ from l2r.cli.options import (
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.swap.sites import Site
+    from l2r.hf.swap.sites import Site
 
 
 def swap(
@@ -55,14 +55,14 @@ def swap(
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.loading import load_model
-    from l2r.checkpoints.placement import Placement
-    from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
-    from l2r.swap.sites import router_sites
-    from l2r.swap.swap import UNTRAINED, replace_routers
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.loading import load_model
+    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
+    from l2r.hf.swap.sites import router_sites
+    from l2r.hf.swap.swap import UNTRAINED, replace_routers
 
     config = read_router(changes)
     check_new_folder(out)

@@ -11,8 +11,8 @@ from l2r.cli.options import AsJson, Changes, Recipe, Seeds
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.experiments.cells import Cell
-    from l2r.experiments.run import Outcome
+    from l2r.studies.cells import Cell
+    from l2r.studies.run import Outcome
 
 
 def sweep(
@@ -39,9 +39,9 @@ def sweep(
     Example: l2r sweep demo/l2r-sips --grid router.rank=2,8,32 --seeds 3 training.steps=100
     """
     from l2r.cli.console import print_table
-    from l2r.experiments.cells import grid_cells, read_grid
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
+    from l2r.studies.cells import grid_cells, read_grid
 
     cells = grid_cells(recipe, changes or [], read_grid(grid or []), seeds)
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
@@ -69,7 +69,7 @@ def sweep(
 
 
 def _plan_table(cells: "Sequence[Cell]", root: Path) -> Table:
-    from l2r.experiments.run import is_finished
+    from l2r.studies.run import is_finished
 
     rows = []
     for cell in cells:

@@ -22,7 +22,7 @@ def train(
 
     Example: l2r train demo/l2r-sips router.rank=8 training.steps=100
     """
-    from l2r.recipes.load import dump_recipe, load_recipe, recipe_header, recipe_names
+    from l2r.training.recipes.load import dump_recipe, load_recipe, recipe_header, recipe_names
 
     if list_:
         for name in recipe_names():

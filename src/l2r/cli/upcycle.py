@@ -54,12 +54,12 @@ def upcycle(
 
     Example: l2r upcycle my-olmoe router.kind=l2r_sips rank=8 --out my-l2r
     """
-    from l2r.checkpoints import load_causal_lm
-    from l2r.checkpoints.hub import local_checkpoint
-    from l2r.checkpoints.placement import Placement
-    from l2r.checkpoints.pretrained import check_new_folder, save_model
     from l2r.cli.console import print_table
     from l2r.cli.fitting import fit_tables, fit_to_old
+    from l2r.hf.checkpoints import load_causal_lm
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
     from l2r.training.fit import FitOptions
     from l2r.training.upcycle import JointOptions
 

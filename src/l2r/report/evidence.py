@@ -17,10 +17,10 @@ from l2r.report.evidence_figures import (
 from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
-from l2r.runs.contrasts import Judged, detectable, estimate
-from l2r.runs.effects import Effect, best_by_fit, effects_of
-from l2r.runs.statistics import Interval
 from l2r.runs.study import ScreenDesign, Study
+from l2r.stats.contrasts import Judged, detectable, estimate
+from l2r.stats.effects import Effect, best_by_fit, effects_of
+from l2r.stats.statistics import Interval
 
 _SCREENED = ("validation_ce", "routing_gain", "load_entropy")
 _COLUMNS = (

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.report.style import layout, line_style, panel_figure, router_color
-from l2r.runs.contrasts import Contrast, Judged, estimate
-from l2r.runs.effects import Effect
 from l2r.runs.study import Study
+from l2r.stats.contrasts import Contrast, Judged, estimate
+from l2r.stats.effects import Effect
 
 # metric -> its name on the page
 METRICS = {

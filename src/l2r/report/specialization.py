@@ -8,8 +8,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from l2r.report.style import expert_colors, layout, line_style, panel_figure, router_color
-from l2r.runs.agreement import agree
-from l2r.runs.diagnosis import Diagnosis
+from l2r.runs.diagnosis import Diagnosis, agree
 
 # number of a layer -> title and axis of its panel
 _PANELS = {

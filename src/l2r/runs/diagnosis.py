@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save
 
 from l2r.runs.atomic import write_bytes, write_json
 from l2r.runs.reading import parse_json, read_bytes
+from l2r.stats.agreement import Agreement, agreement
 
 SCHEMA = 1
 USAGE = ("top1", "topk", "importance")
@@ -126,3 +127,21 @@ def _from_0_1_0(text: dict[str, Any]) -> Diagnosis:
     experts = len(text["usage"]["topk"][0])
     info = {"experts": experts, "domains": list(by_domain), "settings": text["settings"]}
     return Diagnosis(info, text["layers"], arrays)
+
+
+def agree(first: Diagnosis, second: Diagnosis) -> list[Agreement]:
+    """Agreement of two checkpoints by layer; empty unless they read the same tokens."""
+    if not same_tokens(first, second):
+        return []
+    pairs = zip(first.by_layer("experts"), second.by_layer("experts"), strict=True)
+    return [found for pair in pairs if (found := agreement(*pair)) is not None]
+
+
+def same_tokens(first: Diagnosis, second: Diagnosis) -> bool:
+    """Whether both noted their choices on the same data, in as many layers."""
+    data = first.info.get("data")
+    return (
+        data is not None
+        and data == second.info.get("data")
+        and len(first.layers) == len(second.layers)
+    )

@@ -4,6 +4,7 @@ Values that our own files hold are nested a few levels deep and take kilobytes. 
 above that, and below what a parser or what comes after it could choke on.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -152,3 +153,9 @@ def _check(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, in
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     known[id(node)] = values, levels
     return values, levels
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

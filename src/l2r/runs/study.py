@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import write_text
-from l2r.runs.contrasts import Judged
-from l2r.runs.effects import Levels
 from l2r.runs.reading import parse_json, read_bytes
+from l2r.stats.contrasts import Judged
+from l2r.stats.effects import Levels
 
 # By name what a cell measures, at its end and at step 0, and what it does of images alone.
 MEASURES = (

@@ -1,12 +1,12 @@
 """One run folder, one recipe, one process (group) at a time."""
 
-from l2r.recipes.changes import PIXELS
-from l2r.recipes.load import AnyRecipe, dump_recipe, load_recipe
-from l2r.recipes.vision import VisionRecipe
 from l2r.routers import RouterConfig
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.changes import PIXELS
+from l2r.training.recipes.load import AnyRecipe, dump_recipe, load_recipe
+from l2r.training.recipes.vision import VisionRecipe
 
 
 def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from l2r.machine import describe_machine
-from l2r.recipes.load import AnyRecipe
 from l2r.routers import Router
+from l2r.training.recipes.load import AnyRecipe
 
 
 def environment(

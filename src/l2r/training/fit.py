@@ -19,14 +19,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from l2r.data.sample_text import packed_rows
-from l2r.evaluation.perplexity import token_losses
+from l2r.hf.swap.sites import Site, place_router
+from l2r.hf.swap.swap import forget_replaced, unfitted_sites
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
-from l2r.swap.sites import Site, place_router
-from l2r.swap.swap import forget_replaced, unfitted_sites
 from l2r.training.agreement import agreement, compare, divergence, observe
+from l2r.training.data.sample_text import packed_rows
+from l2r.training.evaluation.perplexity import token_losses
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.checkpoints.loading import hugging_face_tokenizer
-from l2r.checkpoints.pretrained import model_like
-from l2r.checkpoints.seen_text import corpus_options
-from l2r.data.corpus import build_corpus
-from l2r.data.rows import balanced_rows, even_rows, name_domains_without_rows
-from l2r.data.tokens import TokenDataset
-from l2r.evaluation.perplexity import token_losses, validation_loss
-from l2r.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.models.experts_backend import register
-from l2r.models.whole_sequences import whole_sequences
-from l2r.recipes.schema import LanguageRecipe
+from l2r.hf.checkpoints.loading import hugging_face_tokenizer
+from l2r.hf.checkpoints.pretrained import model_like
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models.experts_backend import register
+from l2r.hf.models.whole_sequences import whole_sequences
+from l2r.training.data.corpus import build_corpus
+from l2r.training.data.rows import balanced_rows, even_rows, name_domains_without_rows
+from l2r.training.data.tokens import TokenDataset
+from l2r.training.evaluation.perplexity import token_losses, validation_loss
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.schema import LanguageRecipe
+from l2r.training.seen_text import corpus_options
 
 
 class LanguageTask:
@@ -32,8 +32,8 @@ class LanguageTask:
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a package of its own, which training can do without.
-            from l2r.evaluation.tasks import select_tasks
-            from l2r.evaluation.tokenizer import task_tokenizer
+            from l2r.training.evaluation.tasks import select_tasks
+            from l2r.training.evaluation.tokenizer import task_tokenizer
 
             select_tasks(recipe.evaluation.tasks)  # a wrong name should not cost a corpus
         self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
@@ -104,8 +104,8 @@ class LanguageTask:
         section = self.recipe.evaluation
         if not section.tasks:
             return {}
-        from l2r.evaluation.downstream import evaluate_tasks
-        from l2r.evaluation.results import paper_row
+        from l2r.training.evaluation.downstream import evaluate_tasks
+        from l2r.training.evaluation.results import paper_row
 
         results = evaluate_tasks(
             model,

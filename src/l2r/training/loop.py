@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from l2r.checkpoints.pretrained import new_folder
-from l2r.checkpoints.run_card import write_run_card
-from l2r.models.checkpointing import checkpoint_activations
-from l2r.recipes.load import AnyRecipe
+from l2r.hf.checkpoints.pretrained import new_folder
+from l2r.hf.checkpoints.run_card import write_run_card
+from l2r.hf.models.checkpointing import checkpoint_activations
 from l2r.runs.atomic import remove
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
@@ -34,6 +33,7 @@ from l2r.training.parallel import (
     whole_model,
 )
 from l2r.training.ranks import Ranks, join_ranks
+from l2r.training.recipes.load import AnyRecipe
 from l2r.training.signals import stop_on_signals
 from l2r.training.step import TrainingStep
 from l2r.training.task import Task, build_task

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.functional import expert_usage, load_balancing_loss, router_z_loss
-from l2r.recipes.schema import LossSection
 from l2r.routers import Captured
+from l2r.training.recipes.schema import LossSection
 
 
 def auxiliary_losses(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from l2r.recipes.schema import OptimizerSection
+from l2r.training.recipes.schema import OptimizerSection
 
 _TOKENS = ("cls_token", "mask_token", "position_embeddings")  # of a ViT, each one vector of its own
 

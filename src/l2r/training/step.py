@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.recipes.load import AnyRecipe
 from l2r.routers import capture, constrain
 from l2r.training.average import WeightAverage
 from l2r.training.bias_balance import BiasBalance
@@ -26,6 +25,7 @@ from l2r.training.objective import (
 )
 from l2r.training.parallel import accumulate, precision, unchanged_buffers
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.load import AnyRecipe
 from l2r.training.task import Batch, Task
 
 

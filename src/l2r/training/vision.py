@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.data.augment import augment
-from l2r.data.image_sources import open_images
-from l2r.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
-from l2r.evaluation.accuracy import evaluate_accuracy
-from l2r.models.vit import L2rViTConfig, L2rViTForImageClassification
-from l2r.recipes.vision import VisionRecipe
+from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
+from l2r.training.data.augment import augment
+from l2r.training.data.image_sources import open_images
+from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
+from l2r.training.evaluation.accuracy import evaluate_accuracy
 from l2r.training.pixels import read_pixels
 from l2r.training.ranks import Ranks
+from l2r.training.recipes.vision import VisionRecipe
 
 
 class VisionTask:

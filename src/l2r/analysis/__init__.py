@@ -1,0 +1,1 @@
+"""Watch once, reduce often: diagnostics, certificates."""

@@ -1,0 +1,258 @@
+r"""Certified routing: a radius per token inside which its experts provably stay the same.
+
+For a router input x, every x + delta with |delta| <= radius (Euclidean) has the same first
+expert, or the same set of k experts. Exact for routers with one anchor per expert; for several
+anchors a lower bound that is tight to first order, and for rank 2 also one by geometry that is
+near the exact radius; the larger of the two counts (derivations: docs/diagnostics.md).
+
+The statement is about the router in exact arithmetic. It is computed in float64 and shrunk by
+SHRINK; a token whose decision in the router's own precision differs from float64 gets 0.
+
+Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R rank.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from l2r.analysis.certificates.anchor_bounds import Moments
+from l2r.analysis.certificates.attack import decision_gap
+from l2r.analysis.certificates.rank2_cells import plane_radii
+from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
+from l2r.routers import Router
+from l2r.routers.observe import evaluating, first_choice
+
+PAIRS = 2**20  # pairs of experts, over all tokens of a chunk, that are held at once
+SHRINK = 1 - 1e-6
+_TIE = 256  # roundings of the largest logit below which two precisions may disagree
+_EXACT = "donot_use_mm_for_euclid_dist"
+_STEPS = 40  # halvings of the bisection: a relative width of 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """Certified radii [T] in the units of the router input, float64; infinity if K = N."""
+
+    top1: Float[Tensor, " T"]
+    topk: Float[Tensor, " T"]
+
+
+@torch.no_grad()
+def certify(router: nn.Module, x: Float[Tensor, "T D"]) -> Certificate:
+    """Certified radii of every token; the router is taken in evaluation mode.
+
+    Raises ValueError for a router without a known form, or whose decisions the form does not
+    reproduce (selection biases, expert groups).
+    """
+    form = routing_map(router)
+    top1: list[Tensor] = []
+    topk: list[Tensor] = []
+    for part, logits, one, inside in _decisions(form, router, x):
+        top1.append(_radii(form, part, logits, one))
+        topk.append(_radii(form, part, logits, inside))
+    keep = int(inside[0].sum())
+    return Certificate(
+        _with_geometry(form, x, torch.cat(top1), 1) * SHRINK,
+        _with_geometry(form, x, torch.cat(topk), keep) * SHRINK,
+    )
+
+
+@torch.no_grad()
+def certify_first(router: nn.Module, x: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
+    """Radii of the first expert alone, without the geometry of rank 2: fast enough for a text.
+
+    Never above ``certify``'s, and the same except for several anchors of rank 2. Raises
+    ValueError for the same routers.
+    """
+    form = routing_map(router)
+    parts = _decisions(form, router, x)
+    return torch.cat([_radii(form, part, logits, one) for part, logits, one, _ in parts]) * SHRINK
+
+
+def _decisions(
+    form: RoutingMap, router: nn.Module, x: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """By chunks of tokens: x, the form's logits, and masks [T, N] of the first and the k experts.
+
+    Raises ValueError where the form does not reproduce either of them.
+    """
+    held = router.selection.held_bias(router) if isinstance(router, Router) else None
+    if held is not None and held.any():
+        raise ValueError(
+            f"{type(router).__name__} chooses by its logits and a selection bias; "
+            "no certificate is known"
+        )
+    rows = max(1, PAIRS // form.num_experts**2)
+    with evaluating(router):
+        for part in torch.split(x, rows):
+            logits = form.logits(part)
+            own_logits, weights, chosen = router(part)
+            inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
+            first = first_choice(weights, chosen)[:, None]
+            one = torch.zeros_like(inside).scatter_(1, first, True)
+            for kept in (one, inside):
+                _check_form(router, logits, own_logits, kept)
+            yield part, logits, one, inside
+
+
+def _radii(form: RoutingMap, x: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
+    if inside.all():  # all experts are chosen
+        return torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
+    if isinstance(form, LinearMap):
+        return linear_radii(form, logits, inside)
+    return anchor_radii(form, x, logits, inside)
+
+
+def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Tensor:
+    """The larger of both bounds; 0 stays 0, since those tokens have no proven decision."""
+    if isinstance(form, LinearMap) or len(form.matrix) != 2 or keep == form.num_experts:
+        return radii
+    return torch.where(radii > 0, torch.maximum(radii, plane_radii(form, x, keep)), radii)
+
+
+def linear_radii(
+    form: LinearMap,
+    logits: Float[Tensor, "T N"],
+    inside: Tensor,
+) -> Float[Tensor, " T"]:
+    """Exact distance to the nearest hyperplane between an expert inside and one outside."""
+    apart = torch.cdist(form.weight, form.weight, compute_mode=_EXACT)
+    gaps = (logits[:, :, None] - logits[:, None, :]).clamp_min(0)
+    # Equal rows never change order; their gap is constant.
+    constant = torch.where(gaps > 0, torch.inf, 0.0)
+    ratio = torch.where(apart > 0, gaps / apart.clamp_min(1e-300), constant)
+    return _least(ratio, inside)
+
+
+def anchor_radii(
+    form: AnchorMap,
+    x: Float[Tensor, "T D"],
+    logits: Float[Tensor, "T N"],
+    inside: Tensor,
+) -> Float[Tensor, " T"]:
+    """Largest radius at which every pair inside / outside keeps a positive lower bound."""
+    local = _Local.of(form, x)
+    gaps = logits[:, :, None] - logits[:, None, :]
+    first_order = gaps.clamp_min(0) / local.slopes.clamp_min(1e-300)
+    high = torch.minimum(_least(first_order, inside), local.max_radius)
+    low = torch.zeros_like(high)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        safe = _least(local.lower_bound(gaps, middle), inside) > 0
+        low, high = torch.where(safe, middle, low), torch.where(safe, high, middle)
+    return low
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """What bounds the change of the logit differences around each token.
+
+    moments: of the anchors at the token. slopes [T, N, N]: gradient norm of z_i - z_j in x.
+    slope_gap_w [T, N, N]: the same in w. dq_dx, dw_dq [T]: norms of dq/dx and dw/dq. rho,
+    rms [T]: |q| and n(x). matrix_norm: of W_q. max_radius [T]: no radius is certified beyond it.
+    """
+
+    form: AnchorMap
+    moments: Moments
+    slopes: Tensor
+    slope_gap_w: Tensor
+    dq_dx: Tensor
+    dw_dq: Tensor
+    rho: Tensor
+    rms: Tensor
+    matrix_norm: Tensor
+    max_radius: Tensor
+    hidden: int
+
+    @classmethod
+    def of(cls, form: AnchorMap, x: Tensor) -> "_Local":
+        rms, query = form.rms(x), form.query(x)
+        moments = Moments.at(form.effective_query(query), form.anchors)
+        rho = torch.linalg.vector_norm(query, dim=-1)
+        safe = rho.clamp_min(form.floor)
+        value, slope = form.radial.value(safe), form.radial.slope(safe)
+        inner = _query_metric(form, x, query, rms)
+        along = query[:, :, None] * query[:, None, :] / safe.square()[:, None, None]
+        across = torch.eye(query.shape[1], dtype=query.dtype, device=x.device) - along
+        dw_dq = slope[:, None, None] * along + (value / safe)[:, None, None] * across
+        gram = torch.einsum("tnr,trs,tms->tnm", moments.mean, dw_dq @ inner @ dw_dq, moments.mean)
+        own = gram.diagonal(dim1=1, dim2=2)
+        total = own[:, :, None] + own[:, None, :]
+        squared = (total - 2 * gram).clamp_min(0) + 1e-14 * total.abs()  # above its rounding
+        dq_dx = torch.linalg.eigvalsh(inner)[:, -1].clamp_min(1e-300).sqrt() * (1 + 1e-9)
+        # Farther away the query may be 0, or the input of the RMSNorm may.
+        limit = x.shape[1] ** 0.5 * rms if form.norm_eps is not None else torch.inf
+        return cls(
+            form=form,
+            moments=moments,
+            slopes=squared.sqrt(),
+            slope_gap_w=torch.cdist(moments.mean, moments.mean, compute_mode=_EXACT),
+            dq_dx=dq_dx,
+            dw_dq=torch.maximum(slope.abs(), value / safe),
+            rho=rho,
+            rms=rms,
+            matrix_norm=torch.linalg.matrix_norm(form.matrix, 2),
+            max_radius=torch.minimum(rho / dq_dx, torch.as_tensor(limit, dtype=rho.dtype)),
+            hidden=x.shape[1],
+        )
+
+    def lower_bound(self, gaps: Tensor, radius: Tensor) -> Tensor:
+        """Lower bound [T, N, N] of every z_i - z_j over the ball of ``radius`` [T]."""
+        q_remainder = self._query_remainder(radius)
+        moved = self.dq_dx * radius + q_remainder
+        low, high = self.rho - moved, self.rho + moved
+        floor = self.form.floor * (1 + 2 * self.rms)
+        curved = self.form.radial.curvature(low.clamp_min(1e-300), high)
+        w_remainder = self.dw_dq * q_remainder + curved * moved.square() / 2
+        above = self.moments.above_tangent(self.dw_dq * self.dq_dx * radius + w_remainder)
+        # z_i is convex in w, so its tangent bounds it below; z_j stays near its own.
+        bound = gaps - self.slopes * radius[:, None, None] - above[:, None, :]
+        bound = bound - self.slope_gap_w * w_remainder[:, None, None]
+        return torch.where((low > floor)[:, None, None], bound, -torch.inf)
+
+    def _query_remainder(self, radius: Tensor) -> Tensor:
+        """How far q can be from its tangent over the ball; 0 without an RMSNorm."""
+        if self.form.norm_eps is None:
+            return torch.zeros_like(radius)
+        part = radius / (self.hidden**0.5 * self.rms)
+        shrunk = part / (1 - part).clamp_min(1e-300)  # bounds |n0 / n - 1|
+        return shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
+
+
+def _query_metric(form: AnchorMap, x: Tensor, query: Tensor, rms: Tensor) -> Tensor:
+    """dq/dx (dq/dx)^T [T, R, R]; the RMSNorm takes away part of the component along q."""
+    metric = form.matrix @ form.matrix.T / rms.square()[:, None, None]
+    if form.norm_eps is None:
+        return metric
+    share = x.double().square().mean(dim=-1) / rms.square()  # below 1 by norm_eps
+    taken = (2 - share) / (x.shape[1] * rms.square())
+    return metric - taken[:, None, None] * query[:, :, None] * query[:, None, :]
+
+
+def _least(values: Float[Tensor, "T N N"], inside: Tensor) -> Float[Tensor, " T"]:
+    """Minimum over pairs of an expert inside and an expert outside; infinity without pairs."""
+    pairs = inside[:, :, None] & ~inside[:, None, :]
+    return torch.where(pairs, values, torch.inf).flatten(1).amin(dim=1)
+
+
+def _check_form(router: nn.Module, form_logits: Tensor, logits: Tensor, inside: Tensor) -> None:
+    """The form must choose what the router chose, but for ties in the router's precision."""
+    keep = int(inside[0].sum())
+    own = torch.zeros_like(inside).scatter_(1, form_logits.topk(keep).indices, True)
+    rounding = _TIE * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+    differs = (own != inside).any(dim=1) & (inside.sum(dim=1) < inside.shape[1])
+    for chosen in (own, inside):
+        tied = decision_gap(logits, chosen).abs() <= rounding
+        if (differs & ~tied).any():
+            raise ValueError(
+                f"{type(router).__name__} does not choose by its logits alone "
+                f"({int(differs.sum())} of {len(differs)} tokens differ); no certificate is known"
+            )
+
+
+def certified_share(radii: Float[Tensor, " T"], sigma: float, hidden: int) -> float:
+    """Share of tokens whose radius covers sigma * sqrt(hidden), the usual norm of the noise."""
+    return (radii >= sigma * hidden**0.5).double().mean().item()

@@ -1,0 +1,91 @@
+"""Checks of the backward pass: frozen routers, gradients that are zero, recomputation."""
+
+import math
+from functools import partial
+from typing import Any
+
+from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, skipped, warning
+from l2r.analysis.diagnostics.checks.subject import Subject
+from l2r.hf.swap.trainable import trainable_parameters
+from l2r.routers import Router
+
+
+def trainable(subject: Subject) -> Finding:
+    """Routers that are frozen while other parameters train."""
+    if not any(parameter.requires_grad for parameter in subject.model.parameters()):
+        return skipped("no parameter of the model trains")
+    frozen = [
+        site
+        for site in subject.sites
+        if not any(p.requires_grad for p in trainable_parameters(site).values())
+    ]
+    if frozen:
+        return warning(
+            f"the routers in {in_layers(frozen)} are frozen while other parameters train",
+            "keep it so if freeze_routers was meant; else set requires_grad_(True)",
+        )
+    return ok("every router trains")
+
+
+def gradient(subject: Subject) -> Finding:
+    """The task loss must reach every router parameter that trains."""
+    if subject.is_offloaded:
+        return skipped("weights are offloaded")
+    if not any(
+        p.requires_grad for site in subject.sites for p in trainable_parameters(site).values()
+    ):
+        return skipped("no router parameter trains")
+    alone = [s for s in subject.sites if s.selection.normalize and s.sizes["top_k"] == 1]
+    if alone:
+        return fault(
+            f"the one normalized weight in {in_layers(alone)} is always 1: the task loss trains no "
+            "router",
+            "choose two experts or more, or do not normalize",
+        )
+    found = subject.gradients
+    bad = [
+        name for name, value in found.items() if value is not None and not value.isfinite().all()
+    ]
+    if bad:
+        return fault(
+            f"the gradient of {bad[0]} is not finite", "look for overflow in the router's inputs"
+        )
+    none = [
+        name
+        for name, value in found.items()
+        # PEFT's second factor begins at zero, so that the first gets no gradient in the first step.
+        if (value is None or not bool(value.any())) and ".lora_A." not in name
+    ]
+    if none:
+        return fault(
+            f"the task loss gives {len(none)} of {len(found)} router parameters no gradient, first "
+            f"{none[0]}",
+            "the experts' outputs must be multiplied by the weights that the router returns",
+        )
+    norm = math.sqrt(
+        sum(float(value.float().square().sum()) for value in found.values() if value is not None)
+    )
+    return ok(f"the task loss reaches {len(found)} router parameters, gradient norm {norm:.2g}")
+
+
+def checkpointing(subject: Subject) -> Finding:
+    """Reentrant activation checkpointing, under which recorded logits carry no gradient."""
+    functions = [
+        module._gradient_checkpointing_func
+        for module in subject.model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and hasattr(module, "_gradient_checkpointing_func")
+    ]
+    if not functions:
+        return ok("activation checkpointing is off")
+    if not any(_is_reentrant(function) for function in functions):
+        return ok("activation checkpointing is not reentrant")
+    found = "activation checkpointing is reentrant: router losses would have no gradient"
+    remedy = "enable it with {'use_reentrant': False}"
+    ours = any(isinstance(site.router, Router) for site in subject.sites)
+    return (fault if ours or subject.loss_is_on else warning)(found, remedy)
+
+
+def _is_reentrant(function: Any) -> bool:
+    keywords = function.keywords if isinstance(function, partial) else {}
+    return keywords.get("use_reentrant", True) is not False

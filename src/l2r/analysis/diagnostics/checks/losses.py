@@ -1,0 +1,158 @@
+"""Checks of the losses that balance the experts, and of padding.
+
+Shape letters: B sequences, S length, T tokens, N experts.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped, warning
+from l2r.analysis.diagnostics.checks.subject import Pass, Subject
+from l2r.functional import load_balancing_loss
+
+_NO_LOSS = "the family has no balance loss in transformers"
+_ADD = "add router losses (add_router_losses, or load_balancing_loss of captured logits)"
+
+
+def auxiliary_loss(subject: Subject) -> Finding:
+    """Whether some loss or bias balances the experts, once, with a sensible weight."""
+    for name, weight in (("balance", subject.balance), ("z", subject.z)):
+        if not 0 <= weight < math.inf:
+            return fault(f"the loss weight {name} is {weight}", "give it a finite weight >= 0")
+    if subject.own_loss:
+        return _own_loss(subject)
+    if subject.balance > 0:
+        return ok(f"the training adds a balance loss of weight {subject.balance:g}")
+    if any(site.selection.bias or site.selection.block_bias for site in subject.sites):
+        return ok(
+            f"{_NO_LOSS}: its selection bias balances; transformers never updates it, "
+            "l2r.routers.update_selection_bias does"
+        )
+    return warning(f"{_NO_LOSS}, and no selection bias: nothing balances the experts", _ADD)
+
+
+def _own_loss(subject: Subject) -> Finding:
+    used = float(subject.model.router_aux_loss_coef)
+    written = getattr(subject.config, "router_aux_loss_coef", used)
+    if used != written:
+        return fault(
+            f"the model weighs its balance loss by {used:g}, config.json says {written:g}",
+            "set model.router_aux_loss_coef too: the model read the config when it was built",
+        )
+    if not 0 <= used < math.inf:
+        return fault(f"router_aux_loss_coef is {used:g}", "give it a finite weight >= 0")
+    return _own_loss_once(subject, used)
+
+
+def _own_loss_once(subject: Subject, used: float) -> Finding:
+    if not getattr(subject.config, "output_router_logits", False):
+        if subject.balance > 0:
+            return ok(f"off in the model; the training adds one of weight {subject.balance:g}")
+        return warning(
+            "off: the model's loss has no balance loss while config.output_router_logits is False",
+            f"set it to True, or {_ADD}",
+        )
+    if used == 0:
+        return warning("on, with router_aux_loss_coef=0", "give it a weight, such as 0.01")
+    if subject.balance > 0:
+        return warning(
+            f"the model adds a balance loss of weight {used:g}, the training one of "
+            f"{subject.balance:g}",
+            "turn one off; with labels in the batch both count",
+        )
+    return ok(f"on, with router_aux_loss_coef={used:g}")
+
+
+def loss_value(subject: Subject) -> Finding:
+    """The model's loss, against cross-entropy plus the weighted balance loss of its logits."""
+    if not (subject.own_loss and subject.reads_text):
+        return skipped(_NO_LOSS if subject.reads_text else "the batch holds no token ids")
+    done, mask = subject.plain, subject.batch.get("attention_mask")
+    aux, by_hand = _auxiliary(done), _by_hand(subject, done, mask)
+    if not _close(aux, by_hand, done):
+        return fault(
+            f"the model returns a balance loss of {aux:.4f}, its router logits give {by_hand:.4f}",
+            "num_experts and num_experts_per_tok of the model must be its routers'; "
+            "a hook or patch may hide router logits",
+        )
+    labels = subject.labels(subject.batch)
+    task = subject.model.loss_function(
+        logits=done.output.logits, labels=labels, vocab_size=subject.config.vocab_size
+    )
+    weight = float(subject.model.router_aux_loss_coef)
+    added, whole = float(done.output.loss - task), float(done.output.loss)
+    # Both losses are sums of float32 numbers of this size.
+    rounding = 16 * torch.finfo(torch.float32).eps * abs(whole)
+    if not abs(added - weight * aux) <= rounding + _half_digits(done) * abs(weight * aux):
+        return fault(
+            f"the loss exceeds the cross-entropy by {added:.6f}, and {weight:g} x {aux:.4f} = "
+            f"{weight * aux:.6f} was due",
+            "the model's forward must add router_aux_loss_coef x balance loss",
+        )
+    return ok(
+        f"{whole:.4f} = cross-entropy {float(task):.4f} + {weight:g} x balance loss {aux:.4f}"
+    )
+
+
+def padding(subject: Subject) -> Finding:
+    """Tokens outside of the attention mask must not change the logits of the others."""
+    if not subject.reads_text:
+        return skipped("the batch holds no token ids")
+    mask, first, second = subject.padded
+    a, b = (done.output.logits[0, mask[0].bool()].float() for done in (first, second))
+    scale = float(a.abs().max())
+    changed = (a - b).abs().amax(dim=1)
+    # A median: rounding may send a single token to another expert.
+    typical = float(changed.median()) / max(scale, torch.finfo(torch.float32).tiny)
+    eps = torch.finfo(first.output.logits.dtype).eps
+    if not typical <= eps**0.5:
+        return fault(
+            f"padding changes the logits of real tokens by {typical:.1%} of the largest",
+            "the attention ignores the mask: use an attention implementation that takes one",
+        )
+    return ok(f"other tokens under the mask change logits by {typical:.1g} of the largest")
+
+
+def padding_in_loss(subject: Subject) -> Finding:
+    """Tokens outside of the attention mask must not count in the balance loss."""
+    if not (subject.own_loss and subject.reads_text):
+        return skipped(f"{_NO_LOSS}; pass mask= to load_balancing_loss")
+    mask, first, _ = subject.padded
+    aux = _auxiliary(first)
+    without, whole = (_by_hand(subject, first, m) for m in (mask, None))
+    if _close(aux, without, first):
+        return ok(f"the balance loss {aux:.4f} is that of the real tokens")
+    if _close(aux, whole, first):
+        return fault(
+            f"the balance loss {aux:.4f} counts padding; the real tokens' is {without:.4f}",
+            "pass attention_mask to the balance loss, or train on packed sequences",
+        )
+    return fault(
+        f"the balance loss of a padded batch is {aux:.4f}, its router logits give {without:.4f}",
+        "see the check of the loss",
+    )
+
+
+def _auxiliary(done: Pass) -> float:
+    """Balance loss that a model returned; transformers returns 0 without router logits."""
+    value = getattr(done.output, "aux_loss", None)
+    return 0.0 if value is None else float(value)
+
+
+def _by_hand(subject: Subject, done: Pass, mask: Tensor | None) -> float:
+    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers."""
+    logits = done.logits()
+    top_k = subject.sites[0].sizes["top_k"]
+    best = [layer.topk(top_k, dim=-1).indices for layer in logits]
+    flat = mask if mask is not None and mask.numel() == len(logits[0]) else None
+    return float(load_balancing_loss(logits, best, variant="hf", mask=flat))
+
+
+def _close(one: float, other: float, done: Pass) -> bool:
+    return abs(one - other) <= _half_digits(done) * abs(other)
+
+
+def _half_digits(done: Pass) -> float:
+    return float(max(torch.finfo(logits.dtype).eps for logits in done.logits())) ** 0.5

@@ -1,0 +1,176 @@
+"""The model that is checked, a batch, and the forward and backward passes that checks share.
+
+Every pass runs once, when the first check asks for it, in evaluation mode; neither weights nor
+gradients of the model change.
+
+Shape letters: B sequences or images, S length, T tokens, N experts, K experts chosen per token.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.hf.routes.layers import unwrapped
+from l2r.hf.swap.sites import Site, running_sites
+from l2r.hf.swap.trainable import trainable_parameters
+from l2r.routers.observe import evaluating, hooked, routed
+from l2r.routers.offload import device_of, materialized
+
+_DRAWN = (2, 64)  # sequences and their length, where no batch is given
+_SMALL = 64  # longest sequence of the passes that need no text
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Output of a forward pass, and of every router (logits, weights, indices) by its path."""
+
+    output: Any
+    routed: dict[str, tuple[Tensor, Tensor, Tensor]]
+
+    def logits(self) -> list[Tensor]:
+        """Logits [T, N] of every router."""
+        return [logits for logits, _, _ in self.routed.values()]
+
+
+class Subject:
+    """A model with routers and what its checks need.
+
+    batch: inputs by name, such as ``input_ids`` [B, S] and ``attention_mask`` [B, S], or
+    ``pixel_values``; drawn where it is None. balance, z: weights of the router losses that the
+    training adds to the model's own loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Tensor] | None = None,
+        *,
+        balance: float = 0.0,
+        z: float = 0.0,
+    ) -> None:
+        self.model: Any = unwrapped(model)
+        self.sites = running_sites(self.model)
+        config: Any = getattr(self.model, "config", None)
+        self.config: Any = (
+            config.get_text_config() if hasattr(config, "get_text_config") else config
+        )
+        self.balance, self.z = balance, z
+        self.is_drawn = batch is None
+        given = self._draw() if batch is None else batch
+        device = device_of(self.model)
+        self.batch = {
+            name: value.to(device)
+            for name, value in given.items()
+            if isinstance(value, Tensor) and name != "labels"
+        }
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the batch holds token ids."""
+        return "input_ids" in self.batch
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the model adds a balance loss to its own loss when its configuration says so."""
+        return hasattr(self.model, "router_aux_loss_coef")
+
+    @property
+    def loss_is_on(self) -> bool:
+        """Whether some balance loss or z-loss trains the routers."""
+        own = self.own_loss and bool(getattr(self.config, "output_router_logits", False))
+        return own or self.balance > 0 or self.z > 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether accelerate keeps some weights elsewhere until they run."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
+
+    def tensors(self, site: Site) -> dict[str, Tensor]:
+        """Parameters and buffers of a router by name, as they are when it runs."""
+        router = materialized(site.router)
+        return {**dict(router.named_parameters()), **dict(router.named_buffers())}
+
+    @cached_property
+    def plain(self) -> Pass:
+        """The batch as it is, with labels where it holds token ids."""
+        return self._forward(self.batch, labels=self.labels(self.batch))
+
+    @cached_property
+    def padded(self) -> tuple[Tensor, Pass, Pass]:
+        """Mask [2, S], and two passes that differ only in the tokens outside of it, in row 0."""
+        ids = self.batch["input_ids"][:1, :_SMALL].repeat(2, 1)
+        mask = torch.ones_like(ids)
+        mask[0, : ids.shape[1] // 2] = 0
+        other = torch.where(mask.bool(), ids, (ids + 1) % self.config.vocab_size)
+        first, second = ({"input_ids": i, "attention_mask": mask} for i in (ids, other))
+        labels = self.labels(first)
+        return mask, self._forward(first, labels=labels), self._forward(second, labels=labels)
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradient of the task loss alone for every router parameter that trains, by its path."""
+        wanted = {
+            f"{site.path}.{name}": parameter
+            for site in self.sites
+            for name, parameter in trainable_parameters(site).items()
+            if parameter.requires_grad
+        }
+        small = {name: value[:2, :_SMALL] for name, value in self.batch.items() if value.dim() == 2}
+        small = small if self.reads_text else {k: v[:2] for k, v in self.batch.items()}
+        with torch.enable_grad(), evaluating(self.model):
+            output = self._call(small, self.labels(small), router_logits=False)
+            loss = (
+                output["loss"] if self.reads_text else output["logits"].float().logsumexp(-1).sum()
+            )
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return dict(zip(wanted, found, strict=True))
+
+    def labels(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Token ids, -100 outside of the mask; None for images."""
+        if "input_ids" not in batch:
+            return None
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        return ids if mask is None or mask.dim() != 2 else ids.masked_fill(mask == 0, -100)
+
+    def _forward(self, batch: Mapping[str, Tensor], labels: Tensor | None) -> Pass:
+        seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+        def hook(path: str) -> Any:
+            return lambda module, args, output: seen.update({path: routed(module, output)}) or None
+
+        hooks = {site.router: hook(site.path) for site in self.sites}
+        with torch.no_grad(), evaluating(self.model), hooked(hooks):
+            output = self._call(batch, labels, router_logits=self.own_loss)
+        return Pass(output, seen)
+
+    def _call(
+        self, batch: Mapping[str, Tensor], labels: Tensor | None, *, router_logits: bool
+    ) -> Any:
+        options: dict[str, Any] = {}
+        if labels is not None:
+            options = {"labels": labels, "use_cache": False}
+        if self.own_loss:
+            options["output_router_logits"] = router_logits
+        return self.model(**batch, **options)
+
+    def _draw(self) -> dict[str, Tensor]:
+        """Token ids, or pixels for a model without a vocabulary."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = getattr(self.config, "vocab_size", None)
+        if vocabulary is not None:
+            return {"input_ids": torch.randint(vocabulary, _DRAWN, generator=generator)}
+        size = getattr(self.config, "image_size", None)
+        if size is None:
+            forward = ", ".join(inspect.signature(self.model.forward).parameters)
+            raise ValueError(
+                "batch must hold the model's inputs where its config has neither vocab_size nor "
+                f"image_size; got batch=None, and forward takes {forward}"
+            )
+        high, wide = (size, size) if isinstance(size, int) else size
+        channels = getattr(self.config, "num_channels", 3)
+        return {"pixel_values": torch.randn(2, channels, high, wide, generator=generator)}

@@ -1,0 +1,84 @@
+"""The table of checks. A new check is a function from a Subject to a Finding, and a row here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from l2r.analysis.diagnostics.checks import gradients, losses, rules, weights
+from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped
+from l2r.analysis.diagnostics.checks.loads import loads
+from l2r.analysis.diagnostics.checks.subject import Subject
+
+Check = Callable[[Subject], Finding]
+
+# Of weights and settings alone.
+AT_REST: Mapping[str, Check] = {
+    "finite": weights.finite,
+    "dtype": weights.dtype,
+    "quantized": weights.quantized,
+    "selection": rules.selection,
+    "selection bias": rules.bias,
+    "auxiliary loss": losses.auxiliary_loss,
+    "trainable": gradients.trainable,
+    "checkpointing": gradients.checkpointing,
+}
+# Of forward and backward passes.
+RUNNING: Mapping[str, Check] = {
+    "weights": rules.weights,
+    "trained": weights.trained,
+    "loss": losses.loss_value,
+    "padding": losses.padding,
+    "padding in the loss": losses.padding_in_loss,
+    "loads": loads,
+    "gradient": gradients.gradient,
+}
+
+
+def check_model(
+    model: nn.Module,
+    batch: Mapping[str, Tensor] | None = None,
+    *,
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> list[Finding]:
+    """Findings about the routers of ``model``, one for each check, before it is trained or used.
+
+    ``model`` has routers of ours, swapped ones, or those of a supported family. ``batch`` holds its
+    inputs by name (``input_ids`` [B, S], ``attention_mask`` [B, S]; ``pixel_values``), from the
+    text that it is to read; without one ids are drawn, and loads are not judged. ``balance`` and
+    ``z`` are the weights of router losses that the training adds to the model's own.
+
+    Runs a few forward passes and the gradient of the routers, in evaluation mode. Weights,
+    gradients and modes stay as they are.
+
+    Raises ValueError for a model without a supported router, and without a batch where none can
+    be drawn.
+    """
+    subject = Subject(model, batch, balance=balance, z=z)
+    runs = _result("runs", _runs, subject)
+    findings = [runs, *(_result(name, check, subject) for name, check in AT_REST.items())]
+    running = RUNNING if runs.status == "ok" else dict.fromkeys(RUNNING, _needs_a_pass)
+    return [*findings, *(_result(name, check, subject) for name, check in running.items())]
+
+
+def _result(name: str, check: Check, subject: Subject) -> Finding:
+    """Finding of one check; one that raises is a fault of the model, and the next one runs."""
+    try:
+        found = check(subject)
+    except Exception as error:  # of any kind, from the code of any model
+        reason = (str(error).strip().splitlines() or [""])[0]
+        found = fault(
+            f"raises {type(error).__name__}: {reason}",
+            "see the other faults, and whether the batch fits the model",
+        )
+    return replace(found, check=name)
+
+
+def _needs_a_pass(subject: Subject) -> Finding:
+    return skipped("the model does not run")
+
+
+def _runs(subject: Subject) -> Finding:
+    """The forward pass on which other checks build."""
+    return ok(f"a forward pass calls {len(subject.plain.routed)} routers")

@@ -1,0 +1,161 @@
+"""Collect routing statistics of any model while it runs: streaming, in bounded memory.
+
+Works on models with routers of ours and on Hugging Face MoE models whose routers return
+(logits, weights, indices). Every layer is reduced to sums and a sample inside its hook, so
+nothing of a batch outlives the batch.
+
+Shape letters: T tokens, N experts, K experts chosen per token, B sequences or images, S length.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from l2r.analysis.certificates.routing_map import scoring_anchors
+from l2r.analysis.diagnostics import streaming_sums as sums
+from l2r.analysis.diagnostics.choices import Batch, ChoiceLog
+from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
+from l2r.functional.autocast import without_autocast
+from l2r.routers import L2RRouter, Router
+from l2r.routers.observe import evaluating, find_routers, first_choice, hooked, routed
+from l2r.routers.offload import materialized
+
+
+@dataclasses.dataclass
+class LayerRecord:
+    """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
+
+    ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one.
+    """
+
+    name: str
+    router: nn.Module
+    num_experts: int
+    sums: dict[str, sums.Sums]
+    sample: Fields
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    domains: Sequence[str] = (),
+    threshold: float = 0.2,
+    sample: int = 2048,
+    seed: int = 0,
+    run: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
+    log: ChoiceLog | None = None,
+    report: Callable[[int], None] = lambda batches_done: None,
+) -> list[LayerRecord]:
+    """Run ``model`` on ``batches`` and return a record per layer, in the order of the model.
+
+    A batch holds the model's inputs by name, and may hold ``domain`` [B] (positions in
+    ``domains``) and ``token_mask`` [B, S]; ``attention_mask`` [B, S] masks tokens as well.
+    ``run`` calls the model in another way than ``model(**inputs)``. ``log`` notes the choices of
+    single tokens, of this rank alone. The model is in evaluation mode meanwhile. With
+    torch.distributed every rank passes its own batches and all get the statistics of all of them.
+
+    Raises ValueError for a model without routers or when no tokens were seen.
+    """
+    call = run or (lambda module, inputs: module(**inputs))
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    routers = find_routers(model)
+    layers = {
+        name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
+        for name, router in routers.items()
+    }
+    notes = log.hooks(routers) if log else {}
+    hooks = {routers[name]: layer.see for name, layer in layers.items()}
+    with torch.no_grad(), evaluating(model), hooked(hooks), hooked(notes):
+        for done, batch in enumerate(batches, start=1):
+            inputs = dict(batch)
+            domain = inputs.pop("domain", None)
+            mask = inputs.pop("token_mask", inputs.get("attention_mask"))
+            for layer in layers.values():
+                layer.mask, layer.domain = mask, domain if domains else None
+            output = call(model, inputs)
+            if log:
+                log.end_batch(inputs, mask, output)
+            report(done)
+    return [layer.record(name) for name, layer in layers.items()]
+
+
+class _Layer:
+    """Running statistics of one router."""
+
+    def __init__(
+        self, router: nn.Module, sample: TokenSample, domains: int, threshold: float
+    ) -> None:
+        self.router = materialized(router)
+        self.sample = sample
+        self.domains = domains
+        self.threshold = threshold
+        self.mask: Tensor | None = None
+        self.domain: Tensor | None = None
+        self.num_experts = 0
+        self.rows = 0
+        self.sums: dict[str, sums.Sums] = {}
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: reduce what the router saw and said, under autocast in full precision."""
+        with without_autocast(args[0].device):
+            self._see(module, args, output)
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        logits, weights, indices = routed(module, output)
+        x = args[0].detach().reshape(-1, args[0].shape[-1])
+        domain, row = self._domain_and_row(len(x))
+        keep = _token_mask(self.mask, len(x))
+        if keep is not None:
+            x, logits, weights, indices = (v[keep] for v in (x, logits, weights, indices))
+            if domain is not None and row is not None:
+                domain, row = domain[keep], row[keep]
+        self.num_experts = logits.shape[1]
+        if len(x) == 0:
+            return
+        self._add("margin", sums.margin_sums(logits, self.threshold))
+        self._add("usage", sums.usage_sums(indices, weights, self.num_experts))
+        query = self.router.query(x) if isinstance(self.router, Router) else x
+        self._add("cosine", sums.cosine_sums(query))
+        if isinstance(self.router, L2RRouter):
+            # phi(|q|) > 0 scales all anchors of a token alike, so m . q ranks them.
+            scores = torch.einsum("tr,nhr->tnh", query.double(), scoring_anchors(self.router))
+            self._add("anchors", sums.anchor_sums(scores, indices))
+        fields = {"x": x, "first": first_choice(weights, indices)}
+        if domain is not None and row is not None:
+            domain, row = domain.to(indices.device), row.to(indices.device)
+            joint = sums.domain_sums(indices, domain, row, self.num_experts, self.domains)
+            self._add("domain", joint)
+            fields["domain"] = domain
+        self.sample.add(fields)
+
+    def record(self, name: str) -> LayerRecord:
+        """Statistics over all batches and ranks."""
+        reduced = {part: sums.all_reduce(self.sums[part]) for part in sorted(self.sums)}
+        if not reduced:
+            raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
+        return LayerRecord(name, self.router, self.num_experts, reduced, self.sample.gather())
+
+    def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """The domain of each token, and the number of its sequence or image in this layer."""
+        if self.domain is None:
+            return None, None
+        count = len(self.domain)
+        row = torch.arange(self.rows, self.rows + count, device=self.domain.device)
+        self.rows += count
+        each = tokens // count
+        return self.domain.repeat_interleave(each), row.repeat_interleave(each)
+
+    def _add(self, part: str, batch: sums.Sums) -> None:
+        sums.add(self.sums.setdefault(part, {}), batch)
+
+
+def _token_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """Mask of the router's tokens, or None where all count or the mask is of something else."""
+    if mask is None or mask.numel() != tokens or bool(mask.all()):
+        return None
+    return mask.reshape(-1).bool()

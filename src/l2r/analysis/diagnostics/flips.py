@@ -1,0 +1,68 @@
+"""Flipped routes: how many decisions change when the same weights compute in bf16.
+
+Training and serving differ in their arithmetic; routers that are close to a tie then choose other
+experts. Routers themselves stay in fp32, as in a bf16 load (hf/models/olmoe.py).
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from l2r.analysis.diagnostics.choices import Batch
+from l2r.routers import Captured, Router, capture
+from l2r.routers.observe import evaluating
+
+
+class Flips(NamedTuple):
+    """Shares in [0, 1]: of decisions (a token in a layer) with another set of experts, and of
+    tokens with another set in any layer."""
+
+    decisions: float
+    tokens: float
+
+
+def bf16_copy(model: nn.Module) -> nn.Module:
+    """Copy of a model with its parameters in bf16 but for those of its routers."""
+    copy = deepcopy(model)
+    routers = {p for m in copy.modules() if isinstance(m, Router) for p in m.parameters()}
+    for parameter in copy.parameters():
+        if parameter not in routers:
+            parameter.data = parameter.data.bfloat16()
+    return copy
+
+
+@torch.no_grad()
+def flips(
+    model: nn.Module,
+    other: nn.Module,
+    batches: Iterable[Batch],
+    run: Callable[[nn.Module, Batch], Any],
+) -> Flips:
+    """Compare the experts that two models choose for the same batches.
+
+    ``run(model, batch)`` makes the forward pass. Raises ValueError without a router or a batch.
+    """
+    decisions, tokens, count, layers = 0, 0, 0, 0
+    with evaluating(model), evaluating(other):
+        for batch in batches:
+            with capture(model) as first:
+                run(model, batch)
+            with capture(other) as second:
+                run(other, batch)
+            changed = _changed(first, second)
+            decisions += int(changed.sum())
+            tokens += int(changed.any(dim=0).sum())
+            layers, count = len(changed), count + changed.shape[1]
+    if not count:
+        raise ValueError("batches must hold at least one; got none")
+    return Flips(decisions / (count * layers), tokens / count)
+
+
+def _changed(first: Captured, second: Captured) -> Bool[Tensor, "L T"]:
+    """Whether the sets of experts differ, by layer and token."""
+    pairs = zip(first.indices(), second.indices(), strict=True)
+    return torch.stack([(a.sort().values != b.sort().values).any(dim=1) for a, b in pairs])

@@ -1,0 +1,59 @@
+"""Robustness of routing to Gaussian noise on the router input (paper, Appendix A.2).
+
+Shape letters: T tokens, D hidden size, K experts chosen per token.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.routers.observe import evaluating, first_choice
+from l2r.stats.statistics import Interval, mean_interval
+
+CHUNK = 4096  # tokens that are perturbed at once
+
+
+def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:
+    """Jaccard similarity of two sets of K experts per token: |A and B| / |A or B|."""
+    both = (first[:, :, None] == second[:, None, :]).any(dim=-1).sum(dim=-1).double()
+    return both / (2 * first.shape[1] - both)
+
+
+@torch.no_grad()
+def perturbation_stability(
+    router: nn.Module,
+    x: Float[Tensor, "T D"],
+    sigma: float = 0.02,
+    seed: int = 0,
+    repeats: int = 5,
+) -> dict[str, Interval]:
+    """Stability and Top-k Overlap under x + sigma * noise, each as mean and 95% interval.
+
+    stability: share of tokens whose first expert stays. topk_overlap: mean Jaccard similarity
+    of the chosen sets. The interval covers the repeats of the noise, not the choice of tokens.
+
+    ``router`` is any module that returns (logits, weights, indices); it runs in evaluation
+    mode. The noise is drawn on the CPU from ``seed``, the same on every device.
+
+    Raises ValueError for a negative sigma, no tokens or repeats < 1.
+    """
+    if sigma < 0:
+        raise ValueError(f"sigma must be >= 0; got {sigma}")
+    if repeats < 1 or len(x) < 1:
+        raise ValueError(f"need repeats >= 1 and tokens >= 1; got {repeats} and {len(x)}")
+    generator = torch.Generator().manual_seed(seed)
+    kept, overlaps = [0.0] * repeats, [0.0] * repeats
+    with evaluating(router):
+        for part in torch.split(x, CHUNK):
+            _, weights, chosen = router(part)
+            first = first_choice(weights, chosen)
+            for repeat in range(repeats):
+                noise = torch.randn(part.shape, generator=generator).to(part)
+                _, noisy_weights, noisy = router(part + sigma * noise)
+                same = first_choice(noisy_weights, noisy) == first
+                kept[repeat] += same.sum().item()
+                overlaps[repeat] += top_k_overlap(chosen, noisy).sum().item()
+    return {
+        "stability": mean_interval([value / len(x) for value in kept]),
+        "topk_overlap": mean_interval([value / len(x) for value in overlaps]),
+    }

@@ -1,0 +1,176 @@
+"""What is diagnosed: a checkpoint of either kind with the data it reads, as one thing."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.hf.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
+from l2r.hf.checkpoints.loading import FLOAT32
+from l2r.hf.checkpoints.placement import Placement
+from l2r.routers.offload import device_of
+from l2r.training.data.corpus import CorpusOptions, build_corpus
+from l2r.training.data.rows import balanced_rows, name_domains_without_rows, too_small
+from l2r.training.data.sample_text import packed_rows
+from l2r.training.data.sources import folder_sources, text_documents
+from l2r.training.data.tokens import TokenDataset, read_documents
+from l2r.training.seen_text import unseen_part
+
+if TYPE_CHECKING:
+    from l2r.training.image_input import ImageInput
+
+# Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
+Text = tuple[Tensor, Tensor, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its batches by (size, device), how many items there are, and their domains.
+
+    images: where an image classifier's batches come from. tokenizer: of a language model, where
+    the checkpoint has one.
+    """
+
+    model: nn.Module
+    batches: Callable[[int, torch.device], Iterator[dict[str, Tensor]]]
+    items: int
+    domains: tuple[str, ...]
+    options: dict[str, Any]
+    images: "ImageInput | None" = None
+    tokenizer: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on."""
+        return device_of(self.model)
+
+    def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+        """One forward pass; ``targets`` are not for the model."""
+        known = {name: value for name, value in inputs.items() if name != "targets"}
+        return model(**known, **self.options)
+
+
+def open_subject(
+    checkpoint: str | Path,
+    data: str | None,
+    *,
+    instances: int,
+    length: int,
+    report: Callable[[str], None],
+    placement: Placement = FLOAT32,
+    trust_remote_code: bool = False,
+) -> Subject:
+    """Load a checkpoint and the text or the images that it reads.
+
+    Raises ValueError for folders that hold neither, and for data that does not fit.
+    """
+    if is_image_classifier(checkpoint):
+        from l2r.training.image_input import open_image_input  # text needs no image package
+
+        model = load_image_classifier(
+            checkpoint, placement=placement, trust_remote_code=trust_remote_code
+        )
+        images = open_image_input(checkpoint, model.config, data)
+        count = min(instances, len(images.dataset))
+
+        def batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+            return images.batches(count, size, device)
+
+        return Subject(model, batches, count, images.domains, {}, images)
+    model, tokenizer = load_causal_lm(
+        checkpoint, placement=placement, trust_remote_code=trust_remote_code
+    )
+    rows, domain, domains = open_text(
+        data,
+        tokenizer,
+        checkpoint=checkpoint,
+        vocab_size=model.config.vocab_size,
+        instances=instances,
+        length=length,
+        report=report,
+    )
+
+    def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        for part, of in zip(torch.split(rows, size), torch.split(domain, size), strict=True):
+            yield {"input_ids": part.to(device), "domain": of.to(device)}
+
+    options = {"use_cache": False}
+    return Subject(model, text_batches, len(rows), domains, options, tokenizer=tokenizer)
+
+
+def open_text(
+    source: str | None,
+    tokenizer: Any,
+    *,
+    checkpoint: str | Path | None = None,
+    vocab_size: int,
+    instances: int,
+    length: int,
+    report: Callable[[str], None],
+) -> Text:
+    """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
+
+    ``source``: a folder of token files, a file or a folder of text (data/sources.py), or None
+    for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
+    on, the part is taken that it held out. ``report`` gets a line for every domain that has no
+    whole row.
+
+    Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
+    a tokenizer where text must be tokenized, or too little text.
+    """
+    if source is not None and (Path(source) / "manifest.json").is_file():
+        return _from_token_files(Path(source), vocab_size, instances, length, report)
+    if tokenizer is None:
+        raise ValueError(
+            "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
+        )
+    corpus = unseen_part(checkpoint, source)
+    texts = _text_sources(Path(str(source))) if corpus is None else _held_out(corpus, report)
+    share = max(1, instances // len(texts))
+    packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
+    rows = []
+    for domain, (name, part) in enumerate(zip(texts, packed, strict=True)):
+        of_domain = [(row, domain) for row in part]
+        if not of_domain:
+            report(too_small(name, length))
+        rows += of_domain
+    if not rows:
+        raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
+    labels = torch.tensor([domain for _, domain in rows])
+    return torch.stack([row for row, _ in rows]), labels, tuple(texts)
+
+
+def _from_token_files(
+    folder: Path, vocab_size: int, instances: int, length: int, report: Callable[[str], None]
+) -> Text:
+    dataset = TokenDataset(folder, length)
+    name_domains_without_rows(dataset, report)
+    rows = dataset.rows(balanced_rows(dataset, instances))
+    largest = int(rows["input_ids"].max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token ids of {folder} must be below the checkpoint's vocab_size {vocab_size}; "
+            f"got {largest}: they were made with another tokenizer"
+        )
+    return rows["input_ids"], rows["domain"], dataset.domains
+
+
+def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str, Iterable[str]]:
+    """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
+    from tokenizers import Tokenizer
+
+    corpus = build_corpus(options, report=report)
+    decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
+    texts: dict[str, list[str]] = {}
+    for domain, ids in read_documents(corpus.validation):
+        texts.setdefault(domain, []).append(decode(ids.tolist()))
+    return dict(texts)
+
+
+def _text_sources(path: Path) -> dict[str, Iterable[str]]:
+    if path.is_file():
+        return {path.stem: (text for _, text in text_documents(path))}
+    return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}

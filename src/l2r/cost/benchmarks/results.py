@@ -1,0 +1,107 @@
+"""A benchmark's settings and result: records that JSON, tables and figures read."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2r.cost.benchmarks.timing import CLOCKS, Step, Timing, measure
+from l2r.machine import describe_machine
+from l2r.runs.atomic import write_json
+
+
+def environment() -> dict[str, Any]:
+    """The machine, in one level: a benchmark prints it as one line."""
+    machine = describe_machine()
+    gpus = machine.pop("gpus")
+    return {**machine.pop("packages"), **machine, "gpu": ", ".join(gpus) or None}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
+
+    compiled: also time torch.compile of the plain code, which costs tens of seconds.
+    clock: wall, or cpu for processor time (steady on a busy machine, meant for one thread).
+    """
+
+    device: str = "cpu"
+    seconds: float = 4.0
+    quick: bool = False
+    compiled: bool = False
+    clock: str = "wall"
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
+        if self.clock not in CLOCKS:
+            raise ValueError(f"clock must be wall or cpu; got clock={self.clock!r}")
+        if self.seconds <= 0:
+            raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in: bf16 on a GPU, else fp32."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+@dataclass
+class Bench:
+    """Records of one benchmark, all with the same keys, and where they were taken."""
+
+    name: str
+    settings: Settings
+    note: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=environment)
+
+    def add(self, **record: Any) -> None:
+        """Append one record."""
+        self.records.append(record)
+
+    def measure(
+        self, steps: Mapping[str, Step], *, share: float = 1.0, rounds: int = 9
+    ) -> dict[str, Timing]:
+        """Time contenders against each other, for ``share`` of the seconds of a group."""
+        settings = self.settings
+        seconds = share * settings.seconds
+        return measure(
+            steps, device=settings.device, seconds=seconds, kind=settings.clock, rounds=rounds
+        )
+
+    def compare(
+        self,
+        steps: Mapping[str, Step],
+        base: str,
+        unit: str,
+        *,
+        share: float = 1.0,
+        rounds: int = 9,
+    ) -> dict[str, dict[str, float]]:
+        """``measure`` as fields of records, with the ratio to the fastest named ``base``."""
+        times = self.measure(steps, share=share, rounds=rounds)
+        least = fastest({name: time.median for name, time in times.items()}, base)
+        return {
+            name: {**time.columns(unit), "ratio": time.median / least}
+            for name, time in times.items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``save`` writes."""
+        return asdict(self)
+
+
+def save(bench: dict[str, Any], folder: Path) -> Path:
+    """Write ``as_dict``'s form to ``<name>.json``, whole or not at all."""
+    path = folder / f"{bench['name']}.json"
+    write_json(path, bench)
+    return path
+
+
+def fastest(times: dict[str, float], prefix: str) -> float:
+    """Smallest time among the contenders whose name starts with ``prefix``."""
+    return min(value for name, value in times.items() if name.startswith(prefix))

@@ -1,0 +1,54 @@
+"""How a training step is cut over GPUs and micro-batches."""
+
+import math
+from dataclasses import dataclass
+
+from l2r.cost.planning.hardware import GPUS_PER_NODE
+
+FORMS: tuple[str, ...] = ("ddp", "fsdp2", "ep")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """parallel: ddp, fsdp2, or ep (experts split over a node, everything else as ddp).
+
+    micro_batch: items of one forward on one GPU. checkpointing: recompute activations.
+    imbalance: tokens at the most loaded GPU over their mean, where experts are split; elsewhere
+    every GPU computes its own tokens, however they spread over experts, and it changes nothing.
+    """
+
+    parallel: str
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    checkpointing: bool
+    imbalance: float = 1.25
+
+    def __post_init__(self) -> None:
+        if self.parallel not in FORMS:
+            raise ValueError(f"parallel must be one of {', '.join(FORMS)}; got {self.parallel!r}")
+        if self.gpus < 1 or self.global_batch % self.gpus:
+            raise ValueError(
+                f"gpus must divide global_batch={self.global_batch}; got gpus={self.gpus}"
+            )
+        if self.imbalance < 1:
+            raise ValueError(f"imbalance must be >= 1; got imbalance={self.imbalance}")
+        if self.per_gpu % self.micro_batch:
+            raise ValueError(
+                f"micro_batch must divide global_batch / gpus = {self.per_gpu}; "
+                f"got micro_batch={self.micro_batch}"
+            )
+
+    @property
+    def per_gpu(self) -> int:
+        """Items of a step on one GPU."""
+        return self.global_batch // self.gpus
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step on one GPU."""
+        return self.per_gpu // self.micro_batch
+
+    def expert_ranks(self, num_experts: int) -> int:
+        """GPUs that share one set of experts: those of a node, as far as N and all divide."""
+        return math.gcd(num_experts, self.gpus, GPUS_PER_NODE) if self.parallel == "ep" else 1

@@ -1,0 +1,101 @@
+"""The sizes of a recipe's model that cost and memory are made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from l2r.cost.planning.recipe_model import example_batch, meta_model, tokens_per_item
+from l2r.hf.models.size import forward_flops
+from l2r.routers import Router
+from l2r.training.parallel import blocks
+from l2r.training.recipes.load import AnyRecipe
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts of one model. ``tokens``: of one item. ``flops``: of one item's forward, by part.
+
+    expert_numbers, block_numbers, numbers: parameters of all experts, of all blocks, of the whole.
+    vocabulary: words, or labels of which an item has one. half: computed in bf16. loss_chunk:
+    tokens whose logits exist at a time, None for all.
+    """
+
+    language: bool
+    half: bool
+    averaged: bool
+    tokens: int
+    layers: int
+    moe_layers: int
+    hidden: int
+    attention_heads: int
+    mlp_width: int
+    expert_width: int
+    experts: int
+    top_k: int
+    vocabulary: int
+    loss_chunk: int | None
+    numbers: int
+    block_numbers: int
+    expert_numbers: int
+    flops: dict[str, float]
+
+
+def read_sizes(recipe: AnyRecipe) -> Sizes:
+    """Sizes of the model that a recipe describes, counted on the meta device."""
+    model: Any = meta_model(recipe)
+    config, layers = model.config, blocks(model)
+    experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
+    language = recipe.task == "language"
+    return Sizes(
+        language=language,
+        half=recipe.training.precision == "bf16",
+        averaged=recipe.training.ema_decay > 0,
+        tokens=tokens_per_item(recipe),
+        layers=len(layers),
+        moe_layers=len(experts),
+        hidden=config.hidden_size,
+        attention_heads=config.num_attention_heads,
+        mlp_width=0 if language else config.intermediate_size,
+        expert_width=experts[0].down_proj.shape[-1] if experts else 0,
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        vocabulary=config.vocab_size if language else config.num_labels,
+        loss_chunk=recipe.training.loss_chunk,
+        numbers=_numbers([model]),
+        block_numbers=_numbers(layers),
+        expert_numbers=_numbers(experts),
+        flops=_flops(recipe, model),
+    )
+
+
+def _numbers(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _flops(recipe: AnyRecipe, model: Any) -> dict[str, float]:
+    """By part; routers by Eq. 29 and 32, which the counter finds.
+
+    A causal mask leaves half of the attention's products, which its kernels do not compute.
+    """
+    model.set_attn_implementation("eager")  # as matrix products, so that they are counted
+    batch = example_batch(recipe, model, 1, device="meta")
+    batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    batch.pop("targets", None)
+    modules, counted = dict(model.named_modules()), forward_flops(model, batch)
+
+    def total(chosen: Callable[[str, nn.Module], bool]) -> float:
+        return float(sum(counted[name] for name, m in modules.items() if chosen(name, m)))
+
+    found = {
+        "attention": total(lambda name, _: name.endswith((".self_attn", ".attention"))),
+        "experts": total(lambda name, _: name.endswith(".experts")),
+        "router": total(lambda _, module: isinstance(module, Router)),
+        "head": total(lambda name, _: name in ("lm_head", "classifier")),
+    }
+    found["other"] = counted[""] - sum(found.values())
+    if recipe.task == "language":
+        linear = total(lambda name, m: ".self_attn." in name and isinstance(m, nn.Linear))
+        found["attention"] = (found["attention"] + linear) / 2
+    return found

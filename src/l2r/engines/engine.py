@@ -1,0 +1,139 @@
+"""What the plugs of all engines share: the versions that were tried, the router, its selection."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from l2r.engines.tried import outside_tried
+from l2r.routers import Router, RouterConfig, build_router
+from l2r.routers.selection import Selection
+
+# Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
+ENGINES = {
+    "ai2-olmo-core": ("olmo-core", ">=3.0.0,<3.1"),
+    "megatron-core": ("megatron", ">=0.16.1,<0.20"),
+    "torchtitan": ("torchtitan", ">=0.3.0,<0.4"),
+}
+
+
+def require(package: str) -> None:
+    """Raise ImportError where an engine is missing, or is of a version that was not tried."""
+    extra, tried = ENGINES[package]
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"l2r needs {package}{tried}; none is installed: pip install 'l2r-moe[{extra}]'"
+        ) from None
+    if problem := outside_tried(package, found, tried):
+        raise ImportError(problem)
+
+
+def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
+    """Our router for an engine that asks it for logits and selects by itself.
+
+    Raises ValueError for what needs more of an engine than that.
+    """
+    config: Any = RouterConfig.from_dict(values)
+    if getattr(config, "anchor_norm", None) is not None:
+        raise ValueError(
+            "anchor_norm must be None in an engine, which calls no router after an optimizer "
+            f"step; got anchor_norm={config.anchor_norm}"
+        )
+    if getattr(config, "query_norm", None) == "batchnorm":
+        raise ValueError(
+            "query_norm must be rmsnorm or none in an engine, whose ranks do not all meet in a "
+            "layer to share a batch statistic; got query_norm='batchnorm'"
+        )
+    router = build_router(config, **sizes)
+    router.lift_scalars()
+    return router
+
+
+@contextmanager
+def own_stream(seed: int | None = None) -> Iterator[None]:
+    """Draw from another random stream on the CPU, so that models differ in their routers alone.
+
+    ``seed`` is one number of the common stream by default; that stream goes on where it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        torch.default_generator.manual_seed(drawn)
+        yield
+
+
+class Plug:
+    """A router whose parameters are those of an engine's module, which cuts and gathers them.
+
+    The router itself is a template without storage. ``parameters`` are its names, with
+    underscores for dots, and shapes. Ranks that build the same model draw the same router.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, seed: int | None = None, **sizes: int) -> None:
+        self._build = partial(engine_router, values, **sizes)
+        # One number of the common stream, which engines keep alike on all ranks.
+        self._seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        with torch.device("meta"):
+            self.router = self._build()
+        self._logits = _Logits(self.router)
+        # A selection bias, which would be the engine's, is no parameter.
+        self.names = {name.replace(".", "_"): name for name, _ in self.router.named_parameters()}
+        self.parameters = {
+            flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
+        }
+
+    def draw(self) -> dict[str, Tensor]:
+        """Initial parameters by name, whole and on the CPU."""
+        with own_stream(self._seed), torch.device("cpu"):
+            fresh = self._build()
+        return {flat: fresh.get_parameter(name).detach() for flat, name in self.names.items()}
+
+    def logits(self, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Logits [..., N] of x [..., D], from this rank's ``values`` of the parameters."""
+        named = {
+            f"router.{self.names[flat]}": value.view(self.parameters[flat])
+            for flat, value in values.items()
+        }
+        logits: Tensor = functional_call(self._logits, named, (x,))
+        return logits.view(*x.shape[:-1], self.router.num_experts)
+
+
+class _Logits(nn.Module):
+    """A router whose forward gives logits alone: functional_call knows no other method."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router.logits(x)
+
+
+def selecting_as(router: Router, rule: Selection) -> RouterConfig:
+    """Configuration with which ``router`` by itself selects as an engine did, for a checkpoint.
+
+    ``rule.bias`` is not None where the engine balances by a selection bias.
+    Raises ValueError where no setting of this router selects so.
+    """
+    known = {field.name for field in dataclasses.fields(router.config)}
+    wanted = {"normalize_weights": rule.normalize, "gate": rule.score, "scale": rule.scale}
+    config: RouterConfig = dataclasses.replace(
+        router.config, **{name: value for name, value in wanted.items() if name in known}
+    )
+    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
+    with torch.device("meta"):
+        own = build_router(config, **sizes).selection
+    same = dataclasses.replace(own, norm_eps=0.0, bias=rule.bias) == rule
+    if not same or (rule.bias is not None and own.bias is None):
+        raise ValueError(
+            f"no {config.kind} router selects by itself as the engine does, so a checkpoint "
+            f"would route otherwise; got {rule} from the engine, {own} from the router"
+        )
+    return config

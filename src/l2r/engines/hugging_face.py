@@ -1,0 +1,108 @@
+"""An OLMoE of ours on Hugging Face, filled from an engine's tensors or read into them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.routers import Router, RouterConfig
+
+Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
+
+
+class Tensors:
+    """A state dict from which every tensor is taken once; raises ValueError where one is odd."""
+
+    def __init__(self, owner: str, state: dict[str, Any]) -> None:
+        self.owner = owner
+        self.left = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
+
+    def take(self, name: str) -> Tensor:
+        """A tensor by name."""
+        if name not in self.left:
+            raise ValueError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
+        return self.left.pop(name)
+
+    def all_taken(self) -> None:
+        """Refuse a tensor that nothing took."""
+        if self.left:
+            names = ", ".join(sorted(self.left)[:3])
+            raise ValueError(f"{self.owner} holds what an OLMoE has no place for: {names}")
+
+
+def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> Any:
+    """L2rOlmoeForCausalLM, or FlexOlmo with our routers where the norms follow the sublayers.
+
+    ``settings`` are fields of the Hugging Face configuration; weights are yet to be filled.
+    """
+    from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
+
+    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.swap.swap import replace_routers
+
+    ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+    if not post_norm:
+        return L2rOlmoeForCausalLM(L2rOlmoeConfig(**ids | settings, router=router.to_dict()))
+    model = FlexOlmoForCausalLM(FlexOlmoConfig(**ids | settings))
+    return replace_routers(model, router, selection="router")
+
+
+@torch.no_grad()
+def copy_all(
+    model: Any,
+    state: dict[str, Any],
+    pairs: Callable[[Tensors, Tensors], Iterator[Pair]],
+    *,
+    to_engine: bool = False,
+) -> None:
+    """Copy every value of a Hugging Face model from an engine's whole ``state``, or into it.
+
+    Raises ValueError, before anything is copied, where the two are not the same architecture or
+    a value is not finite.
+    """
+    from l2r.hf.models.weights import check_finite
+
+    ours, theirs = (
+        Tensors("the Hugging Face model", model.state_dict()),
+        Tensors("the engine", state),
+    )
+    check_finite((ours if to_engine else theirs).left.items())
+    try:
+        found = list(pairs(ours, theirs))
+        ours.all_taken()
+        theirs.all_taken()
+    except RuntimeError as error:  # a view that does not fit
+        raise ValueError(f"both models must have the same sizes: {error}") from error
+    for here, there in found:
+        if here.shape != there.shape:
+            sizes = f"got {list(here.shape)} and {list(there.shape)}"
+            raise ValueError(f"both models must have the same sizes; {sizes}")
+    for here, there in found:
+        target, source = (there, here) if to_engine else (here, there)
+        target.copy_(source)
+
+
+def router_pairs(
+    router: Router,
+    prefix: str,
+    ours: Tensors,
+    theirs: Tensors,
+    names: Mapping[str, str],
+    bias: str | None,
+) -> Iterator[Pair]:
+    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's."""
+    for here, _ in router.named_parameters():
+        value = ours.take(prefix + here)
+        yield value, theirs.take(names[here]).view(value.shape)
+    if router.selection.bias is None:
+        return
+    value = ours.take(prefix + router.selection.bias)
+    if bias is not None:
+        yield value, theirs.take(bias)
+    elif value.any():
+        raise ValueError("the model has a selection bias, and the engine's routers have none")

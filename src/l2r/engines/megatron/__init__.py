@@ -1,0 +1,148 @@
+"""Our routers in Megatron-core's MoE layers.
+
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=64, qk_layernorm=True)
+    plug(spec, {"kind": "l2r_sips", "rank": 2, "heads": 16})
+    model = GPTModel(config, spec, vocab_size=50304, max_sequence_length=4096)
+
+``olmoe_layer`` in place of ``plug`` also makes the attention OLMoE's: Megatron normalizes each
+head of queries and keys, OLMoE all heads together.
+
+We decide the logits and the router's initial weights. Megatron decides everything after the
+logits: score function, top-k, groups, expert bias, aux and z losses and their logs, dropping,
+replay; and dispatch, recompute and parallelism. OLMoE's rule is ``moe_router_pre_softmax=True``;
+``moe_router_dtype="fp32"`` keeps our logits in fp32 where activations are bf16. Parameters are
+``mlp.router.l2r.*``; Float16Module stores them in bf16, the computation stays in fp32. Megatron
+decays matrices and stacks of them, so anchors too. Under tensor parallel with Megatron's own FSDP
+routers are found by the name ``.router.weight``, which ours do not have: not run, do not combine.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.engines.engine import engine_router, own_stream, require
+from l2r.routers.norms import sum_over_ranks
+
+require("megatron-core")
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+
+class L2RTopKRouter(TopKRouter):
+    """Megatron's router with logits of ours: input [S, B, D] to [S, B, N].
+
+    ``router`` is the dictionary form of a RouterConfig. Raises ValueError with add_bias_linear,
+    whose bias our logits have no place for, and with Megatron's layers for inference alone, whose
+    router returns something else.
+    """
+
+    def __init__(
+        self, config: Any, pg_collection: Any = None, *, router: Mapping[str, Any], **options: Any
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **options)
+        if config.add_bias_linear:
+            raise ValueError("add_bias_linear must be False with our routers; got True")
+        if config.transformer_impl == "inference_optimized":
+            raise ValueError(
+                "transformer_impl must be local or transformer_engine with our routers; "
+                "got inference_optimized"
+            )
+        del self.weight
+        sizes = {"hidden_size": config.hidden_size, "num_experts": config.num_moe_experts}
+        with own_stream():
+            self.l2r = engine_router(router, top_k=config.moe_router_topk, **sizes)
+        self.l2r.to(config.params_dtype)
+        self._mark()
+
+    def reset_parameters(self) -> None:
+        """Draw the router; Megatron calls it for models that were built without storage."""
+        if "l2r" not in self._modules:
+            super().reset_parameters()
+            return
+        self.l2r.reset_parameters()
+        self._mark()
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits, in the dtype that ``moe_router_dtype`` asks for; that of the input by default."""
+        if input.is_cuda and next(self.l2r.parameters()).is_cpu:
+            self.l2r.to(input.device)  # as the stock router, which is made on the CPU too
+        wanted = {"fp32": torch.float32, "fp64": torch.float64}
+        dtype = wanted.get(self.config.moe_router_dtype, input.dtype)
+        logits: Tensor = self.l2r.logits(input.to(torch.promote_types(dtype, input.dtype)))
+        return logits.to(dtype).view(*input.shape[:-1], self.config.num_moe_experts)
+
+    def _mark(self) -> None:
+        """Gradients are summed over the ranks that share a sequence."""
+        for parameter in self.l2r.parameters():
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def moe_submodules(layer: Any) -> Any:
+    """What a layer spec builds its MoE from, None for one without; its ``router`` is a builder."""
+    mlp = layer.submodules.mlp
+    # A spec before 0.18, a partial of the layer from then on.
+    found = getattr(mlp, "keywords", vars(mlp)).get("submodules")
+    return found if hasattr(found, "router") else None
+
+
+def plug(spec: Any, router: Mapping[str, Any]) -> int:
+    """Put routers of ours into every MoE layer of a layer or block spec; returns how many.
+
+    ``router`` is the dictionary form of a RouterConfig. Raises ValueError where there is none.
+    """
+    layers = getattr(spec, "layer_specs", None) or [spec]
+    count = 0
+    for layer in layers:
+        submodules = moe_submodules(layer)
+        if submodules is not None:
+            submodules.router = partial(L2RTopKRouter, router=dict(router))
+            count += 1
+    if not count:
+        raise ValueError("the spec has no MoE layer to put a router into; set num_experts")
+    return count
+
+
+class HeadsNorm(MegatronModule):
+    """RMSNorm over all heads of a token together, x [S, B, H, C]; ranks hold different heads."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float, *, keys: bool) -> None:
+        super().__init__(config)
+        self.eps, heads = eps, config.num_query_groups if keys else config.num_attention_heads
+        self.width = heads * hidden_size
+        self.ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self.weight = nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x with mean square 1 over its last two dimensions, times the gain."""
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
+        if self.ranks > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            squares = sum_over_ranks(squares, group)
+        unit = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * unit.to(x.dtype)).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The gain, cut over tensor-parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+def olmoe_layer(spec: Any, router: Mapping[str, Any]) -> None:
+    """Make the layers of a spec those of an OLMoE with a router of ours."""
+    plug(spec, router)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(module=HeadsNorm, params={"keys": False})
+        attention.k_layernorm = ModuleSpec(module=HeadsNorm, params={"keys": True})

@@ -1,0 +1,119 @@
+"""Our routers in OLMo-core's MoE transformers, and their checkpoints to and from Hugging Face.
+
+    config = TransformerConfig.olmoe_1B_7B(vocab_size=50304)
+    config.block.feed_forward_moe.router = L2RRouterConfig(
+        top_k=8, router={"kind": "l2r_sips", "rank": 2, "heads": 16}
+    )
+
+We decide the logits and the router's initial weights. OLMo-core decides everything after the
+logits: gating function, top-k, normalization, jitter, selection bias (``bias_gamma``), both
+losses and their metrics; and dispatch, capacity, recompute and parallelism. Parameters are flat
+vectors, as it wants them for FSDP, named as ours with underscores for dots. It decays them all:
+``OptimGroupOverride(params=["*.router.anchors"], opts={"weight_decay": 0.0})`` spares anchors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from l2r.engines.engine import Plug, require
+from l2r.routers import RouterConfig
+from l2r.routers.count import router_parameters
+
+require("ai2-olmo-core")
+
+from olmo_core.distributed.utils import distribute_like, get_local_tensor  # noqa: E402
+from olmo_core.nn.moe.router import MoERouter, MoERouterConfig  # noqa: E402
+
+
+@dataclass
+class L2RRouterConfig(MoERouterConfig):
+    """MoERouterConfig with ``router``: the dictionary form of a RouterConfig, ``kind`` first."""
+
+    router: dict[str, Any] = field(default_factory=lambda: {"kind": "l2r_sips"})
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        """Parameters of one router."""
+        return router_parameters(
+            RouterConfig.from_dict(self.router), hidden_size=d_model, num_experts=num_experts
+        )
+
+    def build(
+        self,
+        d_model: int,
+        num_experts: int,
+        *,
+        dtype: torch.dtype | None = None,
+        init_device: str = "cpu",
+        **losses: Any,
+    ) -> "L2RMoERouter":
+        """The router of one layer; called by the engine's MoE module."""
+        options = self.as_dict(exclude_none=True, exclude=("name", "dtype"), recurse=False)
+        options |= losses | {"d_model": d_model, "num_experts": num_experts}
+        dtype = dtype if self.dtype is None else self.dtype.as_pt()
+        return L2RMoERouter(dtype=dtype, init_device=init_device, **options)
+
+
+class L2RMoERouter(MoERouter):
+    """OLMo-core's router with logits of ours: x [B, S, D] to [B, S, N].
+
+    Under tensor parallel every rank has all parameters and its part of the sequence.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        init_device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        super().__init__(init_device=init_device, **options)
+        sizes = {"hidden_size": self.d_model, "num_experts": self.num_experts}
+        self.plug = Plug(router, top_k=self.top_k, **sizes)
+        for name, shape in self.plug.parameters.items():
+            flat = torch.empty(shape.numel(), device=init_device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(flat))
+        if not hasattr(self, "weight"):
+            # The engine's init_weights writes to ``weight``, which linear routers alone have.
+            self.weight = torch.empty(0)
+        self.reset_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        found = next(self.parameters()).device
+        return torch.device("cpu") if found.type == "meta" else found
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the router as our own models draw it, whatever part of it this rank holds."""
+        super().reset_parameters()
+        for name, value in self.plug.draw().items():
+            mine = getattr(self, name)
+            whole = value.to(mine.device, mine.dtype).flatten()
+            get_local_tensor(mine).copy_(get_local_tensor(distribute_like(mine, whole)))
+
+    def get_expert_logits(self, x: Tensor) -> Tensor:
+        """Logits [B, S, N] in fp32 or wider, already divided by our temperature."""
+        values = {name: _whole(getattr(self, name)) for name in self.plug.parameters}
+        return self.plug.logits(x, values)
+
+    def apply_tp(self, tp_mesh: Any, float8_enabled: bool = False) -> None:
+        """Every rank holds all parameters and sees its part of the sequence."""
+        super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
+        for name, value in list(self.named_parameters()):
+            whole = distribute_tensor(value.data, tp_mesh, [Replicate()])
+            self.register_parameter(name, nn.Parameter(whole))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """This rank's tensor; under TP its gradient is the part from this rank's tokens."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor.to_local(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+    return local

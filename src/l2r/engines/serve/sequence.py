@@ -1,0 +1,96 @@
+"""One answer in the making: logits come in, text and the reason of its end go out."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from l2r.engines.serve.sampling import Choice, Sampler, Sampling
+from l2r.engines.serve.text import Text
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token, the text that became certain with it, and why it was the last, if it was."""
+
+    choice: Choice
+    text: str
+    finish: Literal["stop", "length"] | None
+    echoed: bool = False  # a token of the prompt
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why an answer ends without its last token."""
+
+    message: str
+
+
+class Sequence:
+    """A prompt and the tokens after it.
+
+    A worker calls ``step`` in its thread until ``over``; ``listener`` is called there, once a step
+    or with a ``Failure``. ``cancel`` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        tokenizer: Any,
+        ends: frozenset[int],
+        listener: Callable[[Step | Failure], None],
+    ) -> None:
+        self.prompt, self.sampling = prompt, sampling
+        self.name = uuid.uuid4().hex
+        self.over = False
+        self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
+        self._choose, self._text = Sampler(sampling), Text(tokenizer, sampling.stop)
+        self._steps = 0
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.over = True
+
+    def fail(self, message: str) -> None:
+        """End it without an answer."""
+        if not self.over:
+            self.over = True
+            self._listener(Failure(message))
+
+    def echo(self, logits: Tensor | None) -> None:
+        """Pass the prompt on; ``logits`` [T, V] give its tokens after the first their scores."""
+        text = Text(self._tokenizer)
+        for place, token in enumerate(self.prompt):
+            choice = Choice(token)
+            if logits is not None and place > 0:
+                choice = self._choose.score(logits[place - 1].float().cpu(), token)
+            piece = text.push(token)
+            if place == len(self.prompt) - 1:
+                piece += text.finish()
+            self._listener(Step(choice, piece, None, echoed=True))
+
+    def step(self, logits: Tensor) -> int:
+        """Choose the next token from ``logits`` [V], pass it on and return it."""
+        try:
+            choice = self._choose(logits)
+            self._steps += 1
+            ends = choice.token in self._ends
+            text = "" if ends else self._text.push(choice.token)
+            finish: Literal["stop", "length"] | None = None
+            if ends or self._text.stopped:
+                finish = "stop"
+            elif self._steps >= self.sampling.max_tokens:
+                finish = "length"
+            if finish and not self._text.stopped:
+                text += self._text.finish()
+        except Exception as error:  # one answer's trouble must not end the worker's loop
+            self.fail(f"cannot go on: {error}")
+            return 0
+        if not self.over:
+            self.over = finish is not None
+            self._listener(Step(choice, text, finish))
+        return choice.token

@@ -1,0 +1,182 @@
+"""Start and stop: a checkpoint, a worker, the app and uvicorn."""
+
+import errno
+import gc
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+import uvicorn
+
+from l2r.engines.serve.app import Served, build
+from l2r.engines.serve.connections import connection_class
+from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.prompts import Prompts
+from l2r.engines.serve.worker import OneByOne, Worker
+from l2r.engines.tried import outside_tried
+from l2r.hf.checkpoints.loading import load_tokenizer
+from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained
+from l2r.routers.offload import device_of
+
+_CPU_BLOCKS = 64  # of 256 tokens; transformers' own choice takes all memory and a minute to fill it
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
+
+
+@dataclass(frozen=True)
+class Options:
+    """The way a checkpoint is served.
+
+    ``name`` is the name of the model in requests, the folder's by default. ``num_blocks`` sizes
+    the key-value cache of continuous batching, in blocks of 256 tokens. ``allowed_hosts`` are
+    further names under which requests may come. ``trust_remote_code`` as for ``load_pretrained``.
+    """
+
+    name: str | None = None
+    host: str = "localhost"
+    port: int = 8000
+    placement: Placement = field(default_factory=Placement)
+    continuous_batching: bool = False
+    num_blocks: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which ends the answers in the making when it is told to end."""
+
+    def __init__(self, config: Any, worker: Worker) -> None:
+        super().__init__(config)
+        self.worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.worker.close()
+        await super().shutdown(sockets)
+
+
+def serve(checkpoint: Path, options: Options) -> None:
+    """Serve until interrupted.
+
+    Raises ValueError for a checkpoint that cannot be loaded or has no tokenizer and for a host of
+    elsewhere, OSError where the port cannot be had.
+    """
+    with _prepared(checkpoint, options) as (server, sockets):
+        gc.freeze()  # walks over what is loaded take longer at the end than all else together
+        server.run(sockets)
+
+
+@contextmanager
+def serving(checkpoint: Path, options: Options) -> Iterator[tuple[int, Worker]]:
+    """Serve in a thread while the block runs: the port and the worker. Raises as ``serve``."""
+    with _prepared(checkpoint, options) as (server, sockets):
+        port = sockets[0].getsockname()[1]
+        thread = threading.Thread(target=server.run, args=(sockets,), name="uvicorn")
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield port, server.worker
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list[socket.socket]]]:
+    problem = outside_tried("transformers", transformers.__version__, ">=5.19,<5.24")
+    if problem:
+        raise ValueError(problem)
+    if options.num_blocks is not None and not options.continuous_batching:
+        raise ValueError(
+            f"num_blocks is for continuous batching; got num_blocks={options.num_blocks}"
+        )
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
+    with ExitStack() as stack:
+        # Before minutes of loading; nobody can connect until uvicorn listens.
+        sockets = _bound(options.host, options.port, stack)
+        model = load_pretrained(
+            checkpoint,
+            trust_remote_code=options.trust_remote_code,
+            **options.placement.options(checkpoint_folder(checkpoint)),
+        )
+        model = options.placement.place(model.eval())
+        worker = _worker(model, options)
+        stack.callback(worker.close)
+        limits = _fitting(options.limits, model, worker)
+        served = Served(
+            name=options.name or checkpoint.resolve().name,
+            created=int(checkpoint_folder(checkpoint).stat().st_mtime),
+            prompts=Prompts(
+                tokenizer, ids=model.get_input_embeddings().num_embeddings, limits=limits
+            ),
+            ends=_ends(model, tokenizer),
+            worker=worker,
+            limits=limits,
+        )
+        config = uvicorn.Config(
+            build(served, host=options.host, allowed=options.allowed_hosts),
+            http=connection_class(limits),
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        yield Server(config, worker), sockets
+
+
+def _worker(model: Any, options: Options) -> Worker:
+    stall = options.limits.stall_seconds
+    if not options.continuous_batching:
+        return OneByOne(model, stall_seconds=stall)
+    from l2r.engines.serve.batching import Batching
+
+    on_cpu = device_of(model).type == "cpu"
+    blocks = options.num_blocks or (_CPU_BLOCKS if on_cpu else None)
+    return Batching(model, num_blocks=blocks, stall_seconds=stall)
+
+
+def _fitting(limits: Limits, model: Any, worker: Worker) -> Limits:
+    """Limits with the context that the model and the worker's cache have."""
+    of_model = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return replace(limits, context=min(limits.context, of_model or 4096, worker.context))
+
+
+def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer: the model's own, or else the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
+    """A socket for each address of ``host``, all with one port (a free one for port 0)."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ValueError(f"host must be an address of this machine; got {host!r}") from error
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in addresses:
+        bound = stack.enter_context(socket.socket(family, kind, protocol))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        at = sockets[0].getsockname()[1] if sockets else port
+        try:
+            bound.bind((address[0], at, *address[2:]))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                reason = f"cannot listen on {host}, port {at}: {error.strerror}"
+                raise OSError(error.errno, reason) from None
+        else:
+            sockets.append(bound)
+    if not sockets:
+        raise ValueError(f"host must be an address of this machine; got {host!r}")
+    return sockets

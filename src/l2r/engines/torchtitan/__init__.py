@@ -1,0 +1,125 @@
+"""Our routers as the gate of torchtitan's MoE layers, and its Qwen3 checkpoints with them.
+
+    torchrun ... -m torchtitan.train ... --override.imports \\
+        'l2r.engines.torchtitan.l2r_gate={"kind": "l2r_sips", "rank": 2, "heads": 16}'
+
+We decide the logits and the router's initial weights. torchtitan decides everything after the
+logits: score function, groups, bias balancing, top-k and normalization; it has no auxiliary
+losses. Dispatch, recompute and parallelism are its own too; parameters are named as ours with
+underscores for dots. TP, EP and FSDP2 were tried with ``--parallelism.spmd_backend
+partial_dtensor``; under the default ``spmd_types`` a gate at TP 2 learns as one process does
+without EP, and with EP each rank has its part of the gradient, which the engine sums: that was
+not run.
+
+``L2RQwen3StateDictAdapter`` in place of the model's adapter converts checkpoints to and from
+Hugging Face Qwen3-MoE models with swapped routers; torchtitan's own drops what it does not know
+without a word.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from l2r.engines.engine import Plug, require
+
+require("torchtitan")
+
+from torchtitan.config import override  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+
+
+class L2RGate(Module):
+    """A gate with logits of ours: input [B, L, D] to [B, L, E]."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """in_features, out_features: D and E. router: dictionary form of a RouterConfig."""
+
+        in_features: int
+        out_features: int
+        router: dict[str, Any] = field(default_factory=lambda: {"kind": "l2r_sips"})
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.plug = plug_of(config)
+        for name, shape in self.plug.parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the router as our own models draw it, whatever part of it this rank holds."""
+        for name, value in self.plug.draw().items():
+            mine = getattr(self, name)
+            whole = value.to(mine.device, mine.dtype)
+            if isinstance(mine, DTensor):
+                whole = distribute_tensor(whole, mine.device_mesh, mine.placements)
+            mine.copy_(whole)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits in fp32 or wider; of a DTensor a DTensor, cut over tokens as it is."""
+        values = {name: getattr(self, name) for name in self.plug.parameters}
+        if not isinstance(input, DTensor):
+            return self.plug.logits(input, values)
+        cuts = input.placements
+        known = all(c.is_replicate() or (isinstance(c, Shard) and c.dim < 2) for c in cuts)
+        assert known, f"tokens are cut or copied, never their entries; got {cuts}"
+        # Ranks with tokens of their own have a part of the gradient of every parameter.
+        parts = [Replicate() if cut.is_replicate() else Partial() for cut in cuts]
+        local = {name: v.to_local(grad_placements=parts) for name, v in values.items()}
+        logits = self.plug.logits(input.to_local(grad_placements=cuts), local)
+        return DTensor.from_local(logits, input.device_mesh, cuts, run_check=False)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=Linear.Config, fqns=["*.moe.router.gate"], description="L2R routers"
+)
+def l2r_gate(config: Linear.Config, **router: Any) -> L2RGate.Config:
+    """Replace the gates; ``router`` are the fields of a RouterConfig, ``kind`` among them."""
+    made = L2RGate.Config(
+        in_features=config.in_features,
+        out_features=config.out_features,
+        router=router or {"kind": "l2r_sips"},
+    )
+    plan = config.sharding_config
+    if plan is not None:
+        layouts = dict.fromkeys(plug_of(made, seed=0).parameters, plan.state_shardings["weight"])
+        made.sharding_config = replace(plan, state_shardings=layouts)
+    return made
+
+
+def plug_of(config: L2RGate.Config, *, seed: int | None = None) -> Plug:
+    """The router of a configuration. Experts are chosen elsewhere, so all may be."""
+    n, sizes = config.out_features, {"hidden_size": config.in_features}
+    return Plug(config.router, seed=seed, num_experts=n, top_k=n, **sizes)
+
+
+class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
+    """Qwen3's adapter that also knows the parameters of our gates."""
+
+    def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        gates = [layer.moe.router.gate for layer in model_config.layers if layer.moe is not None]
+        ours = {str(gate.router): gate for gate in gates if isinstance(gate, L2RGate.Config)}
+        for config in ours.values():
+            self.from_hf_map.pop("model.layers.{}.mlp.gate.weight", None)
+            for flat, name in plug_of(config, seed=0).names.items():
+                there = f"layers.{{}}.moe.router.gate.{flat}"
+                self.from_hf_map[f"model.layers.{{}}.mlp.gate.{name}"] = there
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Tensors by Hugging Face name. ValueError for a selection bias, which it has not."""
+        for name, value in state_dict.items():
+            if name.endswith(".expert_bias_E"):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                if whole.any():
+                    raise ValueError(
+                        "load_balance_coeff must be None for a Hugging Face Qwen3-MoE, which "
+                        f"chooses experts without a bias; {name} is not 0"
+                    )
+        converted: dict[str, Any] = super().to_hf(state_dict)
+        return converted

@@ -1,0 +1,212 @@
+"""Router losses and statistics for transformers' own Trainer and those built on it, as TRL's.
+
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    add_router_losses(trainer, balance=0.01, z=0.001)  # models with our routers
+    add_router_statistics(trainer)  # supported families too
+    trainer.train()
+
+Trainer hands its loss function the model's outputs alone, so the router outputs are captured by
+hooks that open with each forward of the whole model and close with it.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from l2r.analysis.diagnostics.router_statistics import RouterStatistics, RouterWatch
+from l2r.engines.trainer.heatmap import draw
+from l2r.engines.trainer.losses import check_gradient, micro_batch_share, task_loss
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.functional.losses import BalanceVariant, ZVariant
+from l2r.routers import Captured, Router, capture, constrain
+
+
+def add_router_losses(
+    trainer: Trainer,
+    *,
+    balance: float = 0.01,
+    z: float = 0.001,
+    balance_variant: BalanceVariant = "paper",
+    z_variant: ZVariant = "paper",
+) -> "RouterLosses":
+    """Make ``trainer`` minimize its task loss + balance * L_bal + z * L_z (Eq. 14).
+
+    The router losses of a step are the mean over its micro-batches and over the ranks, whatever
+    the accumulation; tokens outside a 2-D ``attention_mask`` do not count. Both are logged
+    unweighted, as ``balance_loss`` and ``z_loss``, in every log line of training and to every
+    tracker. A ``compute_loss_func`` that the trainer has already stays the task loss; otherwise
+    it is the model's own next-token loss, or the cross-entropy of classes. Evaluation reports
+    the task loss alone.
+
+    Raises ValueError for a model without our routers, negative weights, or label smoothing.
+    While training, ValueError when the weights would have no effect: no router output was
+    recorded, it carries no gradient, or the trainer never calls its loss function.
+    """
+    for name, weight in (("balance", balance), ("z", z)):
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"{name} must be >= 0 and finite; got {name}={weight}")
+    if not any(isinstance(module, Router) for module in trainer.model.modules()):
+        raise ValueError(
+            f"{type(trainer.model).__name__} contains no l2r Router; swap its routers first "
+            "(l2r.swap_routers)"
+        )
+    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
+        raise ValueError(
+            "label_smoothing_factor is not applied by Trainer beside a loss function; set it to 0"
+        )
+    losses = RouterLosses(trainer, balance, z, balance_variant, z_variant)
+    trainer.compute_loss_func = losses
+    _call_first(trainer, losses)
+    return losses
+
+
+def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "RouterLog":
+    """Make ``trainer`` log what its routers do in every ``every``-th step (default: its log steps).
+
+    Load entropy, max over mean load, dead experts, margin, z-loss and balance loss, per layer and
+    as means over layers, go beside the loss to every tracker as ``router/NAME/layer-L`` and
+    ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. Only steps
+    that are logged cost anything. A model that ``torch_compile`` compiled is not seen.
+
+    Raises ValueError for a model without a supported router, and for ``every`` below 1.
+    """
+    if every is not None and every < 1:
+        raise ValueError(f"every must be >= 1; got every={every}")
+    log = RouterLog(trainer, every)
+    _call_first(trainer, log)
+    return log
+
+
+def _call_first(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Put a callback before the trackers', which then find its numbers in the log."""
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+@dataclass(eq=False, repr=False)
+class RouterLog(TrainerCallback):
+    """Callback of one Trainer; made by ``add_router_statistics``."""
+
+    trainer: Trainer
+    every: int | None
+
+    def __post_init__(self) -> None:
+        self._watch = RouterWatch(self.trainer.model)
+        self._found: RouterStatistics | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch a step that will be logged."""
+        first = args.logging_first_step and state.global_step == 0
+        if first or (state.global_step + 1) % (self.every or state.logging_steps) == 0:
+            self._watch.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reduce what was seen, over all micro-batches and ranks."""
+        if self._watch.is_open:
+            self._found = self._watch.read()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Put the numbers of the last watched step beside the loss."""
+        if "loss" not in logs or self._found is None:
+            return
+        found, self._found = self._found, None
+        logs.update(found.scalars())
+        state.log_history[-1].update(found.scalars())
+        callbacks = self.trainer.callback_handler.callbacks
+        for writer in (getattr(callback, "tb_writer", None) for callback in callbacks):
+            draw(writer, found, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave no hook behind."""
+        self._watch.stop()
+
+
+@dataclass(eq=False, repr=False)
+class RouterLosses(TrainerCallback):
+    """Loss function and callback of one Trainer; made by ``add_router_losses``."""
+
+    trainer: Trainer
+    balance: float
+    z: float
+    balance_variant: BalanceVariant
+    z_variant: ZVariant
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.trainer.model
+        self.task_loss = self.trainer.compute_loss_func or partial(task_loss, self.model)
+        self._open = ExitStack()
+        self._captured: Captured | None = None
+        self._mask: Tensor | None = None
+        self._sums = torch.zeros(3)  # L_bal, L_z and how many micro-batches
+        self._called = False
+        self.model.register_forward_pre_hook(self._start, with_kwargs=True)
+        self.model.register_forward_hook(lambda *_: self._open.close())
+
+    def __call__(
+        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Trainer's ``compute_loss_func``: task loss, plus router losses while training."""
+        task: Tensor = self.task_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+        captured, self._captured = self._captured, None
+        if not self.model.training:
+            return task
+        self._called = True
+        if captured is None or not captured.outputs:
+            raise ValueError(
+                f"the router losses have weights balance={self.balance}, z={self.z}, but no "
+                "router output was recorded; DataParallel replicas are not supported"
+            )
+        logits, indices = captured.logits(), captured.indices()
+        check_gradient(self.model, logits)
+        mask = self._mask
+        bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
+        z = router_z_loss(
+            logits,
+            variant=self.z_variant,
+            mask=mask,
+            top_k=indices[0].shape[1],
+            heads=captured.heads(),
+        )
+        self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
+        share = micro_batch_share(self.trainer, num_items_in_batch)
+        extra = (self.balance * bal + self.z * z) * share
+        return task + extra.to(task.device)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse where a subclass of Trainer computes its loss in another way."""
+        if not self._called and (self.balance or self.z):
+            raise ValueError(
+                f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "
+                "the router losses would be off"
+            )
+        self._called = False
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring constrained router parameters back, as our own loop does after a step."""
+        constrain(self.model)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Put the means since the last log, over all ranks, beside the loss."""
+        if "loss" not in logs:
+            return
+        sums = self.trainer.accelerator.reduce(self._sums.to(args.device), reduction="sum")
+        bal, z, count = sums.tolist()
+        self._sums.zero_()
+        if count:
+            found = {"balance_loss": bal / count, "z_loss": z / count}
+            logs.update(found)
+            state.log_history[-1].update(found)
+
+    def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._open.close()  # a forward that failed left it open
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._captured = self._open.enter_context(capture(module))

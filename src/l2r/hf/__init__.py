@@ -1,0 +1,1 @@
+"""Hugging Face: models, the swap, checkpoints, routes."""

@@ -1,0 +1,125 @@
+"""Load a language model with its tokenizer, or an image classifier, ours or Hugging Face's."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints.pretrained import (
+    cannot_load,
+    checkpoint_folder,
+    classifies_images,
+    load_pretrained,
+)
+from l2r.hf.models.weights import read_weights
+from l2r.runs.reading import read_json
+
+FLOAT32 = Placement("float32")
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    placement: Placement = FLOAT32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Model in evaluation mode and its tokenizer, or None where the folder has none.
+
+    ``path`` is a folder in Hugging Face format, a run folder of ours (its ``model/``) or a hub
+    id; ``revision`` and ``trust_remote_code`` as for ``load_pretrained``.
+    Raises ValueError when the folder holds no readable checkpoint.
+    """
+    folder = checkpoint_folder(local_checkpoint(path, revision=revision, code=trust_remote_code))
+    if is_image_classifier(folder):
+        raise ValueError(f"{path} holds an image classifier, not a language model")
+    return load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    folder: Path, *, placement: Placement, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """The same of a language model or an image classifier in a folder here."""
+    options = placement.options(checkpoint_folder(folder))
+    model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return placement.place(model).eval(), tokenizer
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or run folder, None where it has none.
+
+    Raises ValueError for one that cannot be read or needs code of the folder that is not trusted.
+    """
+    folder = checkpoint_folder(path)
+    has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
+    return _tokenizer(folder, trust_remote_code=trust_remote_code) if has_tokenizer else None
+
+
+def load_image_classifier(
+    path: str | Path,
+    *,
+    averaged: bool = False,
+    placement: Placement = FLOAT32,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Model in evaluation mode from a Hugging Face folder or a run folder of ours.
+
+    ``averaged`` takes the moving average of the weights (``model-ema/`` of a run). Raises
+    ValueError when the folder holds no readable image classifier.
+    """
+    if averaged:
+        folder = Path(path) / "model-ema"
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
+    else:
+        folder = checkpoint_folder(path)
+    try:
+        model = read_weights(
+            AutoModelForImageClassification,
+            folder,
+            trust_remote_code=trust_remote_code,
+            **placement.options(folder),
+        )
+    except Exception as error:  # transformers lets any error of a damaged folder through
+        raise cannot_load("an image classifier", folder, error) from error
+    return placement.place(model).eval()
+
+
+def is_image_classifier(path: str | Path) -> bool:
+    """Whether a Hugging Face or run folder holds an image classifier, by its config.json.
+
+    Raises ValueError when there is no config.json.
+    """
+    folder = checkpoint_folder(path)
+    # some of transformers' have infinities
+    config = read_json(folder / "config.json", strict=False)
+    return classifies_images(config.get("architectures"))
+
+
+def hugging_face_tokenizer(path: Path) -> Any:
+    """The Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself.
+
+    Raises ValueError for one that cannot be read or needs code of its folder.
+    """
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer_config.json").is_file():
+        return _tokenizer(folder, trust_remote_code=False)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # tokenizers raises bare Exception for an unreadable file
+        raise cannot_load("a tokenizer", file, error) from error
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, as for a model
+        raise cannot_load("a tokenizer", folder, error) from error

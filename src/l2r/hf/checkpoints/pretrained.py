@@ -1,0 +1,214 @@
+"""Load checkpoints: stock ones, our own model types, and models with swapped routers."""
+
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.models import olmoe
+from l2r.hf.models.card import write_card
+from l2r.hf.models.weights import read_config, read_weights
+from l2r.hf.swap import auto
+from l2r.hf.swap.model_types import mark_config
+from l2r.hf.swap.sites import find_sites
+
+_SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "intermediate_size", "num_experts", "num_experts_per_tok",
+)  # fmt: skip
+_SHARD = "500MB"  # of a checkpoint that is larger than memory
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Load a language model or an image classifier in Hugging Face format, in evaluation mode.
+
+    ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
+    names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
+    swapped before the weights are read. Every tensor must be there, have its place in the model
+    and be finite.
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...); what a ``device_map``
+    leaves on disk lies in a temporary folder that is gone with the model, unless
+    ``offload_folder`` names one.
+    ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
+    transformers nor this package has.
+    Raises ValueError when the folder holds no readable checkpoint or one that does not fit.
+    """
+    path = local_checkpoint(path, revision=revision, code=trust_remote_code)
+    folder = checkpoint_folder(path)
+    kind = "a language model"
+    offloaded = None
+    if options.get("device_map") is not None and "offload_folder" not in options:
+        offloaded = tempfile.TemporaryDirectory(prefix="l2r-offload-")
+        options["offload_folder"] = offloaded.name
+    try:
+        config = read_config(folder, trust_remote_code=trust_remote_code)
+        kind = "an image classifier" if classifies_images(config.architectures) else kind
+        swaps = getattr(config, "l2r_swap", None)
+        if swaps:
+            model = read_weights(_swapped_class(config), folder, config=config, **options)
+        else:
+            options["trust_remote_code"] = trust_remote_code
+            model = read_weights(_auto_class(config), folder, **options)
+        _check_choices(model)
+        if offloaded is not None:
+            weakref.finalize(model, offloaded.cleanup)
+        return model
+    except Exception as error:  # transformers lets any error of a damaged folder through
+        raise cannot_load(kind, folder, error) from error
+
+
+def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
+    """The model in ``path``, in fp32 and training mode, if it is what ``config`` describes.
+
+    Raises ValueError naming the first field that differs, or when nothing can be loaded.
+    """
+    model = load_pretrained(path, dtype=torch.float32).train()
+    expected, actual = _fields(config), _fields(model.config)
+    for name, value in expected.items():
+        if actual.get(name) != value:
+            raise ValueError(
+                f"init_from must hold a model like the recipe's: {name} is {actual.get(name)} in "
+                f"{path}, {value} in the recipe"
+            )
+    return model
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Sizes and the fields of the router, by the names that a recipe gives them."""
+    values = config.to_dict()
+    router = values.get("router") or {}
+    sizes = {name: values.get(name) for name in _SIZES}
+    return {**sizes, **{f"router.{name}": value for name, value in router.items()}}
+
+
+def save_model(
+    model: Any,
+    out: Path,
+    *,
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
+    sections: Sequence[str] = (),
+) -> None:
+    """Write a model, its tokenizer and its card into a new folder: whole or not at all.
+
+    ``files`` are further text files of the folder, by name; ``sections`` go into the card.
+    Raises ValueError when ``out`` holds something already.
+    """
+    with new_folder(out) as part:
+        _write_weights(model, part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        for name, text in (files or {}).items():
+            (part / name).parent.mkdir(exist_ok=True)
+            (part / name).write_text(text, encoding="utf-8")
+        write_card(part, model, sections)
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+        model.save_pretrained(folder)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``out`` at the end of the block, if it ends well.
+
+    Raises ValueError when ``out`` holds something already.
+    """
+    check_new_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        part = Path(temporary) / "part"
+        part.mkdir()
+        yield part
+        part.replace(out)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ValueError when ``out`` holds something already."""
+    if out.is_symlink():
+        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
+
+
+def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
+    """The error of a folder that cannot be loaded; transformers' own words say why."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"cannot load {what} from {folder}: it needs code that the folder brings; read that "
+            "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
+        )
+    return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
+    for folder in (Path(path), Path(path) / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(
+        f"checkpoint must be a folder with config.json or model/config.json; got {path}"
+    )
+
+
+def classifies_images(architectures: Any) -> bool:
+    """Whether the field ``architectures`` of a config.json names an image classifier."""
+    names = architectures if isinstance(architectures, list) else []
+    return any("ImageClassification" in str(name) for name in names)
+
+
+def _auto_class(config: Any) -> Any:
+    """The Auto class of what a configuration describes.
+
+    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    """
+    if classifies_images(config.architectures):
+        return AutoModelForImageClassification
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    if known or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
+    raise ValueError(
+        f"neither a causal language model nor an image classifier: model_type "
+        f"{config.model_type!r}, architectures {config.architectures}"
+    )
+
+
+def _check_choices(model: Any) -> None:
+    """Refuse a router that would choose more experts than there are, or none."""
+    for site in find_sites(model):
+        chosen, experts = site.sizes["top_k"], site.sizes["num_experts"]
+        if not 1 <= chosen <= experts:
+            raise ValueError(
+                f"experts per token must lie between 1 and the {experts} of {site.path}; "
+                f"got {chosen}"
+            )
+
+
+def _swapped_class(config: Any) -> Any:
+    """The class of a model whose routers were swapped; its configuration gets its class too.
+
+    Folders of 0.2 have the names of the model before the swap.
+    """
+    names = config.architectures if isinstance(config.architectures, list) else []
+    architecture = auto.swapped_architecture(str(names[0]) if names else "")
+    mark_config(config)
+    return architecture

@@ -1,0 +1,55 @@
+"""Checks of the arrays of which routes consist; each raises ValueError in one line.
+
+Shape letters: T tokens with a route, S sequences, L layers with a router, K experts per token.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from l2r.hf.routes.fingerprint import Fingerprint
+
+
+def whole_numbers(name: str, values: Any) -> Int[np.ndarray, " S"]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or (array < 0).any():
+        raise ValueError(
+            f"{name} must be a list of whole numbers >= 0; "
+            f"got {array.dtype} of shape {list(array.shape)}"
+        )
+    return array.astype(np.int64)
+
+
+def check_positions(
+    positions: Int[np.ndarray, " T"], counts: Int[np.ndarray, " S"], lengths: Int[np.ndarray, " S"]
+) -> None:
+    total = int(counts.sum())
+    if len(positions) != total:
+        raise ValueError(f"positions must be {total}, one per route; got {len(positions)}")
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    falls = (np.diff(positions) <= 0) & (np.diff(sequence) == 0)
+    if falls.any() or (positions >= lengths[sequence]).any():
+        raise ValueError(
+            "positions must rise within each sequence and lie below its length; "
+            f"got positions={positions.tolist()!s:.60}"
+        )
+
+
+def check_experts(experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint) -> None:
+    outside = (experts < 0) | (experts >= fingerprint.num_experts)
+    if outside.any():
+        token, layer, _ = (int(i) for i in np.argwhere(outside)[0])
+        raise ValueError(
+            f"experts must be between 0 and {fingerprint.num_experts - 1}; "
+            f"got {experts[token, layer].tolist()} of token {token}, "
+            f"layer {fingerprint.layers[layer]}"
+        )
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if twice.any():
+        token, layer = (int(i) for i in np.argwhere(twice)[0])
+        raise ValueError(
+            f"a token must choose different experts; got {experts[token, layer].tolist()} "
+            f"of token {token}, layer {fingerprint.layers[layer]}"
+        )

@@ -1,0 +1,192 @@
+"""Routes in the formats of vLLM, SGLang and Megatron-core.
+
+vLLM and SGLang give an array [tokens - 1, hidden layers, k] per sequence: the token sampled last
+was never forwarded, and layers without a router have rows too, of zeros. Megatron-core's
+RouterReplay holds [width * sequences, k] per routed layer, the sequences innermost.
+
+Shape letters: S sequences, W width of the padded batch, L layers with a router, K experts chosen.
+"""
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from l2r.hf.routes.fingerprint import Fingerprint
+from l2r.hf.routes.routes import NO_ROUTE, Routes, Side
+
+
+def from_vllm(
+    sequences: Iterable[str | bytes | np.ndarray],
+    fingerprint: Fingerprint,
+    *,
+    prompt_start: int | Sequence[int] = 0,
+) -> Routes:
+    """Read ``routed_experts`` of vLLM's answers, one per sequence.
+
+    Each is base64 text, the bytes of a ``.npy`` file, or the array of ``CompletionOutput``.
+    ``prompt_start``: what was asked for as ``routed_experts_prompt_start``, for all or for each;
+    the tokens before it have no route, and neither has the last.
+    Raises ValueError for what is no such array and for sizes other than the fingerprint's.
+    """
+    return _from_engine([_npy(value) for value in sequences], fingerprint, prompt_start)
+
+
+def to_vllm(routes: Routes) -> list[str]:
+    """Write ``routed_experts`` of every sequence as vLLM does, base64 of a ``.npy`` file.
+
+    The last token's route is left out. Raises ValueError where one in the middle has none and
+    where the fingerprint lacks ``hidden_layers``.
+    """
+    return [_npy_text(array) for array in _to_engine(routes, routes.experts.dtype)]
+
+
+def from_sglang(
+    sequences: Iterable[str | bytes | dict[str, Any]],
+    fingerprint: Fingerprint,
+    *,
+    start_len: int | Sequence[int] = 0,
+) -> Routes:
+    """Read ``routed_experts`` of SGLang's answers, one per sequence.
+
+    Each is an answer with its ``meta_info``, or the base64 text in it: int32 numbers without a
+    shape. ``start_len``: ``routed_experts_start_len`` of the request, as in ``from_vllm``.
+    Raises ValueError for anything else and for sizes other than the fingerprint's.
+    """
+    shape = (-1, _hidden_layers(fingerprint), fingerprint.top_k)
+    arrays = []
+    for value in sequences:
+        text = value["meta_info"]["routed_experts"] if isinstance(value, dict) else value
+        try:
+            numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+            arrays.append(numbers.reshape(shape))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"routed_experts of SGLang must be base64 of int32 numbers [tokens, "
+                f"{shape[1]}, {shape[2]}]: {error}"
+            ) from error
+    return _from_engine(arrays, fingerprint, start_len)
+
+
+def to_sglang(routes: Routes) -> list[str]:
+    """Write every sequence as SGLang does; see ``to_vllm``."""
+    arrays = _to_engine(routes, np.dtype("<i4"))
+    return [base64.b64encode(array.tobytes()).decode() for array in arrays]
+
+
+def from_megatron(
+    layers: Sequence[Tensor], mask: Bool[Tensor, "S W"], fingerprint: Fingerprint
+) -> Routes:
+    """Read ``RouterReplay.get_recorded_data()`` of a batch: int64 [W * S, K] for each layer.
+
+    ``mask`` is True where the batch has a token.
+    Raises ValueError for another number of layers or tokens.
+    """
+    length, width = len(fingerprint.layers), mask.shape[1]
+    shapes = sorted({tuple(layer.shape) for layer in layers})
+    if len(layers) != length or shapes != [(mask.numel(), fingerprint.top_k)]:
+        raise ValueError(
+            f"recorded data must be {length} tensors [{mask.numel()}, {fingerprint.top_k}]; "
+            f"got {len(layers)} of shapes {shapes}"
+        )
+    together = torch.stack([layer.detach().cpu().long() for layer in layers], dim=1)
+    grid = together.view(width, -1, length, fingerprint.top_k).transpose(0, 1)
+    return Routes.from_padded(grid, mask.cpu(), fingerprint)
+
+
+def to_megatron(
+    routes: Routes, *, side: Side = "right", width: int | None = None
+) -> list[Int[Tensor, "WS K"]]:
+    """Write a padded batch for ``RouterReplay.set_replay_data``, int64, one tensor per layer.
+
+    Megatron-core replays every place. Padding, and a last token without a route, get experts in
+    turn, so that none has more of them than another. Raises ValueError where another token has no
+    route, since Megatron-core has no way to let it choose.
+    """
+    f = routes.fingerprint
+    if (
+        routes.positions != np.arange(len(routes.experts)) - routes.ends[:-1].repeat(routes.counts)
+    ).any() or (routes.lengths - routes.counts > 1).any():
+        raise ValueError(
+            "Megatron-core replays every token, so each must have a route but the last of a "
+            "sequence; these routes lack some"
+        )
+    experts, _ = routes.padded(side, width)
+    grid = experts.transpose(0, 1).flatten(0, 1)
+    turn = torch.arange(len(grid)).view(-1, 1, 1) * f.top_k + torch.arange(f.top_k)
+    grid = torch.where(grid == NO_ROUTE, turn % f.num_experts, grid)
+    return list(grid.unbind(1))
+
+
+def _from_engine(
+    arrays: Sequence[np.ndarray], fingerprint: Fingerprint, start: int | Sequence[int]
+) -> Routes:
+    hidden = _hidden_layers(fingerprint)
+    starts = [start] * len(arrays) if isinstance(start, int) else list(start)
+    if len(starts) != len(arrays) or min(starts, default=0) < 0:
+        raise ValueError(
+            f"starts must be >= 0, one for each of the {len(arrays)} sequences; got {starts}"
+        )
+    for array in arrays:
+        if array.ndim != 3 or array.shape[1:] != (hidden, fingerprint.top_k):
+            raise ValueError(
+                f"routed_experts must be [tokens, {hidden}, {fingerprint.top_k}], all hidden "
+                f"layers counted; got {list(array.shape)}"
+            )
+    empty = np.zeros((0, hidden, fingerprint.top_k), np.uint8)
+    experts = np.concatenate([empty, *arrays])[:, list(fingerprint.layers)]
+    counts = np.array([len(array) for array in arrays], np.int64)
+    first = np.array(starts, np.int64)
+    places = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+    positions = np.concatenate([np.arange(0), *places])
+    return Routes(experts, fingerprint, first + counts + 1, counts, positions)
+
+
+def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
+    hidden = _hidden_layers(routes.fingerprint)
+    arrays = []
+    for number, (begin, end, length) in enumerate(
+        zip(routes.ends[:-1], routes.ends[1:], routes.lengths, strict=True)
+    ):
+        positions = routes.positions[begin:end]
+        before = positions < length - 1
+        start = int(positions[0]) if len(positions) else 0
+        if before.sum() != length - 1 - start:
+            raise ValueError(
+                f"every token but the last must have a route, from some token on; sequence "
+                f"{number} has {before.sum()} routes for tokens {start} to {length - 2}"
+            )
+        array = np.zeros((int(before.sum()), hidden, routes.fingerprint.top_k), kind)
+        array[:, list(routes.layers)] = routes.experts[begin:end][before]
+        arrays.append(array)
+    return arrays
+
+
+def _npy(value: str | bytes | np.ndarray) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
+        array: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+        return array
+    except (ValueError, TypeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"routed_experts of vLLM must be base64 of a .npy file: {error}"
+        ) from error
+
+
+def _npy_text(array: np.ndarray) -> str:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _hidden_layers(fingerprint: Fingerprint) -> int:
+    if fingerprint.hidden_layers is None:
+        raise ValueError("the fingerprint must have hidden_layers; engines count them all")
+    return fingerprint.hidden_layers

@@ -1,0 +1,110 @@
+"""The routed layers of a model, ours or of a supported family, and its fingerprint."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
+from l2r.hf.swap.sites import Site, find_sites, router_sites
+from l2r.routers.selection import Selection
+
+# PEFT keeps a module and its trained copy, of which one runs.
+_COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)")
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """Index of a decoder layer and its router; more than one where PEFT keeps copies."""
+
+    layer: int
+    sites: tuple[Site, ...]
+
+
+def routed_layers(model: nn.Module) -> list[RoutedLayer]:
+    """Layers with a router, in the order of their indices.
+
+    Raises ValueError for a model without a supported router, with the reason for families known
+    not to fit, and for two routers in one layer.
+    """
+    by_path: dict[str, list[Site]] = {}
+    for site in find_sites(model) or router_sites(model):
+        by_path.setdefault(_COPIES.sub("", site.path), []).append(site)
+    by_layer: dict[int, RoutedLayer] = {}
+    for path, sites in by_path.items():
+        index = sites[0].layer
+        if index in by_layer:
+            other = by_layer[index].sites[0].path
+            raise ValueError(
+                f"a layer must have one router to be replayed; {other} and {path} are both in "
+                f"layer {index}"
+            )
+        by_layer[index] = RoutedLayer(index, tuple(sites))
+    return [by_layer[index] for index in sorted(by_layer)]
+
+
+def fingerprint_of(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
+    """Fingerprint of a model's routes.
+
+    ``tokenizer`` has ``get_vocab()``; None leaves it open. Raises ValueError as ``routed_layers``
+    and where the routers of two layers differ in their experts or k.
+    """
+    layers = routed_layers(model)
+    sizes = {layer.layer: layer.sites[0].sizes for layer in layers}
+    kinds = {(size["num_experts"], size["top_k"]) for size in sizes.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"all layers must have as many experts and choose as many; got (experts, k) {kinds}"
+        )
+    ((num_experts, top_k),) = kinds
+    config: Any = getattr(unwrapped(model), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return Fingerprint(
+        num_experts=num_experts,
+        top_k=top_k,
+        layers=tuple(sizes),
+        hidden_layers=getattr(config, "num_hidden_layers", None),
+        model_type=getattr(config, "model_type", None),
+        tokenizer=tokenizer_digest(tokenizer),
+    )
+
+
+def check_weighable(site: Site) -> Selection:
+    """Selection of a site. Raises ValueError where it cannot weigh experts of another's choice."""
+    selection = site.selection
+    kind = type(selection)
+    if kind.__call__ is not Selection.__call__ and kind.weigh is Selection.weigh:
+        raise ValueError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")
+    return selection
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile's wrapper."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module) and next(model.children()) is inner:
+            return unwrapped(inner)
+    return model
+
+
+@contextmanager
+def replaced(values: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> Iterator[None]:
+    """Set functions on module instances inside the block; what was there before comes back.
+
+    torch.compile guards what an instance has under ``forward``, and no forward hooks.
+    """
+    before = {(module, name): vars(module).get(name) for module, name in values}
+    try:
+        for (module, name), value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), old in before.items():
+            if old is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, old)

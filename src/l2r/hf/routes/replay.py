@@ -1,0 +1,220 @@
+"""Let a model take recorded experts.
+
+Shape letters: T inputs of a router, N experts, K experts chosen per token, R rows of the routes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l2r.hf.routes.backward import in_backward, next_number, outside_of_graphs, running_number
+from l2r.hf.routes.calls import read_inputs
+from l2r.hf.routes.layers import (
+    RoutedLayer,
+    check_weighable,
+    fingerprint_of,
+    replaced,
+    routed_layers,
+)
+from l2r.hf.routes.reading import Reading
+from l2r.hf.routes.routes import NO_ROUTE, Routes
+from l2r.hf.swap.sites import Site
+from l2r.routers.observe import routed
+
+Weights = Literal["live", "recorded"]
+# What a module calls to run a part of itself again in the backward pass.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class Replay:
+    """Routes on their way through the calls of a model; see ``replay``."""
+
+    def __init__(
+        self, model: nn.Module, routes: Routes, *, weights: Weights, tokenizer: Any
+    ) -> None:
+        if weights not in ("live", "recorded"):
+            raise ValueError(f"weights must be live or recorded; got weights={weights!r}")
+        if weights == "recorded" and routes.weights is None:
+            raise ValueError("weights='recorded' needs routes of record(model, weights=True)")
+        routes.fingerprint.check(fingerprint_of(model, tokenizer))
+        self._routes = routes
+        self._reading = Reading(routes)
+        self._rows: Tensor | None = None  # of the call that runs
+        self._first_node = 0
+        self._spans: list[tuple[range, Tensor]] = []  # nodes of the graph of a call, its rows
+        self._running = threading.RLock()
+        layers = routed_layers(model)
+        self._device = next(layers[0].sites[0].router.parameters()).device
+        self._forwards = {
+            (site.router, "forward"): self._replaying(place, layer, site, weights)
+            for place, layer in enumerate(layers)
+            for site in layer.sites
+        }
+        self._checkpoints = {
+            (module, name): self._carrying(vars(module)[name])
+            for module in model.modules()
+            for name in _CHECKPOINTS
+            if callable(vars(module).get(name))
+        }
+        self._active = False
+
+    @property
+    def remaining(self) -> int:
+        """Sequences that no call has read yet."""
+        return self._reading.remaining
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Routers replay inside the block."""
+        self._active = True
+        try:
+            with replaced({**self._forwards, **self._checkpoints}):
+                yield
+        finally:
+            self._active = False
+
+    @outside_of_graphs
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the rows of the routes that a call reads."""
+        rows = self._reading.rows(read_inputs(model, args, kwargs))
+        self._rows, self._first_node = torch.from_numpy(rows).to(self._device), next_number()
+
+    @outside_of_graphs
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget the rows when the call is over, but for its backward pass."""
+        if self._rows is not None and next_number() > self._first_node:
+            self._spans.append((range(self._first_node, next_number()), self._rows))
+        self._rows = None
+
+    @contextmanager
+    def during(self, rows: Tensor) -> Iterator[None]:
+        """Run a part of a call again, in the backward pass, inside the ``replay`` block or after.
+
+        One at a time: the backward pass has a thread for each device.
+        """
+        with self._running:
+            before, self._rows = self._rows, rows
+            try:
+                if self._active:
+                    yield
+                else:
+                    with replaced(self._forwards):
+                        yield
+            finally:
+                self._rows = before
+
+    def _replaying(
+        self, place: int, layer: RoutedLayer, site: Site, weights: Weights
+    ) -> Callable[..., Any]:
+        router, forward, selection = site.router, site.router.forward, check_weighable(site)
+        small = np.int16 if self._routes.fingerprint.num_experts <= 1 << 15 else np.int32
+        experts = _with_none(self._routes.experts[:, place].astype(small)).to(self._device)
+        recorded = None
+        if weights == "recorded" and self._routes.weights is not None:
+            recorded = _with_none(self._routes.weights[:, place]).to(self._device)
+
+        def replaying(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            logits, own_weights, own = routed(router, output)
+            rows = self._rows
+            if rows is None:
+                rows = self._recomputed_rows(layer.layer)
+            if rows is None:
+                return output
+            if rows.shape[0] != own.shape[0]:
+                raise ValueError(
+                    f"the router of layer {layer.layer} must see the {rows.shape[0]} inputs of "
+                    f"the model; it saw {own.shape[0]}"
+                )
+            rows = rows.to(own.device)
+            chosen = experts.to(own.device).index_select(0, rows).to(own.dtype)
+            unrouted = chosen[:, :1] == NO_ROUTE
+            chosen = torch.where(unrouted, own, chosen)
+            if recorded is not None:
+                given = recorded.to(own.device).index_select(0, rows).to(own_weights.dtype)
+                weighed = torch.where(unrouted, own_weights, given)
+            else:
+                # Weights of the router itself where it chose the same: equal to the bit.
+                same = (chosen == own).all(dim=1, keepdim=True)
+                given = selection.weigh(router, logits, chosen).to(own_weights.dtype)
+                weighed = torch.where(same, own_weights, given)
+            values = (logits, weighed, chosen)
+            return type(output)(*values) if hasattr(output, "_fields") else values
+
+        return replaying
+
+    def _carrying(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpointing function whose recomputation has the rows of its forward."""
+
+        def carrying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            rows = self._rows
+            if rows is None or torch.compiler.is_compiling():  # its graph has the rows
+                return checkpoint(function, *args, **kwargs)
+
+            def again(*inputs: Any, **options: Any) -> Any:
+                with self.during(rows):
+                    return function(*inputs, **options)
+
+            return checkpoint(again, *args, **kwargs)
+
+        return carrying
+
+    @outside_of_graphs
+    def _recomputed_rows(self, layer: int) -> Tensor | None:
+        """Rows of the call whose backward pass runs; None for one from before the block."""
+        if in_backward():
+            number = running_number()
+            for nodes, rows in self._spans:
+                if number in nodes:
+                    return rows
+            if not self._spans or number < self._spans[0][0].start:
+                return None
+        raise ValueError(
+            f"the router of layer {layer} ran outside of a call of the model that is replayed; "
+            "pass the model that is called to replay, compiled where it is"
+        )
+
+
+@contextmanager
+def replay(
+    model: nn.Module, routes: Routes, *, weights: Weights = "live", tokenizer: Any = None
+) -> Iterator[Replay]:
+    """Let ``model`` take the experts of ``routes`` inside the block.
+
+    Which experts are taken is fixed. Their weights come from the live logits by the model's own
+    rule, so that gradients reach the router; ``weights="recorded"`` fixes them too. Tokens
+    without a route choose for themselves.
+
+    Calls read the sequences in their order: a padded batch one a row, by its 2-D
+    ``attention_mask``; without a mask, whole sequences one after another, row by row; a call with
+    a cache goes on with those of the call before. In any other call each sequence must have as
+    many tokens as in the routes. Activation checkpointing of transformers and of
+    ``checkpoint_wrapper`` may recompute inside the block or after it; where
+    ``torch.utils.checkpoint`` is called directly, backward must run inside. A compiled model is
+    passed compiled.
+
+    Raises ValueError before the forward for routes that do not fit the model, the tokenizer or
+    the tokens of a call, and at the end of a block in which the model was not called.
+    """
+    session = Replay(model, routes, weights=weights, tokenizer=tokenizer)
+    begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
+    end = model.register_forward_hook(session.end, always_call=True)
+    try:
+        with session.installed():
+            yield session
+    finally:
+        begin.remove()
+        end.remove()
+    if len(routes) and session.remaining == len(routes):
+        raise ValueError("replay must see a call of the model that it got; it saw none")
+
+
+def _with_none(values: np.ndarray) -> Tensor:
+    """A tensor with one row more, of NO_ROUTE."""
+    none = np.full((1, *values.shape[1:]), NO_ROUTE, values.dtype)
+    return torch.from_numpy(np.concatenate([values, none]))

@@ -1,0 +1,105 @@
+"""Classes of swapped models by name, and their places in transformers' tables.
+
+``l2r.hf.swap.auto.L2rMixtralForCausalLM`` is made when it is asked for, also by pickle.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from l2r.auto_classes import PREFIX, SWAPPED, type_name
+from l2r.hf import models
+from l2r.hf.models.tables import share_adapters, share_conversion
+from l2r.hf.swap.model_types import class_name, swapped_config, swapped_model
+
+_OWN = {kind.model_type: kind for kind in (models.L2rOlmoeConfig, models.L2rViTConfig)}
+
+
+@cache
+def config_class(model_type: str) -> Any:
+    """The configuration class of a model type of ours, registered with all its models.
+
+    Raises KeyError for a name that is not that of a model type of ours.
+    """
+    if model_type in _OWN:
+        return _OWN[model_type]
+    name = model_type.removeprefix(PREFIX).removeprefix(SWAPPED)
+    base = CONFIG_MAPPING[name]
+    if type_name(name) != model_type or base.model_type != name:
+        raise KeyError(model_type)
+    made = swapped_config(base)
+    AutoConfig.register(model_type, made, exist_ok=True)
+    names = {model_type: name}
+    for auto, stock in auto_models(base):
+        model = swapped_model(stock)
+        auto.register(made, model, exist_ok=True)
+        # Pipelines, label smoothing and lm_eval ask this table, by names.
+        auto._model_mapping._model_mapping[model_type] = model.__name__
+        names[model.__name__] = stock.__name__
+    for ours, theirs in names.items():
+        share_conversion(ours, theirs)
+    _share_tokenizer(made, base)
+    share_adapters(model_type, name)
+    return made
+
+
+def swapped_architecture(name: str) -> Any:
+    """The model class by its name in config.json, ``MixtralForCausalLM`` (0.2) or with our prefix.
+
+    Raises ValueError for a name that no class has.
+    """
+    base = _stock_class(name)
+    made = __getattr__(class_name(base)) if hasattr(base, "config_class") else _by_name(name)
+    if made is None:
+        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    made = _by_name(name)
+    if made is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return made
+
+
+def _by_name(name: str) -> Any:
+    for prefix in ("L2rSwapped", "L2r"):
+        base: Any = _stock_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        config: Any = getattr(base, "config_class", base)
+        if not hasattr(config, "model_type") or class_name(base) != name:
+            continue
+        made = config_class(type_name(config.model_type))
+        return made if base is config else swapped_model(base)
+    return None
+
+
+def _stock_class(name: str) -> Any:
+    """The class of transformers or of ours with a name; None where there is none."""
+    return getattr(models if name in models.__all__ else transformers, name, None)
+
+
+def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:
+    """Auto classes that know a configuration class, each with its model class."""
+    for auto in vars(modeling_auto).values():
+        known = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
+        mapping = auto._model_mapping if known else None
+        stock = None if mapping is None else mapping.get(base, None)
+        # Some make a part of a model from the configuration of the whole: the swap is not in it.
+        if getattr(stock, "config_class", None) is base:
+            yield auto, stock
+
+
+def _share_tokenizer(made: Any, base: Any) -> None:
+    ours, theirs = made.model_type, base.model_type
+    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    if theirs in names:
+        names[ours] = names[theirs]
+    tokenizer = tokenization_auto.TOKENIZER_MAPPING.get(base, None)
+    if tokenizer is not None:
+        tokenization_auto.TOKENIZER_MAPPING.register(made, tokenizer, exist_ok=True)

@@ -1,0 +1,149 @@
+"""Configuration and model classes of swapped models: transformers' own under names of ours.
+
+A model type of its own (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every loader that goes
+by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import output_capturing
+
+from l2r.auto_classes import type_name
+from l2r.hf.models.initialize import reset_missing
+from l2r.hf.models.opening import NeedsPackage
+from l2r.hf.swap.sites import replay_swaps
+from l2r.routers import Router
+
+HOME = "l2r.hf.swap.auto"  # where pickle and PEFT look the classes up by name
+UNSAVED = "swapped in memory; save_pretrained it and load that folder"
+
+
+def class_name(base: Any) -> str:
+    """Name of the swapped class of a configuration or a model: ``L2rMixtralForCausalLM``."""
+    model_type = getattr(base, "config_class", base).model_type
+    prefix = "L2r" if type_name(model_type) == f"l2r_{model_type}" else "L2rSwapped"
+    return prefix + base.__name__
+
+
+def is_known(base: type) -> bool:
+    """Whether a class is of transformers or of this package, and no user's own."""
+    return base.__module__.startswith(("transformers.models.", "l2r.hf.models."))
+
+
+@cache
+def swapped_config(base: Any) -> Any:
+    """The configuration class of swapped models whose configuration was a ``base``."""
+
+    def build(self: Any, *args: Any, **values: Any) -> None:
+        base.__init__(self, *args, **values)
+        self.__dict__.pop("model_type", None)  # of the class
+
+    body = {"__init__": build, "__module__": HOME, "model_type": type_name(base.model_type)}
+    bases = (base,) if issubclass(base, NeedsPackage) else (NeedsPackage, base)
+    return type(class_name(base), bases, body)
+
+
+@cache
+def swapped_model(base: Any) -> Any:
+    """The model class of swapped models that were of class ``base``.
+
+    A new model gets the routers of ``config.l2r_swap``.
+    """
+
+    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        swaps = getattr(config, "l2r_swap", None)
+        if not swaps:
+            raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
+        base.__init__(self, config, *args, **options)
+        paths = replay_swaps(self, swaps)
+        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}
+        _take_classes(self)
+
+    @torch.no_grad()
+    def initialize(self: Any, module: nn.Module) -> None:
+        if isinstance(module, Router):
+            reset_missing(module)
+        else:
+            base._init_weights(self, module)
+
+    body = {
+        "__init__": build,
+        "__module__": HOME,
+        "_init_weights": initialize,
+        "config_class": swapped_config(base.config_class),
+        # Of the classes' module these read the source, and whether it is transformers'.
+        "_can_set_attn_implementation": classmethod(
+            lambda cls: base._can_set_attn_implementation()
+        ),
+        "_can_set_experts_implementation": classmethod(
+            lambda cls: base._can_set_experts_implementation()
+        ),
+        "is_custom_code": classmethod(lambda cls: False),
+    }
+    made: Any = type(class_name(base), (base,), body)
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(made), made._can_record_outputs)
+    return made
+
+
+def mark(model: nn.Module) -> None:
+    """Give a model whose routers were replaced, and its configuration, the classes of swapped ones.
+
+    A class of the user's own stays what it is; the configuration says what the model has.
+    """
+    config: Any = model.config
+    if not isinstance(config, PreTrainedConfig):
+        return
+    mark_config(config)
+    changed = _take_classes(model)
+    config.architectures = changed[:1] or config.architectures
+    _rename(model)
+
+
+def mark_config(config: Any) -> None:
+    """Give a configuration of transformers or of ours the class of swapped models."""
+    base = type(config)
+    if is_known(base):
+        config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
+        config.__dict__.pop("model_type", None)
+
+
+def stock_base(swapped: type) -> Any:
+    """The class of which a class of swapped models or configurations was made."""
+    return next(base for base in swapped.__bases__ if base is not NeedsPackage)
+
+
+def unmark(model: nn.Module) -> None:
+    """Give back the classes that ``mark`` changed."""
+    config: Any = model.config
+    for part in [config, *model.modules()]:
+        if type(part).__module__ == HOME:
+            part.__class__ = stock_base(type(part))
+    _rename(model)
+
+
+def _rename(model: nn.Module) -> None:
+    """Take away the name of the folder that was loaded: TRL and PEFT open it for this model."""
+    for part in [model.config, *model.modules()]:
+        if isinstance(part, PreTrainedConfig | PreTrainedModel) and part.name_or_path:
+            part.name_or_path = UNSAVED
+
+
+def _take_classes(model: nn.Module) -> list[str]:
+    """Change the classes of the Hugging Face models in a model that share its configuration.
+
+    Returns their names, from the outside to the inside.
+    """
+    names = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module.config is not model.config:
+            continue
+        base: Any = type(module)
+        if is_known(base):
+            module.__class__ = swapped_model(base)
+        names.append(type(module).__name__)
+    return names

@@ -1,0 +1,129 @@
+"""Replace the routers of a Hugging Face MoE model by ours, keeping the family's own selection.
+
+Only the scoring changes: how logits become weights and indices (softmax or sigmoid, groups,
+selection bias, renormalization, scaling) stays the family's, as do experts, shared experts and
+everything else. The new router sits where the old one sat and returns the same triple.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig
+from l2r.hf.swap.model_types import mark, unmark
+from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
+from l2r.routers import Router, RouterConfig
+
+M = TypeVar("M", bound=nn.Module)
+# Routers that a swap drew, and the ones they replaced, for ``fit_routers``; gone with the model.
+_REPLACED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+UNTRAINED = (
+    "the new routers are untrained: fit them to the old ones (l2r.fit_routers, l2r swap --fit) or "
+    "train the model"
+)
+
+
+class UntrainedRoutersWarning(UserWarning):
+    """A swap drew new routers that nothing has trained yet."""
+
+
+def swap_routers(
+    model: M,
+    config: RouterConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    selection: str = "family",
+) -> M:
+    """Replace the routers of ``model`` in place by fresh ones built from ``config``.
+
+    A model whose routers are already ours can be swapped again.
+    ``layers`` are indices of decoder layers; None means every layer that has a router.
+    ``selection="family"`` keeps the family's own, including its selection bias with the values
+    it has; "router" lets the new router select as it does in our own models.
+    The new parameters are float32 whatever the model's dtype, and are drawn from a random
+    stream of their own. ``save_pretrained`` then writes the description into config.json, and
+    ``l2r.load_pretrained`` reads it back.
+
+    Warns (UntrainedRoutersWarning) that the new routers are untrained: fit them to the old ones
+    with ``l2r.fit_routers``, or train the model.
+
+    Raises ValueError, before anything changes, for a family that cannot be swapped (with the
+    reason), for routers that carry adapters, for layers without a router, for a model without a
+    configuration, and for ``config.normalize_weights`` where the family decides about it.
+    """
+    replace_routers(model, config, layers=layers, selection=selection)
+    warnings.warn(UNTRAINED, UntrainedRoutersWarning, stacklevel=2)
+    return model
+
+
+def replace_routers(
+    model: M,
+    config: RouterConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    selection: str = "family",
+) -> M:
+    """Do what ``swap_routers`` does, without its warning."""
+    if not isinstance(config, RouterConfig):
+        raise ValueError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"model must have a config in which the swap is recorded; got "
+            f"{type(model).__name__}; pass the model inside"
+        )
+    sites = select_sites(model, layers)
+    for site in sites:
+        router = new_router(site, config, selection)
+        # a router that was never fitted has nothing to teach
+        _REPLACED[router] = _REPLACED.get(site.router, site.router)
+        place_router(model, site, router)
+    record_swap(model, config, sites, selection=selection)
+    return model
+
+
+def unfitted_sites(model: nn.Module) -> list[tuple[Site, Router]]:
+    """Sites with the router that a swap replaced there, and the one that it drew.
+
+    Empty for a model that was loaded, copied or fitted: the old routers are in the memory of the
+    process that swapped them, nowhere else.
+    """
+    return [
+        (replace(site, router=_REPLACED[site.router]), site.router)
+        for site in find_sites(model)
+        if site.router in _REPLACED
+    ]
+
+
+def forget_replaced(routers: Sequence[Router]) -> None:
+    """Let go of the routers that these replaced."""
+    for router in routers:
+        _REPLACED.pop(router, None)
+
+
+def record_swap(
+    model: nn.Module, config: RouterConfig, sites: Sequence[Site], *, selection: str = "family"
+) -> None:
+    """Write into the model's configuration which routers now sit where."""
+    model_config: Any = model.config
+    everywhere = len(sites) == len(router_sites(model))
+    ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
+    if ours and everywhere and selection == "family":
+        model_config.router = config.to_dict()  # says it all by itself
+        if hasattr(model_config, "l2r_swap"):
+            del model_config.l2r_swap
+        unmark(model)
+        return
+    layers = sorted({site.layer for site in sites})  # PEFT keeps a router and its trained copy
+    entry = {"router": config.to_dict(), "layers": layers, "selection": selection}
+    earlier = getattr(model_config, "l2r_swap", None) or []
+    keeps = selection == "family" and any(swap["selection"] == "router" for swap in earlier)
+    if everywhere and not keeps:  # nothing is left of them
+        earlier = []
+    model_config.l2r_swap = [*earlier, entry]
+    mark(model)

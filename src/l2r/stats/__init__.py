@@ -1,0 +1,1 @@
+"""Arithmetic on numbers: contrasts, intervals, chance, agreement; no torch."""

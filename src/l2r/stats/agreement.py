@@ -1,0 +1,95 @@
+"""How far two routers agree on the same tokens: of one run as they are, of two up to names.
+
+Experts of two runs are numbered by accident. What holds under any renaming is the mutual
+information of their first experts, and the overlap under the best matching of their experts.
+
+Shape letters: R rows (sequences or images), S positions, K experts chosen, N and M experts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from l2r.stats.chance import other_rows
+
+Experts = Int[np.ndarray, "R S K"]  # the heaviest first, -1 where there is no token
+
+
+class Overlap(NamedTuple):
+    """Share of tokens with the same first expert, and of the k chosen that are the same."""
+
+    top1: float
+    topk: float
+
+
+class Agreement(NamedTuple):
+    """information: mutual information of the first experts, adjusted: 0 is chance (documents
+    dealt anew), 1 that each tells the other. matched: share of tokens whose first experts are
+    partners in the best matching; by_chance: the same with documents dealt anew.
+    """
+
+    information: float
+    matched: float
+    by_chance: float
+
+
+def overlap(first: Experts, second: Experts) -> Overlap:
+    """Overlap of the choices of two routers with the same experts; OLMoE's router saturation.
+
+    Of the k experts a token chose, the share that the other chose too: |A and B| / k.
+    """
+    real = (first[..., 0] >= 0) & (second[..., 0] >= 0)
+    a, b = first[real], second[real]
+    both = (a[:, :, None] == b[:, None, :]).any(axis=2)
+    return Overlap(float(np.mean(a[:, 0] == b[:, 0])), float(np.mean(both)))
+
+
+def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
+    """What the load of the experts alone would give: the same against other documents."""
+    if len(first) < 2:
+        return None
+    found = [overlap(first, second[others]) for others in other_rows(len(first))]
+    return Overlap(*np.mean(found, axis=0).tolist())
+
+
+def agreement(first: Experts, second: Experts) -> Agreement | None:
+    """Agreement of two routers whatever their experts are called; None for a single row."""
+    observed = table(first[..., 0], second[..., 0])
+    if len(first) < 2:
+        return None
+    dealt = [table(first[..., 0], second[r][..., 0]) for r in other_rows(len(first))]
+    least = float(np.mean([information(counts) for counts in dealt]))
+    most = (entropy(observed.sum(1)) + entropy(observed.sum(0))) / 2
+    adjusted = (information(observed) - least) / (most - least) if most > least else 1.0
+    by_chance = float(np.mean([matched(counts) for counts in dealt]))
+    return Agreement(adjusted, matched(observed), by_chance)
+
+
+def table(
+    first: Int[np.ndarray, "R S"], second: Int[np.ndarray, "R S"]
+) -> Float[np.ndarray, "N M"]:
+    """How often each pair of labels meets, over places where both have one (not -1)."""
+    real = (first >= 0) & (second >= 0)
+    a, b = first[real].astype(np.int64), second[real].astype(np.int64)
+    shape = (int(first.max()) + 1, int(second.max()) + 1)
+    return np.bincount(a * shape[1] + b, minlength=shape[0] * shape[1]).reshape(shape) * 1.0
+
+
+def information(counts: Float[np.ndarray, "N M"]) -> float:
+    """Mutual information of a table of counts, in bits."""
+    return entropy(counts.sum(1)) + entropy(counts.sum(0)) - entropy(counts.ravel())
+
+
+def matched(counts: Float[np.ndarray, "N M"]) -> float:
+    """Share of a table's counts on the best matching of its rows and columns."""
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(counts, maximize=True)
+    return float(counts[rows, columns].sum() / counts.sum())
+
+
+def entropy(counts: Float[np.ndarray, " N"]) -> float:
+    """Entropy of counts as shares, in bits."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())

@@ -1,0 +1,143 @@
+"""Judging a plan: its results, the verdicts, the stopping rule, and what a page reads."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from l2r.machine import describe_machine
+from l2r.runs.study import CellResult, ScreenDesign, Study, read_result
+from l2r.stats.contrasts import Judged, Pairs, judge
+from l2r.studies.cells import Cell
+from l2r.studies.study_plan import Plan, Registered
+from l2r.training.claim import meaning
+from l2r.training.recipes.load import AnyRecipe, parse_recipe
+
+
+@dataclass(frozen=True)
+class Places:
+    """results: where the files of the cells are kept. runs: where cells are trained."""
+
+    results: Path
+    runs: Path
+    keep_runs: bool = False
+
+    def result(self, cell: Cell) -> Path:
+        """File of a cell."""
+        return self.results / f"{cell.name}.json"
+
+
+def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[CellResult]:
+    """Results of the cells that have one. Raises ValueError for one of another recipe."""
+    found = []
+    for cell in cells:
+        path = places.result(cell)
+        if path.is_file():
+            result = read_result(path)
+            stored: AnyRecipe = parse_recipe(dict(result.recipe), source=str(path))
+            if meaning(stored) != meaning(cell.recipe):
+                raise ValueError(
+                    f"{path} holds a run of another recipe than plan {plan.name} says; choose "
+                    "other --results"
+                )
+            found.append(result)
+    return found
+
+
+def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
+    """Verdicts over the seeds for which both arms of a contrast have its metric.
+
+    None but *undecided* with fewer than the plan's least.
+    """
+    by_cell = {(result.arm, result.seed): result for result in results}
+    pairs = []
+    for contrast in plan.contrasts:
+        measured = {c for c, r in by_cell.items() if contrast.metric in r.trained}
+        seeds = sorted(
+            {seed for arm, seed in measured if arm == contrast.first}
+            & {seed for arm, seed in measured if arm == contrast.second}
+        )
+        sides = [
+            [getattr(by_cell[arm, seed], when)[contrast.metric] for seed in seeds]
+            for when in ("trained", "untrained")
+            for arm in (contrast.first, contrast.second)
+        ]
+        pairs.append(Pairs(*sides))
+    return judge(
+        plan.contrasts,
+        pairs,
+        alpha=plan.alpha,
+        margins=plan.margins,
+        least=plan.seeds.least,
+        first=plan.seeds_that_decide(),
+    )
+
+
+def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
+    """Plan, results and verdicts as plain values; registered only if the results are so too."""
+    section, state = plan.plan, plan.state
+    late = [r for r in results if r.plan["digest"] != plan.digest or r.plan["commit"] is None]
+    if plan.commit and late:
+        state = (
+            f"not registered: {len(late)} of {len(results)} results are older than the plan as it "
+            f"stands in {plan.commit}"
+        )
+    screens = {
+        name: ScreenDesign(
+            screen.factors_levels(),
+            screen.interactions,
+            dict(zip(screen.arms(name), screen.cells, strict=True)),
+        )
+        for name, screen in section.screens.items()
+    }
+    runs, judged = Counter(result.seed for result in results), judge_plan(section, results)
+    seeds = sum(count == len(section.all_arms()) for count in runs.values())
+    return Study(
+        name=plan.name,
+        title=section.title,
+        question=section.question,
+        state=state,
+        alpha=section.alpha,
+        margins=section.margins,
+        sd=section.sd,
+        least=section.seeds.least,
+        most=section.seeds.most,
+        first=section.seeds_that_decide(),
+        seeds=seeds,
+        open=seeds < section.seeds.most and not is_decided(section, judged),
+        arms=list(section.all_arms()),
+        screens=screens,
+        judged=judged,
+        results=results,
+    )
+
+
+def is_decided(plan: Plan, judged: Sequence[Judged]) -> bool:
+    """Whether the stopping rule adds no more seeds: every primary interval is narrow enough."""
+    primary = [j for j in judged if j.contrast.primary]
+    if plan.half_width is None:
+        return False
+    return all(j.difference.half < plan.half_width for j in primary)
+
+
+def seeds_that_fit(
+    plan: Plan, results: Sequence[CellResult], hours: float, processes: int, most: int
+) -> int:
+    """Seeds that all arms can have in the time, from the seconds of the cells measured so far.
+
+    What is done already costs nothing more. Raises ValueError without a timed cell.
+    """
+    here = describe_machine()["processor"]
+    timed = [r.facts for r in results if r.facts["processor"] == here and r.facts["seconds"]]
+    seconds = [float(facts["seconds"]) for facts in timed]
+    if not seconds:
+        raise ValueError("hours need the time of a cell, and none was measured on this machine")
+    left = hours * 3600 * processes * len(seconds) / sum(seconds)
+    done, arms = {(r.arm, r.seed) for r in results}, plan.all_arms()
+    fit = 0
+    for seed in range(plan.seeds.first, plan.seeds.first + most):
+        left -= sum((arm, seed) not in done for arm in arms)
+        if left < 0:
+            break
+        fit += 1
+    return fit

@@ -1,0 +1,141 @@
+"""Running a registered plan: cells shared among processes, results kept.
+
+Every process of a study walks the same list and takes what nobody has done or holds, so a killed
+one loses its cell alone, and a second command, here or on a shared disk, helps the first.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2r.machine import describe_machine
+from l2r.runs.atomic import hold, make_folder
+from l2r.runs.folder import RunFolder
+from l2r.runs.study import CellResult
+from l2r.studies.cells import Cell
+from l2r.studies.judging import Places
+from l2r.studies.measure import measure
+from l2r.studies.run import environment, run_cells
+from l2r.studies.study_plan import Registered
+from l2r.training.signals import stop_on_signals
+
+Report = Callable[[str], None]
+
+
+def run_share(
+    plan: Registered,
+    cells: Sequence[Cell],
+    places: Places,
+    *,
+    limit: int | None = None,
+    report: Report = lambda line: None,
+) -> tuple[int, int | None]:
+    """Train and measure cells that nobody has done or holds: failures, and the signal that came.
+
+    Ends after ``limit`` of them, and when the process that started this one is gone.
+    """
+    parent, failed, taken = os.getppid(), 0, 0
+    for number, cell in enumerate(cells, start=1):
+        path, run = places.result(cell), RunFolder(places.runs / cell.name)
+        with _claimed(places.runs / ".claims" / cell.name) as mine:
+            if not mine or path.is_file():
+                continue
+            if taken == limit or os.getppid() != parent:
+                break
+            taken += 1
+            start, resumed = time.perf_counter(), run.is_run()
+            (outcome,) = run_cells([cell], places.runs, show_progress=False)
+            if outcome.signal is not None:
+                return failed, outcome.signal
+            if outcome.error is not None:
+                report(f"failed: {cell.name}: {outcome.error}")
+                failed += 1
+                continue
+            trained, untrained = measure(run, cell.recipe, plan.plan.sample)
+            seconds = None if resumed else round(time.perf_counter() - start, 1)
+            counts = _counts(run, run.read_json(run.environment))
+            facts = {"seconds": seconds, **describe_machine(), **counts}
+            recipe = cell.recipe.model_dump(mode="json")
+            curve = _curve(run, cell.recipe.training.log_every)
+            CellResult(
+                cell.arm, cell.recipe.seed, trained, untrained, curve, recipe, plan.mark(), facts
+            ).save(path)
+            if not places.keep_runs:
+                shutil.rmtree(run.path)
+            report(
+                f"[{number}/{len(cells)}] {cell.name}: validation CE "
+                f"{trained['validation_ce']:.3f}, {time.perf_counter() - start:.0f} s"
+            )
+    return failed, None
+
+
+def run_processes(
+    command: Sequence[str], processes: int, threads: int
+) -> tuple[list[int], int | None]:
+    """Start a command several times over and wait: exit codes, and the signal that we got.
+
+    A signal is handed on, so that every run saves before it ends.
+    """
+    variables = environment(OMP_NUM_THREADS=str(threads))
+    with stop_on_signals() as stop:
+        # Not in our process group: Ctrl-C would reach them twice, and the second one kills.
+        started = [
+            subprocess.Popen(command, env=variables, stdout=sys.stderr, start_new_session=True)
+            for _ in range(processes)
+        ]
+        told = False
+        while any(process.poll() is None for process in started):
+            if stop.signal is not None and not told:
+                told = True
+                for process in started:
+                    process.send_signal(stop.signal)
+            time.sleep(0.2)
+        codes = [process.returncode for process in started]
+        return codes, None if stop.signal is None else int(stop.signal)
+
+
+def own_processes() -> tuple[int, int]:
+    """Processes and threads of each that use this machine best: one of one thread per core.
+
+    At the size of the demo two processes of one thread do more work than one of two threads
+    (docs/evidence-instrument.md). A GPU gets one process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (1, cores or 1) if torch.cuda.is_available() else (cores or 1, 1)
+
+
+def _curve(run: RunFolder, every: int) -> list[tuple[int, float]]:
+    """Mean training loss of every so many steps; a run that was stopped logged some in parts."""
+    curve, part = [], list[dict[str, Any]]()
+    records = run.read_metrics("train_mean")
+    for record in records:
+        part.append(record)
+        if record["step"] % every == 0 or record is records[-1]:
+            total = sum(r["ce"] * r["steps"] for r in part)
+            curve.append((record["step"], total / sum(r["steps"] for r in part)))
+            part = []
+    return curve
+
+
+def _counts(run: RunFolder, environment: dict[str, Any]) -> dict[str, Any]:
+    """Sizes and length of a run."""
+    last = run.read_metrics("train")[-1]
+    names = ("router", "parameters", "router_parameters", "data")
+    kept = {name: environment[name] for name in names if name in environment}
+    return {**kept, "steps": last["step"], "units": last.get("tokens", last.get("images"))}
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether this process holds the cell inside the block; a lock dies with its process."""
+    make_folder(path.parent.parent, path.parent.name)
+    with hold(path) as mine:
+        yield mine

@@ -1,0 +1,261 @@
+"""Plans of studies: which arms are compared, by what, over how many seeds, said before the runs.
+
+A plan is YAML, one of ``plans/`` or a file of one's own. One of ``plans/`` is registered when git
+has it as it stands (or it came with an installed package) and its results were made with the same
+text. A file of one's own is known by the digest of its text; git is not asked about it, because
+git runs programs that the configuration of a folder names.
+"""
+
+import hashlib
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from l2r import __version__
+from l2r.routers.config import nearest
+from l2r.runs.folder import SEED_MARK
+from l2r.runs.reading import read_yaml
+from l2r.runs.study import MEASURES, OF_IMAGES
+from l2r.stats.contrasts import Contrast
+from l2r.stats.effects import design
+from l2r.studies.cells import Cell, as_word
+from l2r.training.recipes.load import AnyRecipe, first_problem, load_recipe
+from l2r.training.recipes.schema import CorpusVersion, LanguageRecipe, Section
+
+_FOLDER = Path(__file__).parent / "plans"
+_CHECKOUT = _FOLDER.parents[3]  # of this package, where it is one: src/l2r/studies/plans
+# All held-out tokens, once, at the end; every step is in some point of the curve.
+_ALWAYS = (
+    "evaluation.every=0",
+    "evaluation.max_batches=1000000",
+    "checkpoint.every=0",
+    "training.log_every=10",
+)
+Changes = list[str]
+
+
+class Seeds(Section):
+    """From ``first`` on: at least ``least``, then one more at a time up to ``most``."""
+
+    first: Annotated[int, Field(ge=0)] = 0
+    least: Annotated[int, Field(ge=2)] = 3
+    most: PositiveInt = 3
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.least > self.most:
+            raise ValueError(f"least must be <= most; got {self.least} and {self.most}")
+        return self
+
+
+class Screen(Section):
+    """Arms that differ in several factors at once.
+
+    factors: name -> level -> change of the recipe; the first level is compared with. cells: one
+    level of every factor. interactions: pairs of factors.
+    """
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # levels such as 0.02
+
+    changes: Changes = Field([])
+    factors: dict[str, dict[str, str]]
+    interactions: list[tuple[str, str]] = Field([])
+    cells: list[list[str]]
+
+    @model_validator(mode="after")
+    def _cells_fit(self) -> Self:
+        for cell in self.cells:
+            wrong = [
+                v for v, names in zip(cell, self.factors.values(), strict=False) if v not in names
+            ]
+            if wrong or len(cell) != len(self.factors):
+                raise ValueError(
+                    f"cells must give a level of {', '.join(self.factors)}; got {cell}"
+                )
+            if self.cells.count(cell) > 1:
+                raise ValueError(f"cells must differ; got {cell} twice")
+        for factor in (f for pair in self.interactions for f in pair if f not in self.factors):
+            raise ValueError(
+                f"interactions: unknown factor {factor}{nearest(factor, self.factors)}"
+            )
+        names, columns = design(self.factors_levels(), self.interactions, self.cells)
+        mean = np.ones((len(self.cells), 1))
+        if np.linalg.matrix_rank(np.hstack([columns, mean])) <= len(names):
+            raise ValueError(f"{len(self.cells)} cells do not tell {len(names)} effects apart")
+        return self
+
+    def factors_levels(self) -> dict[str, list[str]]:
+        """Levels of every factor, in order."""
+        return {name: list(levels) for name, levels in self.factors.items()}
+
+    def arms(self, name: str) -> dict[str, Changes]:
+        """Arms by name, such as ``l2r gamma=4,z=none``."""
+        found = {}
+        for cell in self.cells:
+            words = ",".join(f"{f}={v}" for f, v in zip(self.factors, cell, strict=True))
+            changes = [self.factors[f][v] for f, v in zip(self.factors, cell, strict=True)]
+            found[f"{name} {words}"] = [*self.changes, *(c for c in changes if c)]
+        return found
+
+
+class Plan(Section):
+    """What a plan's file says.
+
+    recipe, changes: what all arms share. tokens: budget of a run, None for the recipe's own.
+    arms: name -> changes. margins: metric -> difference too small to matter; every primary
+    contrast's metric has one. half_width: seeds are added until every primary interval, from the
+    deviation of the least seeds, is this narrow, or to the most. sd: expected deviation of the
+    paired differences of the primary contrasts, from which the page says what the study can find.
+    sample: held-out tokens or images for routing gain and routing metrics; losses are over all.
+    corpus_version: of the text of recipes that do not give one; a plan that does not either has
+    the first, whatever version of the package runs it.
+    """
+
+    title: str
+    question: str
+    recipe: str
+    changes: Changes = Field([])
+    tokens: PositiveInt | None = None
+    seeds: Seeds = Seeds()
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    margins: dict[str, PositiveFloat] = Field({})
+    half_width: PositiveFloat | None = None
+    sd: PositiveFloat | None = None
+    sample: PositiveInt = 65_536
+    corpus_version: CorpusVersion = 1
+    arms: dict[str, Changes] = Field({})
+    screens: dict[str, Screen] = Field({})
+    contrasts: list[Contrast] = Field([])
+
+    @model_validator(mode="after")
+    def _contrasts_fit(self) -> Self:
+        arms = self.all_arms()
+        if not arms:
+            raise ValueError("arms: give at least 1, or a screen")
+        for contrast in self.contrasts:
+            for arm in (contrast.first, contrast.second):
+                if arm not in arms:
+                    raise ValueError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
+            if contrast.metric not in (measures := (*MEASURES, *OF_IMAGES)):
+                hint = nearest(contrast.metric, measures)
+                raise ValueError(
+                    f"contrasts: unknown metric {contrast.metric!r}{hint}; measured are "
+                    f"{', '.join(measures)}"
+                )
+            if contrast.primary and contrast.metric not in self.margins:
+                raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")
+        if self.half_width is not None and not any(c.primary for c in self.contrasts):
+            raise ValueError("half_width: needs a primary contrast, whose interval it bounds")
+        return self
+
+    def all_arms(self) -> dict[str, Changes]:
+        """Arms by name, those of the screens too."""
+        found = dict(self.arms)
+        for name, screen in self.screens.items():
+            found |= screen.arms(name)
+        return found
+
+    def seeds_that_decide(self) -> int | None:
+        """Seeds from whose deviation the number of all follows, where the plan adds seeds."""
+        adds = self.half_width is not None and self.seeds.least < self.seeds.most
+        return self.seeds.least if adds else None
+
+    def cells(self, seeds: int) -> list[Cell]:
+        """All arms with the first seed, then with the next. Raises ValueError for a bad recipe."""
+        length = [] if self.tokens is None else [f"training.tokens={self.tokens}"]
+        shared = [*_ALWAYS, *self.changes, *length]
+        recipes = {n: load_recipe(self.recipe, [*shared, *c]) for n, c in self.all_arms().items()}
+        return [
+            Cell(
+                arm,
+                f"{as_word(arm)}{SEED_MARK}{seed}",
+                self._with_corpus(recipe).model_copy(update={"seed": seed}),
+                {},
+            )
+            for seed in range(self.seeds.first, self.seeds.first + seeds)
+            for arm, recipe in recipes.items()
+        ]
+
+    def _with_corpus(self, recipe: AnyRecipe) -> AnyRecipe:
+        if not isinstance(recipe, LanguageRecipe) or recipe.data.tokens:
+            return recipe
+        if "corpus_version" in recipe.data.model_fields_set:
+            return recipe
+        data = recipe.data.model_copy(update={"corpus_version": self.corpus_version})
+        return recipe.model_copy(update={"data": data})
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A plan, its name, and where its text stands.
+
+    digest: of the text. commit: that last changed a plan of the package, or the package's version;
+    None for a file of one's own and for one that was changed since. state: that in words.
+    """
+
+    plan: Plan
+    name: str
+    digest: str
+    commit: str | None
+    state: str
+
+    def mark(self) -> dict[str, Any]:
+        """What a result keeps of it."""
+        return {"name": self.name, "digest": self.digest, "commit": self.commit}
+
+
+def plan_names() -> list[str]:
+    """Plans of the package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def read_plan(name: str) -> Registered:
+    """A plan by its packaged name or its path. Raises ValueError, in one line, for a bad one."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
+        raise ValueError(f"unknown plan {name!r}{known}")
+    text, values = path.read_bytes(), read_yaml(path)
+    try:
+        plan = Plan.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    if path.resolve().parent == _FOLDER.resolve():
+        return Registered(plan, path.stem, digest, *_registration(path.name))
+    state = f"not registered: no plan of the package; the digest of its text is {digest}"
+    return Registered(plan, path.stem, digest, None, state)
+
+
+def _registration(name: str) -> tuple[str | None, str]:
+    """Commit or version of a file in ``plans/``, and the state in words."""
+    wanted = ("--follow", "--diff-filter=AM", "--format=%H %cs")  # a move changes no plan
+    known = _git("log", "-1", *wanted, "--", name)
+    changed = _git("status", "--porcelain", "--", name)
+    if known:
+        commit, _, date = known.partition(" ")
+        if changed:
+            return None, f"not registered: the file was changed after commit {commit} of {date}"
+        return commit, f"registered in commit {commit} of {date}"
+    if changed:
+        return None, "not registered: no git commit has the file"
+    return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
+
+
+def _git(*args: str) -> str | None:
+    """Output of a git command in the package's own checkout; None where it is none.
+
+    An installed package may lie in anybody's repository, whose configuration is not ours.
+    """
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout.strip()

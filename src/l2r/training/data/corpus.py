@@ -1,0 +1,146 @@
+"""The embedded corpus: text to a small BPE tokenizer and memory-mapped tokens, cached.
+
+A folder per corpus: ``tokenizer/`` (Hugging Face format), ``train/`` and ``validation/`` (token
+files of l2r.training.data.tokens). The same sources and options give the same bytes.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from l2r.runs.cache import cache_folder
+from l2r.training.data.held_out import NEWEST, split_files
+from l2r.training.data.new_tokenizer import write_new_tokenizer
+from l2r.training.data.sources import (
+    Files,
+    embedded_sources,
+    embedded_versions,
+    folder_files,
+    folder_sources,
+    package_version,
+)
+from l2r.training.data.tokens import write_token_files
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """folder: a user's text folder, None for the embedded text.
+
+    vocab_size: of the byte-level BPE. characters_per_domain: domains are cut to this many
+    characters, so that the mixture is even. version: of the rules by which text is chosen and held
+    out (held_out.py, sources.py); part of the cache key, raised when they change.
+    """
+
+    folder: str | None = None
+    vocab_size: int = 4096
+    characters_per_domain: int = 4_000_000
+    version: int = NEWEST
+
+    def described(self) -> dict[str, Any]:
+        """Options as the corpus keeps them; version 1 had no such field."""
+        fields = asdict(self)
+        return {n: v for n, v in fields.items() if n != "version"} if self.version == 1 else fields
+
+    def sources(self) -> dict[str, Callable[[], Files]]:
+        """Domain name to a function that yields its files."""
+        if self.folder is None:
+            return embedded_sources(self.version)
+        return folder_sources(Path(self.folder), self.version)
+
+
+class Corpus(NamedTuple):
+    """Folders of a built corpus: a tokenizer in Hugging Face format, and the token files.
+
+    train: for training. validation: of the held-out files.
+    """
+
+    tokenizer: Path
+    train: Path
+    validation: Path
+
+
+def build_corpus(
+    options: CorpusOptions,
+    *,
+    cache: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Corpus:
+    """Build the corpus or find it in the cache (``L2R_CACHE``, else ``~/.cache/l2r``).
+
+    Built in a temporary folder and renamed, so a killed build leaves nothing behind that could
+    be mistaken for a corpus; of two builds at the same time the first stays.
+
+    Raises ValueError for an empty or missing text folder.
+    """
+    cache = cache or cache_folder()
+    target = cache / f"corpus-{_fingerprint(options)}"
+    if not (target / "corpus.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
+            folder = Path(temporary) / "corpus"
+            _build(folder, options, report)
+            try:
+                folder.rename(target)
+            except OSError:  # refused where a folder with files is: another process's, or ruins
+                if not (target / "corpus.json").is_file():
+                    shutil.rmtree(target)
+                    folder.rename(target)
+    return Corpus(target / "tokenizer", target / "train", target / "validation")
+
+
+def split_corpus(
+    options: CorpusOptions, report: Callable[[str], None] = lambda line: None
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Training and held-out texts of every domain.
+
+    Raises ValueError for an empty or missing text folder, and a domain that cannot be split.
+    """
+    train: dict[str, list[str]] = {}
+    validation: dict[str, list[str]] = {}
+    cut = options.characters_per_domain
+    for domain, files in options.sources().items():
+        report(f"reading {domain}")
+        parts = split_files(files(), cut, domain=domain, version=options.version)
+        train[domain], validation[domain] = ([text for _, text in part] for part in parts)
+    return train, validation
+
+
+def _build(folder: Path, options: CorpusOptions, report: Callable[[str], None]) -> None:
+    splits = dict(zip(("train", "validation"), split_corpus(options, report), strict=True))
+    report(f"training a tokenizer of {options.vocab_size} tokens")
+    texts = (text for domain in splits["train"].values() for text in domain)
+    tokenizer, identity = write_new_tokenizer(folder / "tokenizer", texts, options.vocab_size)
+    for split, domains in splits.items():
+        report(f"tokenizing {split}")
+        encoded = {
+            domain: (encoding.ids for encoding in tokenizer.encode_batch_fast(texts))
+            for domain, texts in domains.items()
+        }
+        write_token_files(folder / split, encoded, tokenizer=identity, source=options.described())
+    (folder / "corpus.json").write_text(json.dumps(options.described(), indent=2) + "\n")
+
+
+def _fingerprint(options: CorpusOptions) -> str:
+    """Changes with the options, with names and sizes of a user's files, and with the packages.
+
+    The embedded text is the packages' own, and the same text can give another vocabulary under
+    another tokenizers.
+    """
+    domains, tokenizers = sorted(options.sources()), package_version("tokenizers")
+    parts: list[Any] = [options.version, options.described(), domains, tokenizers]
+    if options.folder is None:
+        parts.append(embedded_versions())
+    else:
+        folder = Path(options.folder)
+        parts.append(
+            [
+                (str(p), p.stat().st_size, p.stat().st_mtime_ns)
+                for p in folder_files(folder, options.version)
+            ]
+        )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

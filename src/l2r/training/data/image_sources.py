@@ -1,0 +1,188 @@
+"""Where images come from: arrays (digits, idx files) and folders of image files.
+
+``open_images`` gives the training and the validation part of one source.
+"""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image
+
+from l2r.training.data.shuffling import epoch_order
+
+# Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+# What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+_HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
+_IDX_BYTE = 0x08
+_IDX_MOST = 1 << 32  # bytes, all of them in memory: 90 times Fashion-MNIST
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Labeled images that are opened one by one.
+
+    items: the file of each image, or its bytes, [H, W] gray or [H, W, 3] color.
+    """
+
+    items: Sequence[str | UInt8[np.ndarray, "H W *C"]] | UInt8[np.ndarray, "n H W *C"]
+    labels: Int[np.ndarray, " n"]
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.items) != len(self.labels):
+            raise ValueError(f"got {len(self.items)} images and {len(self.labels)} labels")
+
+    def open(self, index: int) -> Image.Image:
+        """Image as stored; raises OSError or ValueError when it cannot be read."""
+        item = self.items[index]
+        return Image.open(item) if isinstance(item, str) else Image.fromarray(item)
+
+    def name(self, index: int) -> str:
+        """What to call the image in a message."""
+        item = self.items[index]
+        return item if isinstance(item, str) else f"image {index}"
+
+    def subset(self, indices: Int[np.ndarray, " m"]) -> "ImageSource":
+        """Some of the images, in the order of ``indices``."""
+        return ImageSource([self.items[i] for i in indices], self.labels[indices], self.classes)
+
+
+def open_images(source: str) -> tuple[ImageSource, ImageSource]:
+    """Training and validation images.
+
+    ``source``: "digits" (scikit-learn's 1797 digits), "fashion-mnist" (idx files where Debian
+    puts them), or a folder: with idx files (train-* and t10k-*, gzipped or not), with train/ and
+    val/ in ImageFolder layout, or with one sub-folder per class. Without a validation part, a
+    fifth of each class is held out, always the same images.
+
+    Raises ValueError when there is no such source or it is not in one of these layouts.
+    """
+    if source == "digits":
+        return hold_out(_digits())
+    if source == "fashion-mnist":
+        if not FASHION_MNIST_FOLDER.is_dir():
+            raise ValueError(
+                f"Fashion-MNIST is not in {FASHION_MNIST_FOLDER}; give the folder of its idx files "
+                "instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
+            )
+        return _idx_pair(FASHION_MNIST_FOLDER)
+    root = Path(source).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
+    if any(root.glob("*-ubyte*")):
+        return _idx_pair(root)
+    if not (root / "train").is_dir():
+        return hold_out(folder_images(root))
+    train = folder_images(root / "train")
+    for name in ("val", "validation", "test"):
+        if (root / name).is_dir():
+            return train, folder_images(root / name, train.classes)
+    return hold_out(train)
+
+
+def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSource:
+    """Files below one folder per class, the ImageFolder and ImageNet layout.
+
+    classes: names that get labels 0, 1, ..., e.g. those of the training part; by default the
+    sub-folders in order of their names. Raises ValueError for a missing folder, one without
+    images, or a class that is not in ``classes``.
+    """
+    if not root.is_dir():
+        raise ValueError(f"image folder must exist; got {root}")
+    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    classes = tuple(folders if classes is None else classes)
+    paths: list[str] = []
+    labels: list[int] = []
+    for name in folders:
+        if name not in classes:
+            raise ValueError(f"{root} has the class {name!r}, which the training part has not")
+        files = sorted(_image_files(root / name))
+        paths += files
+        labels += [classes.index(name)] * len(files)
+    if not paths:
+        suffixes = " ".join(sorted(IMAGE_SUFFIXES))
+        raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
+    return ImageSource(paths, np.array(labels, dtype=np.int64), classes)
+
+
+def hold_out(source: ImageSource) -> tuple[ImageSource, ImageSource]:
+    """Training part and a fifth of each class for validation, the same on every machine."""
+    order = epoch_order(len(source.labels), 0, 0)
+    held = np.zeros(len(source.labels), dtype=bool)
+    for label in range(len(source.classes)):
+        members = order[source.labels[order] == label]
+        held[members[: round(len(members) * _HELD_OUT)]] = True
+    if not held.any():
+        raise ValueError("too few images to hold some out; give a folder with train/ and val/")
+    return source.subset(np.flatnonzero(~held)), source.subset(np.flatnonzero(held))
+
+
+def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+    """Array of an idx file of bytes, gzipped or not. Raises ValueError for anything else."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            head = stream.read(4)
+            dimensions = head[3] if len(head) > 3 else 0
+            sizes = stream.read(4 * dimensions)
+            if head[:3] != bytes([0, 0, _IDX_BYTE]) or len(sizes) < 4 * dimensions:
+                raise ValueError(f"{path} is not an idx file of bytes")
+            shape = struct.unpack(f">{dimensions}I", sizes)
+            count = math.prod(shape)
+            if count > _IDX_MOST:
+                raise ValueError(
+                    f"{path} must hold at most {_IDX_MOST} bytes; it says {count} bytes"
+                )
+            values = np.frombuffer(stream.read(count + 1), dtype=np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if values.size != count:
+        got = "more" if values.size > count else values.size
+        raise ValueError(f"{path} must hold {count} bytes of data; got {got}")
+    return values.reshape(shape)
+
+
+def _digits() -> ImageSource:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
+    return ImageSource(pixels, data.target, tuple(str(name) for name in data.target_names))
+
+
+def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
+    parts = []
+    for part in ("train", "t10k"):
+        pixels = read_idx(_only(root, f"{part}-images*-ubyte*"))
+        labels = read_idx(_only(root, f"{part}-labels*-ubyte*")).astype(np.int64)
+        parts.append((pixels, labels))
+    classes = tuple(map(str, range(max(int(labels.max()) for _, labels in parts) + 1)))
+    train, validation = (ImageSource(*part, classes) for part in parts)
+    return train, validation
+
+
+def _only(root: Path, pattern: str) -> Path:
+    paths = sorted(root.glob(pattern))
+    if not paths:
+        raise ValueError(f"{root} must hold a file like {pattern}")
+    return paths[0]
+
+
+def _image_files(folder: Path) -> list[str]:
+    # os.walk and strings: a Path for each of a million files would take minutes.
+    return [
+        f"{parent}/{name}"
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
+    ]

@@ -1,0 +1,260 @@
+"""Shards to token files, in parallel, resumable after a kill.
+
+One shard is one task: a worker process streams it, tokenizes small batches and writes one token
+file per part (training, held out), which gets its name only when it is whole. A receipt in
+``receipts/`` then records it, and a later run skips the shard. Nothing else is kept, so the bytes
+depend neither on kills nor on the number of workers.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from l2r.runs.atomic import make_folder, remove_unfinished, write_json
+from l2r.runs.reading import parse_json, read_bytes
+from l2r.training.data.manifest import Manifest, TokenFile, TokenizerIdentity, typed, write_manifest
+from l2r.training.data.mixture import ShardPlan, name_shards
+from l2r.training.data.shards import BadShardError, shard_bytes
+from l2r.training.data.split import EVERYTHING, TOKENIZER, Split
+from l2r.training.data.tokenizer import load_tokenizer, save_tokenizer
+from l2r.training.data.tokens import check_file
+from l2r.training.data.workers import ShardTask, tokenize_shards
+
+RECEIPTS = "receipts"
+OnBadShard = Literal["refuse", "skip"]
+Parts = dict[str, TokenFile]  # the token file of every part of one shard
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Totals so far, earlier runs included: compressed bytes read, tokens, shards."""
+
+    bytes_read: int
+    bytes_total: int
+    tokens: int
+    shards: int
+    shards_total: int
+
+
+def shard_tasks(
+    listing: Mapping[str, Sequence[str]], prefix: str, *, plan: ShardPlan | None = None
+) -> list[ShardTask]:
+    """Tasks for the shards of a listing: those of the plan, or all of them.
+
+    prefix: what turns a listed path into a path or URL, e.g. a folder and a slash.
+
+    A plan with file names takes those files; one without takes positions in the sorted listing,
+    which must then be complete. Raises ValueError when the listing lacks a planned shard.
+    """
+    if plan is None:
+        chosen = [
+            (domain, index, file)
+            for domain, files in listing.items()
+            for index, file in enumerate(files)
+        ]
+    else:
+        if any(shard.file is None for domain in plan.domains for shard in domain.shards):
+            plan = name_shards(plan, listing)
+        # A local copy may leave the leading data/ out.
+        there = {path.removeprefix("data/"): path for paths in listing.values() for path in paths}
+        chosen = []
+        for domain, shard in ((d.name, s) for d in plan.domains for s in d.shards):
+            file = there.get(str(shard.file).removeprefix("data/"))
+            if file is None:
+                raise ValueError(f"the source lacks {shard.file}, which the plan names")
+            chosen.append((domain, shard.index, file))
+    return [
+        ShardTask(f"{domain}-{index:05d}", domain, file, prefix + file)
+        for domain, index, file in chosen
+    ]
+
+
+def prepare(
+    tasks: Sequence[ShardTask],
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    split: Split = EVERYTHING,
+    workers: int = 1,
+    on_bad_shard: OnBadShard = "refuse",
+    source: Mapping[str, Any] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, Manifest]:
+    """Tokenize shards, write a manifest per part and the tokenizer; call again after a kill.
+
+    ``out`` gets ``train/``, ``validation/`` and ``tokenizer/``; without a hold-out the training
+    tokens lie in ``out`` itself. Returns the manifest of every part.
+
+    tokenizer: see :func:`l2r.training.data.tokenizer.load_tokenizer`; None is OLMoE's.
+    on_bad_shard: ``refuse`` stops at the first shard that is truncated or corrupt, ``skip``
+        leaves it out and names it in the manifests.
+    source: written into the manifests, with the split and the skipped shards.
+
+    Raises ValueError for bad options, for a folder that holds tokens of another tokenizer or of
+    another split, for a part that got no document, and BadShardError (a ValueError) for a bad
+    shard.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be >= 1; got {workers}")
+    if on_bad_shard not in get_args(OnBadShard):
+        raise ValueError(f"on_bad_shard must be refuse or skip; got {on_bad_shard!r}")
+    _, identity = load_tokenizer(tokenizer)
+    folders = split.folders(out)
+    for folder in folders.values():
+        make_folder(out, *folder.relative_to(out).parts, RECEIPTS)
+        remove_unfinished(folder)
+        remove_unfinished(folder / RECEIPTS)
+    make_folder(out, TOKENIZER)
+    receipts = _Receipts(folders, identity, split)
+    done = receipts.read(tasks)
+    save_tokenizer(out / TOKENIZER, tokenizer)
+    counter = _Counter(tasks, done, on_progress)
+    skipped: dict[str, str] = {}
+    left = [task for task in tasks if task.name not in done]
+    results = tokenize_shards(
+        left, out, tokenizer=tokenizer, split=split, workers=workers, on_progress=counter.running
+    )
+    with contextlib.closing(results):  # stops the workers when a shard is refused
+        for task, result in results:
+            if isinstance(result, BadShardError):
+                if on_bad_shard == "refuse":
+                    raise result
+                skipped[task.file] = str(result)
+                counter.finished(task.name, 0)
+            else:
+                receipts.write(task, result)
+                done[task.name] = result
+                counter.finished(task.name, _tokens(result))
+    if not done:
+        raise ValueError("no shard could be read; every one of them was skipped")
+    ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
+    finished = [done[task.name] for task in tasks if task.name in done]
+    return _write_manifests(folders, finished, identity, split, source or {}, ordered)
+
+
+def _write_manifests(
+    folders: Mapping[str, Path],
+    finished: Sequence[Parts],
+    identity: TokenizerIdentity,
+    split: Split,
+    source: Mapping[str, Any],
+    skipped: Mapping[str, str],
+) -> dict[str, Manifest]:
+    manifests = {}
+    for part in folders:
+        described = {} if split == EVERYTHING else {"split": {"part": part, **asdict(split)}}
+        origin = {**source, **described, "skipped": skipped}
+        manifests[part] = Manifest(identity, tuple(parts[part] for parts in finished), origin)
+        if manifests[part].tokens == 0:
+            raise ValueError(
+                f"no document went to {part}; raise share={split.share} or "
+                f"hold_out={split.hold_out}"
+            )
+    for part, manifest in manifests.items():
+        write_manifest(folders[part], manifest)
+    return manifests
+
+
+class _Counter:
+    """Adds up what finished shards hold and what running ones report."""
+
+    def __init__(
+        self,
+        tasks: Sequence[ShardTask],
+        done: Mapping[str, Parts],
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._sizes = {task.name: shard_bytes(task.url) for task in tasks}
+        # Per shard: bytes read, tokens written.
+        self._seen = {name: (self._sizes[name], _tokens(parts)) for name, parts in done.items()}
+        self._closed = len(done)
+        self._report = report
+        self._publish()
+
+    def running(self, name: str, bytes_read: int, tokens: int) -> None:
+        self._seen[name] = (min(bytes_read, self._sizes[name]), tokens)
+        self._publish()
+
+    def finished(self, name: str, tokens: int) -> None:
+        self._closed += 1
+        self.running(name, self._sizes[name], tokens)
+
+    def _publish(self) -> None:
+        self._report(
+            Progress(
+                bytes_read=sum(size for size, _ in self._seen.values()),
+                bytes_total=sum(self._sizes.values()),
+                tokens=sum(tokens for _, tokens in self._seen.values()),
+                shards=self._closed,
+                shards_total=len(self._sizes),
+            )
+        )
+
+
+def _tokens(parts: Parts) -> int:
+    return sum(file.tokens for file in parts.values())
+
+
+@dataclass(frozen=True)
+class _Receipts:
+    """What earlier runs finished: a small file per shard and part, beside the tokens."""
+
+    folders: Mapping[str, Path]
+    identity: TokenizerIdentity
+    split: Split
+
+    def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
+        """Shards of which every part is there. Raises ValueError when one does not fit this run."""
+        done = {}
+        for task in tasks:
+            parts = {part: self._read(folder, task) for part, folder in self.folders.items()}
+            whole = {part: file for part, file in parts.items() if file is not None}
+            if len(whole) == len(parts):
+                done[task.name] = whole
+        return done
+
+    def write(self, task: ShardTask, parts: Parts) -> None:
+        """Record a finished shard."""
+        for part, entry in parts.items():
+            size = shard_bytes(task.url)
+            values = {"shard": task.file, "tokenizer": asdict(self.identity), "bytes": size}
+            if self.split != EVERYTHING:
+                values["split"] = asdict(self.split)
+            path = _receipt(self.folders[part], task)
+            write_json(path, {**values, "entry": asdict(entry)})
+
+    def _read(self, folder: Path, task: ShardTask) -> TokenFile | None:
+        path = _receipt(folder, task)
+        if not path.is_file():
+            return None
+        try:
+            values = parse_json(read_bytes(path))
+            tokenizer = typed(TokenizerIdentity, values["tokenizer"])
+            split = Split(**values.get("split", {}))
+            shard, entry = str(values["shard"]), typed(TokenFile, values["entry"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no receipt of a shard: {error}; remove it") from error
+        if tokenizer != self.identity or shard != task.file:
+            raise ValueError(
+                f"{folder} holds tokens of {shard} by tokenizer {tokenizer.name!r}; "
+                f"write {task.file} by {self.identity.name!r} to another folder"
+            )
+        if values.get("bytes") not in (None, shard_bytes(task.url)):  # 0.2.0 wrote none
+            raise ValueError(
+                f"{task.file} has changed since its tokens were written to {folder}; write them "
+                f"to another folder"
+            )
+        if split != self.split:
+            raise ValueError(
+                f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
+                f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
+                f"write to another folder"
+            )
+        check_file(folder, entry, tokenizer, verify=False)
+        return entry
+
+
+def _receipt(folder: Path, task: ShardTask) -> Path:
+    return folder / RECEIPTS / f"{task.name}.json"

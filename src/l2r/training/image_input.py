@@ -1,0 +1,75 @@
+"""Images for a checkpoint: those of its own run, or of a folder, as batches."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.runs.folder import RunFolder
+from l2r.training.data.image_sources import open_images
+from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices, standardize
+from l2r.training.recipes.load import load_recipe
+from l2r.training.recipes.vision import ImageSection, VisionRecipe
+
+_SHOWN_CLASSES = 20  # classes with a row of their own in figures; the rest share one
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """Validation images as a checkpoint wants to see them, with the class as the domain."""
+
+    dataset: ImageDataset
+    section: ImageSection
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the classes; all after the first nineteen share one where there are many."""
+        names = self.dataset.classes
+        if len(names) <= _SHOWN_CLASSES:
+            return names
+        return (*names[: _SHOWN_CLASSES - 1], "other")
+
+    def batches(self, count: int, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Batches of ``pixel_values`` [B, C, H, W], ``domain`` and ``targets`` [B], of ``count``
+        images."""
+        chosen = sample_indices(self.dataset, count)
+        for start in range(0, len(chosen), size):
+            batch = self.dataset.rows(chosen[start : start + size])
+            labels = batch.labels.to(device)
+            pixels = self.standard(batch.pixels.to(device))
+            domain = labels.clamp_max(len(self.domains) - 1)
+            yield {"pixel_values": pixels, "domain": domain, "targets": labels}
+
+    def standard(self, pixels: Tensor) -> Tensor:
+        """Bytes as the model wants them."""
+        return standardize(pixels / 255, *self.section.standard)
+
+
+def open_image_input(checkpoint: str | Path, config: Any, source: str | None) -> ImageInput:
+    """Validation images for the model with ``config``: ``source``, or those of its run.
+
+    A checkpoint that is no run of ours is taken to want ImageNet's mean and deviation, or 0.5
+    for gray images. Raises ValueError without images.
+    """
+    run = RunFolder(checkpoint)
+    if run.is_run():
+        recipe = load_recipe(str(run.recipe))
+        if not isinstance(recipe, VisionRecipe):
+            raise ValueError(f"{checkpoint} is a run of a language model; it takes no images")
+        section = recipe.data
+    elif source is None:
+        raise ValueError(f"{checkpoint} is no run folder, so --data must name images")
+    elif config.num_channels == 1:
+        section = ImageSection(mean=(0.5,), deviation=(0.5,))
+    else:
+        section = ImageSection(mean=(0.485, 0.456, 0.406), deviation=(0.229, 0.224, 0.225))
+    dataset = ImageDataset(
+        open_images(source or section.images)[1],
+        size=config.image_size,
+        channels=config.num_channels,
+        crop=CenterCrop(share=section.center),
+    )
+    return ImageInput(dataset, section)

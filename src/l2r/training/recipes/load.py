@@ -1,0 +1,136 @@
+"""Read a recipe: a packaged name or a YAML path, its base, then ``key.sub=value`` changes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import ValidationError
+
+from l2r.routers.config import nearest
+from l2r.runs.reading import read_yaml
+from l2r.training.recipes.changes import merge, read_change, set_field
+from l2r.training.recipes.packaged import packaged_recipes, settings
+from l2r.training.recipes.schema import LanguageRecipe
+from l2r.training.recipes.vision import VisionRecipe
+
+AnyRecipe = LanguageRecipe | VisionRecipe
+_KINDS: dict[Any, type[AnyRecipe]] = {"language": LanguageRecipe, "vision": VisionRecipe}
+_MAX_BASES = 5
+
+
+def recipe_names() -> list[str]:
+    """Packaged recipes, e.g. ``demo/l2r-sips``."""
+    return list(packaged_recipes())
+
+
+def recipes_in(folder: str) -> list[str]:
+    """Packaged recipes directly inside ``folder``. Raises ValueError when there are none."""
+    names = [name for name in recipe_names() if name.rpartition("/")[0] == folder]
+    if not names:
+        folders = sorted({name.rpartition("/")[0] for name in recipe_names()})
+        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(folders)}")
+    return names
+
+
+def recipe_header(name: str) -> str:
+    """What a packaged recipe is, its command, its hardware and what to expect, in lines.
+
+    Raises ValueError for an unknown recipe.
+    """
+    if name not in packaged_recipes():
+        raise _unknown(name)
+    return packaged_recipes()[name].header
+
+
+def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
+    """Recipe from a packaged name or a path, with ``key.sub=value`` changes applied in order.
+
+    Another ``router.kind`` keeps the options that it reads as well; other ``data.images`` than
+    built-in ones are read as they are; of steps, tokens and epochs the one given last holds.
+
+    Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
+    the nearest known name), a value out of its limits or a setting that nothing reads.
+    """
+    values, given = _read(name), dict(_values(name))
+    given.pop("base", None)
+    # Router and images first: what is given for them holds for the new ones, wherever it stands.
+    first = ("router.kind=", "data.images=")
+    for change in sorted(changes, key=lambda change: not change.startswith(first)):
+        field, value = read_change(change)
+        values, given = set_field(values, field, value), set_field(given, field, value)
+    recipe = parse_recipe(values, source=name)
+    try:
+        recipe.check_read(given)  # alone: what a base says may be for other recipes
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {error}") from error
+    return recipe
+
+
+def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:
+    """Check plain values against the schema; ``source`` names them in errors."""
+    task = values.get("task")
+    if not isinstance(task, str) or task not in _KINDS:
+        raise ValueError(f"recipe {source}: task must be {' or '.join(_KINDS)}; got {task!r}")
+    kind = _KINDS[task]
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"recipe {source}: {first_problem(error, kind)}") from error
+
+
+def dump_recipe(recipe: AnyRecipe) -> str:
+    """The whole recipe as YAML, every field written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _read(name: str, depth: int = 0) -> dict[str, Any]:
+    """Values of a packaged recipe or a file over those of the recipe its ``base`` names."""
+    values = dict(_values(name))
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if depth >= _MAX_BASES:
+        raise ValueError(f"recipe {name} has more than {_MAX_BASES} bases; is one its own base?")
+    return merge(_read(str(base), depth + 1), values)
+
+
+def _values(name: str) -> dict[str, Any]:
+    if name.endswith((".yaml", ".yml")):
+        return _file_values(Path(name))
+    if name in packaged_recipes():
+        return packaged_recipes()[name].values
+    values = settings(name)
+    if values is None:
+        raise _unknown(name)
+    return values
+
+
+def _file_values(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"recipe file {path} does not exist")
+    return read_yaml(path)
+
+
+def _unknown(name: str) -> ValueError:
+    hint = nearest(name, recipe_names())
+    return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
+
+
+def first_problem(error: ValidationError, kind: Any) -> str:
+    """The first problem of a pydantic error in one line, with the nearest name if one is wrong.
+
+    ``kind`` is the class that was read: a section, or a dataclass.
+    """
+    problem = error.errors()[0]
+    place = [str(part) for part in problem["loc"]]
+    where = ".".join(place)
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        section = kind
+        for part in place[:-1]:
+            parts = get_args(section)  # of list[X] or dict[str, X], whose X it is
+            section = parts[-1] if parts else get_type_hints(section)[part]
+        return f"unknown field {where}{nearest(place[-1], get_type_hints(section))}"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
+    return f"{where}: {message}{given}" if where else f"{message}{given}"

@@ -1,0 +1,237 @@
+"""Certificates: exact where they claim it, never broken by a search, and tight."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from l2r.analysis.certificates import rank2_cells as plane
+from l2r.analysis.certificates.anchor_bounds import Moments
+from l2r.analysis.certificates.attack import count_violations, decisions, exact, find_flip
+from l2r.analysis.certificates.certify import certified_share, certify
+from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, routing_map
+from l2r.routers.selection import Selection
+from tests.analysis.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
+
+EXACT = [name for name in FORMS if "anchor" in name or name.startswith(("linear", "xmoe"))]
+RANK_2 = ["dot", "cosine", "sips", "sips, no norm", "sips, batchnorm"]
+SEVERAL = [*RANK_2, "sips, rank 4", "dot, rank 4", "cosine, rank 4"]
+
+
+@pytest.fixture(autouse=True)
+def _coarse(monkeypatch, unchecked):
+    """Fewer cells: as sound, faster, less tight."""
+    monkeypatch.setattr(plane, "COARSE_CELLS", 500)
+    monkeypatch.setattr(plane, "ROUNDS", 20)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_gives_the_router_its_decisions(name):
+    router, x = exact(make(name)), inputs(200).double()
+    form = routing_map(router)
+    assert isinstance(form, LinearMap if name in EXACT else AnchorMap)
+    chosen = form.logits(x).topk(TOP_K, dim=-1).indices
+    assert torch.equal(chosen, router(x)[2])
+    if isinstance(form, AnchorMap) and "cosine" not in name:
+        torch.testing.assert_close(form.logits(x), router.logits(x))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_search_breaks_a_certificate_and_none_beats_it(name):
+    router, x = make(name), inputs(24)
+    radii = certify(router, x)
+    for top1, radius in ((True, radii.top1), (False, radii.topk)):
+        assert (radius > 0).all()
+        found = find_flip(router, x, top1=top1, starts=2, steps=4)
+        assert (radius <= found).all()
+        assert count_violations(router, x, radius, top1=top1, tries=5) == 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_one_anchor_per_expert_is_certified_exactly(name):
+    router, x = make(name), inputs(30)
+    radii = certify(router, x)
+    for top1, radius in ((True, radii.top1), (False, radii.topk)):
+        ratio = radius / find_flip(router, x, top1=top1, starts=4, steps=8)
+        assert ratio.max() <= 1
+        assert (ratio > 0.9999).double().mean() > 0.75  # a search can miss the nearest flip
+
+
+def test_linear_radius_equals_a_loop_over_pairs():
+    router, x = make("linear"), inputs(15)
+    weight = router.weight.detach().double().numpy()
+    for token, one, several in zip(x.double().numpy(), *_radii(router, x), strict=True):
+        logits = weight @ token
+        order = np.argsort(-logits)
+        for keep, got in ((1, one), (TOP_K, several)):
+            least = min(
+                (logits[i] - logits[j]) / np.linalg.norm(weight[i] - weight[j])
+                for i, j in itertools.product(order[:keep], order[keep:])
+            )
+            assert got == pytest.approx(least, rel=2e-6)
+
+
+@pytest.mark.parametrize("name", RANK_2)
+def test_rank_two_is_near_the_smallest_flip(name, monkeypatch):
+    monkeypatch.setattr(plane, "ROUNDS", 60)
+    router, x = make(name), inputs(30)
+    radii = certify(router, x)
+    for top1, radius in ((True, radii.top1), (False, radii.topk)):
+        ratio = radius / find_flip(router, x, top1=top1)
+        assert ratio.mean() > 0.9
+        assert ratio.median() > 0.99
+
+
+@pytest.mark.parametrize("name", ["sips, no norm", "cosine"])
+def test_rank_two_equals_a_scan_of_the_plane_when_the_input_is_the_plane(name, monkeypatch):
+    """With hidden size 2 the input itself is the plane: every direction can be tried."""
+    monkeypatch.setattr(plane, "ROUNDS", 60)
+    router, x = make(name, hidden=2), inputs(3, hidden=2)
+    wide, radius = exact(router), certify(router, x).top1
+    angles = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)[:-1]
+    directions = torch.stack([angles.cos(), angles.sin()], dim=1)
+    lengths = torch.linspace(0, 3, 301, dtype=torch.float64)[1:]
+    for token, certified in zip(x.double(), radius, strict=True):
+        points = token + lengths[:, None, None] * directions
+        first = wide(points.reshape(-1, 2))[2][:, 0].view(len(lengths), -1)
+        own = wide(token[None])[2][0, 0]
+        flipped = (first != own).any(dim=1)
+        scanned = lengths[flipped.int().argmax()] if flipped.any() else torch.tensor(3.0)
+        assert certified <= scanned
+        assert certified >= 0.95 * scanned - 0.01  # steps of the scan
+
+
+@pytest.mark.parametrize("name", ["sips", "sips, no norm", "dot"])
+def test_cells_cover_every_change_of_decision(name):
+    form = routing_map(make(name))
+    sizes = torch.linspace(0.2, 2, 9, dtype=torch.float64)
+    for keep in (1, 2):
+        changes = 0
+        cells = plane.boundary_cells(form, keep, sizes)
+        angles = torch.linspace(-math.pi, math.pi, 4001, dtype=torch.float64)
+        for size in sizes:
+            query = size * torch.stack([angles.cos(), angles.sin()], dim=1)
+            chosen = form.scores(query).logsumexp(-1).topk(keep).indices.sort().values
+            for step in (chosen[1:] != chosen[:-1]).any(dim=1).nonzero()[:, 0]:
+                inside = (cells.angle_low <= angles[step + 1]) & (cells.angle_high >= angles[step])
+                inside &= (cells.size_low <= size) & (cells.size_high >= size)
+                assert inside.any()
+                changes += 1
+        assert changes >= len(sizes)  # every circle around the origin meets several experts
+
+
+@pytest.mark.parametrize("name", ["linear", "sips", "sips, rank 4"])
+def test_the_tries_would_notice_a_radius_that_is_too_large(name):
+    router, x = make(name), inputs(40)
+    found = find_flip(router, x)
+    assert count_violations(router, x, 1.02 * found, tries=20, steps=10) > 10
+
+
+@settings(deadline=None, max_examples=5)
+@given(name=st.sampled_from(SEVERAL), seed=st.integers(0, 10**6), scale=st.sampled_from([0.1, 5.0]))
+def test_certificates_hold_for_any_parameters_and_inputs(name, seed, scale):
+    router, x = make(name, seed=seed), inputs(12, seed=seed, scale=scale)
+    radii = certify(router, x)
+    assert count_violations(router, x, radii.top1, tries=4, seed=seed) == 0
+    assert count_violations(router, x, radii.topk, top1=False, tries=4, seed=seed) == 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), length=st.sampled_from([1e-4, 0.1, 1.0, 20.0]))
+def test_logits_stay_between_their_tangent_and_its_bound(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    anchors = torch.randn(3, 5, 2, generator=generator, dtype=torch.float64)
+    w = torch.randn(30, 2, generator=generator, dtype=torch.float64)
+    moments = Moments.at(w, anchors)
+    step = length * nn.functional.normalize(torch.randn(30, 2, generator=generator).double(), dim=1)
+    moved = Moments.at(w + step, anchors).logits
+    tangent = moments.logits + torch.einsum("bnr,br->bn", moments.mean, step)
+    above = moments.above_tangent(torch.full((30,), length * (1 + 1e-12), dtype=torch.float64))
+    assert (moved >= tangent - 1e-12).all()
+    assert (moved <= tangent + above + 1e-12).all()
+
+
+def test_choosing_every_expert_can_never_change():
+    radii = certify(make("sips", experts=3, top_k=3), inputs(5))
+    assert torch.isinf(radii.topk).all()
+    assert torch.isfinite(radii.top1).all()
+
+
+def test_a_tie_has_no_radius():
+    router = make("linear")
+    with torch.no_grad():
+        router.weight.copy_(torch.zeros_like(router.weight))
+    radii = certify(router, inputs(4))
+    assert (radii.top1 == 0).all()
+    assert (radii.topk == 0).all()
+
+
+def test_radii_scale_with_the_input_where_the_order_is_linear():
+    for name in ("linear", "linear_sips", "sips, one anchor"):
+        router, x = make(name), inputs(10)
+        once, twice = certify(router, x), certify(router, 2 * x)
+        torch.testing.assert_close(twice.top1, 2 * once.top1)
+
+
+def test_batches_and_gradient_modes_do_not_matter(monkeypatch):
+    router, x = make("sips, rank 4").train(), inputs(30)
+    whole = certify(router, x)
+    assert router.training
+    monkeypatch.setattr("l2r.analysis.certificates.certify.PAIRS", 4 * EXPERTS**2)
+    parts = certify(router, x)
+    torch.testing.assert_close(parts.top1, whole.top1)
+    assert not parts.top1.requires_grad
+
+
+class _Biased(nn.Module):
+    """Chooses by logits plus a bias that the logits do not show, as DeepSeek-V3 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+    def forward(self, x):
+        logits = x @ self.weight.T
+        indices = (logits + torch.tensor([9.0] + [0.0] * (EXPERTS - 1))).topk(2).indices
+        return logits, logits.softmax(-1).gather(1, indices), indices
+
+
+def test_routers_that_choose_otherwise_are_refused():
+    with pytest.raises(ValueError, match="_Biased does not choose by its logits alone"):
+        certify(_Biased(), inputs(50))
+    with pytest.raises(ValueError, match="no routing map is known for Identity"):
+        certify(nn.Identity(), inputs(5))
+
+
+def test_a_selection_bias_is_refused_also_where_it_changes_no_choice_of_the_sample():
+    """A radius is about inputs that the sample does not hold."""
+    router, x = make("linear"), inputs(20)
+    router.register_buffer("offset", torch.zeros(EXPERTS))
+    router.selection = Selection(bias="offset")
+    unbiased = router(x).indices
+    certify(router, x)
+    router.offset[0] = 1e-9
+    assert torch.equal(router(x).indices, unbiased)
+    with pytest.raises(ValueError, match="LinearRouter chooses by its logits and a selection bias"):
+        certify(router, x)
+
+
+def test_certified_share_counts_tokens_that_cover_the_noise():
+    radii = torch.tensor([0.05, 0.2, 0.3, math.inf], dtype=torch.float64)
+    assert certified_share(radii, sigma=0.05, hidden=16) == 0.75
+
+
+def test_decisions_mark_the_first_expert_or_the_set():
+    router, x = make("linear"), inputs(3)
+    assert decisions(router, x, top1=True).sum(dim=1).tolist() == [1, 1, 1]
+    assert decisions(router, x, top1=False).sum(dim=1).tolist() == [TOP_K] * 3
+
+
+def _radii(router, x):
+    radii = certify(router, x)
+    return radii.top1.tolist(), radii.topk.tolist()

@@ -1,0 +1,57 @@
+"""When experts are dead or overloaded: 8 experts in 2 layers, of which each token chooses 2.
+
+A fair share is 1/4, the limit sqrt(1/4) = 1/2. An expert with a fair share is missed by T tokens
+with probability (3/4)^T, which times 16 experts is below 0.001 from T = 34 on.
+"""
+
+import pytest
+import torch
+
+from l2r.analysis.diagnostics.checks import check_model
+from l2r.hf.checkpoints.family_check import tiny_model
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.sites import router_sites
+
+
+def loads(pairs, *, different=60):
+    """The finding where token t chooses ``pairs[t % len(pairs)]``."""
+    model = tiny_model(FAMILIES["olmoe"])
+    ids = (torch.arange(240) % different + 3).view(4, 60)
+    chosen = torch.tensor(pairs).repeat(240 // len(pairs), 1)
+    for site in router_sites(model):
+        site.router.register_forward_hook(
+            lambda m, a, out: (out[0], out[1], chosen) if len(out[0]) == 240 else None
+        )
+    (found,) = (f for f in check_model(model, {"input_ids": ids}) if f.check == "loads")
+    return found
+
+
+FAIR = [(0, 1), (2, 3), (4, 5), (6, 7)]
+DEAD = [(0, 1), (2, 3), (4, 5), (6, 0)]
+FULL = [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (0, 1)]
+# Expert 0 in 6 of 10: above the limit, by less than chance allows with 60 tokens.
+NEARLY = [(0, n) for n in range(1, 7)] + [(7, 1), (2, 3), (4, 5), (6, 7)]
+SAME = [(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "status", "words"),
+    [
+        (FAIR, "ok", "at most 1.0 fair shares"),
+        (DEAD, "warning", "none of 60 different tokens reaches 2 experts in layers 0, 1"),
+        (FULL, "warning", "gets 100% of the tokens, where a fair share is 25% and the limit 50%"),
+        (NEARLY, "ok", "at most 2.4 fair shares"),
+        (SAME, "fault", "every token goes to the same 2 experts in layers 0, 1"),
+    ],
+    ids=["fair", "dead", "full", "nearly", "same"],
+)
+def test_the_verdict_follows_from_the_loads(pairs, status, words):
+    found = loads(pairs)
+    assert found.status == status and words in found.found, found
+
+
+def test_as_many_different_tokens_are_needed_as_chance_asks_for():
+    assert loads(DEAD, different=34).status == "warning"
+    few = loads(DEAD, different=33)
+    assert few.status == "skipped"
+    assert few.found == "33 different tokens are too few; 34 are needed"

@@ -1,0 +1,106 @@
+"""Models that look odd and are right: half precision, adapters, wrappers, frozen parts."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from l2r import L2RConfig
+from l2r.analysis.diagnostics.checks import check_model
+from l2r.hf.checkpoints.family_check import tiny_model
+from l2r.hf.swap import freeze_routers, train_routers_only
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.swap import replace_routers
+
+
+def statuses(model, batch=None, **options):
+    return {found.check: found.status for found in check_model(model, batch, **options)}
+
+
+def unwell(model, batch=None, **options):
+    """Checks that are neither ok nor skipped."""
+    found = statuses(model, batch, **options).items()
+    return {name: status for name, status in found if status not in ("ok", "skipped")}
+
+
+def with_loss(name="qwen3_moe"):
+    model = tiny_model(FAMILIES[name])
+    model.config.output_router_logits = True
+    return model
+
+
+@torch.no_grad()
+def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
+    """Experts are copies of two, and torch.topk, as the family calls, has no order of equals."""
+    model = with_loss("flex_olmo").bfloat16()
+    for site in router_sites(model):
+        site.router.weight[2:] = site.router.weight[:2].repeat(3, 1)
+
+        def swap_equals(router, args, out):
+            return out[0], out[1], (out[2] + 2) % 8
+
+        site.router.register_forward_hook(swap_equals)
+    assert statuses(model)["weights"] == "ok"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+def test_adapters_are_as_they_should_be():
+    """LoRA begins with a factor of zeros, which gives the other one no gradient at first."""
+    modules_to_save = LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
+    assert unwell(get_peft_model(with_loss(), modules_to_save)) == {}
+    on_routers = get_peft_model(with_loss("hunyuan_v1_moe"), LoraConfig(target_modules=["wg"]))
+    assert unwell(on_routers, balance=0.01) == {}
+    beside = get_peft_model(with_loss(), LoraConfig(target_modules=["q_proj"]))
+    assert unwell(beside) == {"trainable": "warning"}
+
+
+def test_what_trains_is_no_fault():
+    model = with_loss()
+    train_routers_only(model)
+    assert unwell(model) == {}
+    model.requires_grad_(True)
+    freeze_routers(model)
+    assert unwell(model) == {"trainable": "warning"}
+    model.requires_grad_(False)
+    assert unwell(model) == {}
+    assert statuses(model)["trainable"] == "skipped"
+
+
+class Wrapper(nn.Module):
+    """What DistributedDataParallel looks like."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_wrappers_and_batches_of_a_data_loader_are_taken():
+    ids = torch.randint(3, 64, (4, 64))
+    mask = torch.ones_like(ids)
+    mask[1, 40:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    assert unwell(Wrapper(with_loss().train()), batch) == {}
+    assert unwell(torch.compile(with_loss(), backend="eager"), batch) == {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_is_at_fault(name):
+    """Of new models, in both precisions; loads are skipped, since no text is given."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = unwell(with_loss(name).to(dtype), balance=0.0)
+        assert "fault" not in found.values(), found
+        allowed = (
+            {"auxiliary loss"} if dtype is torch.float32 else {"auxiliary loss", "selection bias"}
+        )
+        assert set(found) <= allowed, found
+
+
+def test_a_swapped_model_that_was_trained_without_a_fit_is_trained():
+    model = replace_routers(with_loss(), L2RConfig(rank=4, heads=4))
+    assert statuses(model)["trained"] == "warning"
+    ids = torch.randint(3, 64, (4, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert statuses(model)["trained"] == "ok"

@@ -1,0 +1,94 @@
+"""Text becomes batches: files, folders, the same number of rows from every domain."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from l2r.analysis import inputs
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+
+
+class Letters:
+    """A tokenizer that gives every character its code."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """What a checkpoint with a vocabulary of 200 reads."""
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=200))
+    monkeypatch.setattr(inputs, "is_image_classifier", lambda path: False)
+    monkeypatch.setattr(inputs, "load_causal_lm", lambda path, **_: (model, Letters()))
+
+    def read(source, *, instances=4, length=5):
+        return inputs.open_subject(
+            "checkpoint", str(source), instances=instances, length=length, report=print
+        )
+
+    return read
+
+
+def batches(subject, size):
+    return list(subject.batches(size, torch.device("cpu")))
+
+
+def test_a_file_is_one_domain_cut_into_rows(read, tmp_path):
+    (tmp_path / "note.txt").write_text("abcdefghijklm")
+    text = read(tmp_path / "note.txt")
+    assert text.domains == ("note",) and text.items == 2
+    (batch,) = batches(text, 4)
+    assert batch["input_ids"].tolist() == [[97, 98, 99, 100, 101], [102, 103, 104, 105, 106]]
+
+
+def test_a_folder_gives_every_sub_folder_the_same_share(read, tmp_path):
+    for domain, letter in (("first", "a"), ("second", "b")):
+        (tmp_path / domain).mkdir()
+        for number in range(3):
+            (tmp_path / domain / f"{number}.txt").write_text(letter * 14)
+    text = read(tmp_path, instances=6)
+    assert text.domains == ("first", "second")
+    first, second = batches(text, 4)
+    assert [len(batch["input_ids"]) for batch in (first, second)] == [4, 2]
+    assert first["domain"].tolist() == [0, 0, 0, 1] and second["domain"].tolist() == [1, 1]
+    assert first["input_ids"][2].tolist() == [97, 97, 97, 97, 0]  # end of text after each file
+
+
+def test_too_little_text_and_missing_folders_are_named(read, tmp_path):
+    (tmp_path / "note.txt").write_text("ab")
+    with pytest.raises(ValueError, match="data must hold at least 5 tokens"):
+        read(tmp_path / "note.txt")
+    with pytest.raises(ValueError, match="must exist"):
+        read(tmp_path / "nowhere")
+
+
+def test_token_files_give_every_domain_the_same_share_and_small_ones_are_named(
+    monkeypatch, tmp_path
+):
+    identity = TokenizerIdentity("tiny", 200, eos_token_id=0)
+    documents = {"large": [[1] * 499], "small": [[2] * 14], "tiny": [[3] * 3]}
+    write_token_files(tmp_path, documents, tokenizer=identity)
+    said: list[str] = []
+    rows, domain, domains = inputs.open_text(
+        str(tmp_path), None, vocab_size=200, instances=6, length=5, report=said.append
+    )
+    assert domains == ("large", "small", "tiny")
+    assert domain.tolist() == [0, 0, 0, 1, 1, 1] and len(rows) == 6
+    assert said == ["domain tiny holds less than one row of 5 tokens: it is left out"]
+
+
+def test_a_folder_of_text_names_a_domain_without_a_row(tmp_path):
+    for domain, text in (("first", "a" * 14), ("second", "b")):
+        (tmp_path / domain).mkdir()
+        (tmp_path / domain / "0.txt").write_text(text)
+    said: list[str] = []
+    _, domain, domains = inputs.open_text(
+        str(tmp_path), Letters(), vocab_size=200, instances=6, length=5, report=said.append
+    )
+    assert domains == ("first", "second") and domain.tolist() == [0, 0, 0]
+    assert said == ["domain second holds less than one row of 5 tokens: it is left out"]

@@ -1,0 +1,116 @@
+"""The harness times only what is right, and its results can be read back and drawn."""
+
+import importlib.metadata
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from l2r.cost.benchmarks import contenders as entries
+from l2r.cost.benchmarks import moe, router, run_bench
+from l2r.cost.benchmarks.results import Settings, save
+from l2r.cost.benchmarks.timing import measure
+from l2r.report.performance import (
+    bars_figure,
+    bench_section,
+    bench_table,
+    groups,
+    read_bench,
+    scaling_figure,
+)
+
+QUICK = Settings(seconds=0.02, quick=True)
+
+
+def test_contenders_take_turns_and_the_slow_one_is_slower() -> None:
+    calls = []
+
+    def step(name: str, size: int):  # type: ignore[no-untyped-def]
+        def run(number: int) -> None:
+            calls.append(name)
+            torch.zeros(size, size) @ torch.zeros(size, size)
+
+        return run
+
+    times = measure({"small": step("small", 8), "large": step("large", 300)}, device="cpu",
+                    seconds=0.2, rounds=5)  # fmt: skip
+    assert times["small"].low <= times["small"].median <= times["small"].high
+    assert times["small"].median < times["large"].median
+    turns = [name for name, other in itertools.pairwise(calls) if name != other]
+    assert len(turns) >= 5
+
+
+def test_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = entries.is_correct
+
+    def broken(contender: entries.Contender, x: torch.Tensor) -> bool:
+        if contender.name == "l2r_sips H16, fused":
+            with torch.no_grad():
+                clean = contender.call
+                contender.__dict__["call"] = lambda x: (clean(x)[0] + 1, *clean(x)[1:])
+        return right(contender, x)
+
+    monkeypatch.setattr(router, "is_correct", broken)
+    found = router.run(QUICK)
+    wrong = [r for r in found.records if r["contender"] == "l2r_sips H16, fused"]
+    assert wrong
+    assert all(r["correct"] is False and r["median_us"] is None for r in wrong)
+    assert all(r["correct"] for r in found.records if r["contender"] == "linear, plain")
+
+
+def test_experts_of_vit_s_are_timed_at_the_papers_sizes() -> None:
+    """d 384, experts of width 1,536, 16 of them and k 2; 197 tokens an image, 4 images."""
+    (vit,) = (shape for shape in moe.shapes(Settings()) if shape.name == "vit-s")
+    assert vit == moe.Shape("vit-s", 788, 384, 1536, 16, 2)
+
+
+@pytest.mark.parametrize("name", ["router", "memory", "moe"])
+def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> None:
+    found = run_bench(name, QUICK).as_dict()
+    again = json.loads(save(found, tmp_path).read_text())
+    assert again["records"] == found["records"]
+    assert again["environment"]["torch"] == importlib.metadata.version("torch")
+    assert {"processor", "threads", "gpu"} <= set(again["environment"])
+    keys = [set(record) for record in again["records"]]
+    assert keys
+    assert all(key == keys[0] for key in keys)
+    assert bench_table(again).records() == again["records"]
+    for group in groups(again):
+        bars = bars_figure(again, group).data[0]
+        assert len(set(bars.y)) == len(bars.x) >= 3
+
+
+def test_scaling_has_every_axis_and_draws_it() -> None:
+    found = run_bench("scaling", QUICK).as_dict()
+    for axis in ("tokens", "experts", "heads", "rank", "hidden"):
+        for column in ("median_us", "peak_mib"):
+            assert len(scaling_figure(found, axis, column=column).data) == 4
+
+
+def test_settings_name_the_wrong_field() -> None:
+    for options in ({"device": "tpu"}, {"seconds": 0.0}, {"clock": "sun"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Settings(**options)
+    with pytest.raises(ValueError, match="benchmark must be one of"):
+        run_bench("speed", QUICK)
+
+
+def test_command_prints_records_and_writes_a_page(l2r, tmp_path: Path) -> None:
+    code, out, err = l2r("bench", "memory", "--quick", "--json", "--out", tmp_path)
+    assert code == 0, err
+    assert json.loads(out)[0]["contender"] == "linear, plain"
+    assert (tmp_path / "memory.json").exists()
+    assert "Performance" in (tmp_path / "memory.html").read_text()
+
+
+def test_a_report_shows_benchmarks_and_refuses_other_files(tmp_path: Path) -> None:
+    save(run_bench("scaling", QUICK).as_dict(), tmp_path)
+    section = bench_section(read_bench(tmp_path / "scaling.json"))
+    assert section.title == "Speed: scaling"
+    assert len(section.parts) == 11  # five axes, time and memory each, and the table
+    for text in ("{}", "[]", "no json", '{"name": "x", "records": 3}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="written by l2r bench --out"):
+            read_bench(tmp_path / "other.json")

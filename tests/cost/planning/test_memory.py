@@ -1,0 +1,122 @@
+"""Peak memory: torch's simulation against a real step, the formula against the simulation."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from l2r.cost.planning.cut import Cut
+from l2r.cost.planning.memory import formula
+from l2r.cost.planning.simulate import simulate
+from l2r.cost.planning.sizes import read_sizes
+from l2r.training.recipes.load import load_recipe
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "plan_against_measured.py"
+# One block and few words, but enough tokens that activations are most of the memory.
+SMALL = ["model.num_hidden_layers=2", "data.vocab_size=512", "data.sequence_length=64"]
+WITHIN = 0.1  # what the plan promises
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("plan_against_measured", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_simulation_is_a_measured_training_step(script, tiny_changes):
+    # Of so little text no tokenizer learns 300 words, and the model follows the tokenizer.
+    longer = ["model.vocab_size=300", "data.sequence_length=128", "training.micro_batch=4"]
+    changes = [*tiny_changes, *longer]
+    recipe = load_recipe("demo/l2r-sips", changes)
+    measured = script.allocated(recipe)
+    assert measured > 2**20
+    predicted = simulate(recipe, Cut("ddp", 1, 8, 4, False)).peak
+    assert predicted == pytest.approx(measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gpus", "micro_batch", "checkpointing"),
+    [
+        ("ddp", 1, 16, False),
+        ("ddp", 2, 4, True),
+        ("fsdp2", 2, 8, False),
+        ("fsdp2", 4, 2, True),
+        ("ep", 8, 2, False),
+    ],
+)
+def test_the_formula_is_the_simulation(parallel, gpus, micro_batch, checkpointing):
+    recipe = load_recipe("demo/l2r-sips", SMALL)
+    cut = Cut(parallel, gpus, 16, micro_batch, checkpointing)
+    expected, sizes = simulate(recipe, cut), read_sizes(recipe)
+    found = formula(sizes, cut)
+    assert found.peak == pytest.approx(expected.peak, rel=WITHIN)
+    for part in ("weights", "optimizer", "buckets"):  # buffers and steps of Adam aside
+        assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=1e-3)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_moving_average_is_one_more_copy_of_the_weights(parallel):
+    plain = read_sizes(load_recipe("demo-vision/l2r-sips"))
+    averaged = read_sizes(load_recipe("demo-vision/l2r-sips", ["training.ema_decay=0.99"]))
+    cut = Cut(parallel, 2, 16, 4, False)
+    more = formula(averaged, cut).peak - formula(plain, cut).peak
+    assert more == pytest.approx(4 * plain.numbers / (2 if parallel == "fsdp2" else 1))
+
+
+def test_logits_in_chunks_are_planned():
+    changes = [*SMALL, "data.vocab_size=4096"]
+    peaks = []
+    for chunk in ("training.loss_chunk=null", "training.loss_chunk=64"):
+        recipe, cut = load_recipe("demo/l2r-sips", [*changes, chunk]), Cut("ddp", 1, 16, 16, False)
+        found, expected = formula(read_sizes(recipe), cut), simulate(recipe, cut)
+        assert found.peak == pytest.approx(expected.peak, rel=WITHIN)
+        peaks.append(expected.peak)
+        assert found.logits == 3 * 4 * 4096 * (64 if recipe.training.loss_chunk else 16 * 64)
+    assert peaks[0] - peaks[1] > 4 * 4096 * (16 * 64 - 64)  # a whole one at least is not there
+
+
+@pytest.mark.parametrize(("parallel", "gpus"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_moving_average_takes_the_weights_once_more(parallel, gpus):
+    cut = Cut(parallel, gpus, 16, 8, False)
+    recipes = [load_recipe("demo/l2r-sips", [*SMALL, f"training.ema_decay={d}"]) for d in (0, 0.9)]
+    without, with_average = (formula(read_sizes(recipe), cut) for recipe in recipes)
+    weights = 4 * read_sizes(recipes[0]).numbers / (gpus if parallel == "fsdp2" else 1)
+    assert without.weights == weights and with_average.weights == 2 * weights
+    assert with_average.peak - without.peak == weights
+    assert with_average.optimizer == without.optimizer == 2 * weights
+    expected = simulate(recipes[1], cut)
+    assert with_average.peak == pytest.approx(expected.peak, rel=WITHIN)
+    assert with_average.weights == pytest.approx(expected.weights, rel=1e-3)
+
+
+def test_a_vision_recipe_in_bf16_is_planned_too():
+    recipe = load_recipe("demo-vision/l2r-sips", ["training.precision=bf16", "model.num_labels=10"])
+    cut = Cut("ddp", 1, 64, 64, False)
+    found, expected = formula(read_sizes(recipe), cut).peak, simulate(recipe, cut).peak
+    assert found == pytest.approx(expected, rel=WITHIN)
+
+
+def test_checkpointing_keeps_one_tensor_per_block_and_imbalance_grows_what_experts_receive():
+    sizes = read_sizes(load_recipe("demo/l2r-sips", SMALL))
+    kept = [formula(sizes, Cut("ddp", 1, 16, 16, ck)).activations for ck in (False, True)]
+    assert kept[1] == 2 * 16 * 64 * 128 * 4 < kept[0]
+    received = [
+        formula(sizes, Cut("ep", 8, 16, 2, False, imbalance)).dispatch for imbalance in (1.0, 2.0)
+    ]
+    assert received[1] == 1.5 * received[0]  # rows that arrive doubled, rows that return did not
+
+
+def test_a_process_group_is_left_even_where_the_simulation_fails(monkeypatch):
+    recipe = load_recipe("demo/l2r-sips", SMALL)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr("l2r.cost.planning.simulate._backward", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        simulate(recipe, Cut("fsdp2", 2, 16, 8, False))
+    assert not dist.is_initialized()

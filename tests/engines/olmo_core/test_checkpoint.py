@@ -1,0 +1,149 @@
+"""Trained in OLMo-core: the Hugging Face folder gives the same logits and our commands read it."""
+
+import pytest
+import torch
+
+from l2r.routers import RouterConfig
+from tests.engines.engines import (
+    SIPS,
+    assert_close,
+    check_checkpoint,
+    next_token_loss,
+    periodic,
+)
+from tests.training.evaluation.conftest import small_tokenizer
+
+from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, small
+
+from olmo_core.nn.moe.mlp import MoEMLP  # isort: skip
+from olmo_core.nn.transformer import TransformerConfig  # isort: skip
+
+from l2r.engines.olmo_core import L2RRouterConfig  # isort: skip
+from l2r.engines.olmo_core.checkpoint import load_hugging_face, to_hugging_face  # isort: skip
+
+__all__ = ["small_tokenizer"]
+pytestmark = pytest.mark.filterwarnings("ignore:Grouped GEMM not available")
+
+
+@pytest.mark.engine("olmo-core", "train step")
+@pytest.mark.engine("olmo-core", "checkpoint to HF")
+@pytest.mark.parametrize("reordered_norm", [False, True])
+def test_a_trained_model_is_a_checkpoint_of_ours(
+    reordered_norm, small_tokenizer, tmp_path, l2r, text_folder
+):
+    size = len(small_tokenizer)
+    _, model = small(SIPS, reordered_norm=reordered_norm, vocabulary=size)
+    steps = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(20):
+        ids = periodic(8, 16, size, seed=step)
+        loss = next_token_loss(model(ids), ids)
+        loss.backward()
+        steps.step()
+        steps.zero_grad()
+        model.post_batch()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5, losses
+    ids = periodic(2, 16, size, seed=99)
+    with torch.no_grad():
+        logits = model.eval()(ids)
+    made = to_hugging_face(model, max_position_embeddings=256)
+    assert type(made).__name__ == ("FlexOlmo" if reordered_norm else "L2rOlmoe") + "ForCausalLM"
+    check_checkpoint(made, ids, logits, small_tokenizer, tmp_path / "out", l2r, text_folder)
+
+    _, other = small(SIPS, reordered_norm=reordered_norm, vocabulary=size)
+    load_hugging_face(other, made)
+    assert_equal_states(other, model)
+
+
+def assert_equal_states(found, expected):
+    expected = expected.state_dict()
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_stock_olmoe_loads_with_its_linear_router():
+    _, model = small({"kind": "linear"})
+    ours = to_hugging_face(model)
+    _, other = small({"kind": "linear"})
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    load_hugging_face(other, ours)
+    assert_equal_states(other, model)
+
+
+def test_experts_with_a_capacity_are_stored_the_other_way_round():
+    """OLMo-core keeps them [N D, F] for its batched product."""
+    _, model = small({"kind": "linear"}, dropless=False)
+    mlp = model.blocks["0"].feed_forward_moe.experts.mlp
+    assert isinstance(mlp, MoEMLP)
+    x = torch.randn(EXPERTS, 5, WIDTH)
+    experts = to_hugging_face(model).model.layers[0].mlp.experts
+    every = torch.arange(EXPERTS).repeat_interleave(5).unsqueeze(1)
+    ours = experts(x.flatten(0, 1), every, torch.ones(5 * EXPERTS, 1))
+    assert_close(mlp(x).flatten(0, 1), ours)
+
+
+def test_sigmoid_with_a_selection_bias_keeps_it():
+    _, model = small(
+        {"kind": "sigmoid"}, gating_function="sigmoid", normalize_expert_weights=1.0, bias_gamma=0.1
+    )
+    for _ in range(3):
+        ids = periodic(4, 16, VOCABULARY)
+        model(ids).sum().backward()
+        model.post_batch()
+    made = to_hugging_face(model)
+    bias = model.blocks["1"].feed_forward_moe.router.score_bias
+    assert bias.abs().max() > 0
+    assert torch.equal(made.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+    with torch.no_grad():
+        # The engine adds 1e-7 to every score before it normalizes two that sum to about 1.
+        assert_close(model.eval()(ids), made(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bias_gamma": 0.01}, "no l2r_sips router selects by itself as the engine does"),
+        ({"gating_function": "sigmoid"}, "no l2r_sips router selects by itself as the engine does"),
+        ({"normalize_expert_weights": 2.0}, "normalize_expert_weights must be None or 1"),
+    ],
+)
+def test_a_selection_that_the_checkpoint_would_not_have_is_refused(fields, message):
+    _, model = small(SIPS, **fields)
+    with pytest.raises(ValueError, match=message):
+        to_hugging_face(model)
+
+
+def test_normalization_is_the_engines():
+    _, model = small({"kind": "attention"}, normalize_expert_weights=1.0)
+    assert to_hugging_face(model).config.router["normalize_weights"]
+    _, model = small({"kind": "attention"})
+    assert not to_hugging_face(model).config.router["normalize_weights"]
+
+
+def test_the_configuration_survives_yaml_and_counts_its_parameters():
+    config, model = small({"kind": "l2r_sips", "rank": 3, "heads": 2})
+    again = TransformerConfig.from_dict(config.as_config_dict())
+    assert again == config and isinstance(again.block.feed_forward_moe.router, L2RRouterConfig)
+    assert config.num_params == sum(p.numel() for p in model.parameters())
+
+
+def test_initial_routers_are_ours_and_differ_between_layers():
+    _, model = small(SIPS)
+    first, second = (model.blocks[str(i)].feed_forward_moe.router for i in range(LAYERS))
+    ours = to_hugging_face(model)
+    for layer in ours.model.layers:
+        norms = layer.mlp.gate.anchors.norm(dim=-1)
+        torch.testing.assert_close(norms, torch.ones_like(norms))
+    assert not torch.equal(first.anchors, second.anchors)
+    before = first.projection_weight.clone()
+    model.init_weights(device=torch.device("cpu"))
+    assert torch.equal(first.projection_weight, before)
+
+
+def test_a_router_that_must_be_constrained_is_refused():
+    options = RouterConfig.from_dict({"kind": "xmoe", "anchor_norm": 1.5}).to_dict()
+    with pytest.raises(ValueError, match="anchor_norm must be None in an engine"):
+        L2RRouterConfig(top_k=TOP_K, router=options).build(WIDTH, EXPERTS)

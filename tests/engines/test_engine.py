@@ -1,0 +1,110 @@
+"""What the plugs of all engines share: versions that were tried, and what a plug can carry."""
+
+import importlib
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from l2r import build_router
+from l2r.engines.engine import ENGINES, engine_router, require, selecting_as
+from l2r.routers import RouterConfig
+from l2r.routers.selection import Selection
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+
+
+def test_extras_have_the_bounds_that_were_tried():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for package, (extra, tried) in ENGINES.items():
+        assert extras[extra][0] == package + tried
+
+
+@pytest.mark.parametrize("package", ENGINES)
+def test_another_version_is_one_line_with_the_range(package, monkeypatch):
+    extra, tried = ENGINES[package]
+    first = re.match(r">=([\d.]+),", tried).group(1)
+    monkeypatch.setattr(metadata, "version", lambda name: first)
+    require(package)
+    for found in ("0.1", "99.0"):
+        monkeypatch.setattr(metadata, "version", lambda name, found=found: found)
+        with pytest.raises(ImportError) as error:
+            require(package)
+        assert str(error.value) == f"{package} must be {tried}, the range tried; got {found}"
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ImportError, match=re.escape(f"pip install 'l2r-moe[{extra}]'")):
+        require(package)
+
+
+MODULES = {
+    "olmo_core": "ai2-olmo-core",
+    "olmo_core.checkpoint": "ai2-olmo-core",
+    "megatron": "megatron-core",
+    "megatron.checkpoint": "megatron-core",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_plug_without_its_engine_says_what_to_install(module):
+    package = MODULES[module]
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        with pytest.raises(
+            ImportError, match=re.escape(f"l2r needs {package}{ENGINES[package][1]}")
+        ):
+            importlib.import_module(f"l2r.engines.{module}")
+    else:
+        assert importlib.import_module(f"l2r.engines.{module}")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "xmoe", "anchor_norm": 1.5}, r"anchor_norm must be None .* got anchor_norm=1\.5"),
+        ({"kind": "l2r_sips", "query_norm": "batchnorm"}, "query_norm must be rmsnorm or none"),
+    ],
+)
+def test_what_an_engine_cannot_carry_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        engine_router(values, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "expected"),
+    [
+        ("l2r_sips", Selection(normalize=True), {"normalize_weights": True}),
+        ("attention", Selection(), {"normalize_weights": False}),
+        ("xmoe", Selection(score="sigmoid"), {"gate": "sigmoid"}),
+        (
+            "sigmoid",
+            Selection(score="sigmoid", scale=2.5, bias="b"),
+            {"scale": 2.5, "normalize_weights": False},
+        ),
+        ("l2r_sips", Selection(score="sigmoid"), None),
+        ("l2r_sips", Selection(bias="b"), None),
+        ("l2r_sips", Selection(scale=2.0), None),
+        ("sigmoid", Selection(), None),
+        ("sigmoid", Selection(score="sigmoid", groups=2), None),
+    ],
+)
+def test_a_checkpoint_selects_as_the_engine_did_or_is_refused(kind, rule, expected):
+    router = build_router(kind, **SIZES)
+    if expected is None:
+        with pytest.raises(ValueError, match=f"no {kind} router selects by itself as the engine"):
+            selecting_as(router, rule)
+        return
+    config: RouterConfig = selecting_as(router, rule)
+    own = build_router(config, **SIZES).selection
+    assert (own.score, own.normalize, own.scale) == (rule.score, rule.normalize, rule.scale)
+    assert config.to_dict() == {**router.config.to_dict(), **expected}

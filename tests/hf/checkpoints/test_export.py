@@ -1,0 +1,151 @@
+"""Exported folders load in an environment where l2r cannot be imported."""
+
+import subprocess
+import sys
+
+import jaxtyping
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
+
+from l2r import L2RConfig, XMoEConfig
+from l2r.hf.checkpoints import load_pretrained
+from l2r.hf.checkpoints.export import export_remote_code
+from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.swap import swap_routers
+from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.routers import make_config, router_names
+
+LOAD = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("l2r", "jaxtyping"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+try:
+    import l2r
+except ModuleNotFoundError:
+    import torch
+else:
+    raise SystemExit("l2r must not be importable here")
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    ids = torch.load(folder + "/ids.pt", weights_only=True)
+    with torch.no_grad():
+        expected = torch.load(folder + "/logits.pt", weights_only=True)
+        # Fused kernels stay behind: the same sums in another order.
+        logits = model(ids, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert model.dtype == torch.float32 and not model.training
+    assert type(model).__module__.startswith("transformers_modules")
+    print("loaded", type(model).__name__)
+assert "jaxtyping" not in sys.modules and "l2r" not in sys.modules
+out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+model.save_pretrained(sys.argv[1] + "/again")
+again = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/again", trust_remote_code=True)
+assert torch.equal(again(ids).logits, model(ids).logits)
+half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="bfloat16")
+types = {name: value.dtype for name, value in half.named_parameters()}
+routers = {name for name in types if ".gate." in name}
+assert routers
+for name, dtype in types.items():
+    assert dtype == (torch.float32 if name in routers else torch.bfloat16), name
+"""
+
+
+def load_without_l2r(models, tmp_path):
+    """Load the folders, by their models, in one new process; what it printed."""
+    with torch.no_grad():
+        for folder, model in models.items():
+            torch.save(sample_tokens(), folder / "ids.pt")
+            torch.save(model(sample_tokens(), use_cache=False).logits, folder / "logits.pt")
+    command = [sys.executable, "-I", "-c", LOAD, *map(str, models)]
+    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def own(kind, **options):
+    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    config = L2rOlmoeConfig(**sizes, num_experts=8, router=make_config(kind, **options).to_dict())
+    return L2rOlmoeForCausalLM(config).eval()
+
+
+def swapped_families():
+    """A swapped model of every family."""
+    return {
+        name: swap_routers(tiny_model(family), L2RConfig(rank=2, heads=4))
+        for name, family in FAMILIES.items()
+    }
+
+
+def swapped_twice():
+    """A stock OLMoE with another rule of weights; nothing is left of its first swap."""
+    model = tiny_model(FAMILIES["olmoe"])
+    model.config.norm_topk_prob = True
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = True
+    swap_routers(model, L2RConfig(rank=8, heads=4))
+    return swap_routers(model, L2RConfig(rank=2, heads=4))
+
+
+def layers_that_differ():
+    """Models with routers of two kinds, of another family and our own."""
+    mixtral = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4), layers=[0])
+    swap_routers(mixtral, XMoEConfig(rank=4), layers=[1], selection="router")
+    partial = swap_routers(own("l2r_sips", rank=2), XMoEConfig(rank=4), layers=[0])
+    return {"two": mixtral, "own": partial}
+
+
+def test_folders_load_without_this_package(tmp_path):
+    """All in one new process: every family swapped, our OLMoE with every router, and mixtures."""
+    families = swapped_families()
+    ours = {kind: own(kind) for kind in router_names()}
+    models = {**families, **layers_that_differ(), **ours, "twice": swapped_twice()}
+    folders = {export_remote_code(m, tmp_path / name): m for name, m in models.items()}
+    assert all(not getattr(model.config, "auto_map", None) for model in families.values())
+    printed = load_without_l2r(folders, tmp_path).splitlines()
+    # Engines know our own OLMoE, and a swapped one becomes it where it can.
+    assert printed[-len(ours) - 1 :] == ["loaded L2rOlmoeForCausalLM"] * (len(ours) + 1)
+    assert len(printed) == len(models) and all(line.startswith("loaded L2r") for line in printed)
+    for kind, model in ours.items():
+        logits = load_pretrained(tmp_path / kind)(sample_tokens()).logits
+        assert torch.equal(logits, model(sample_tokens()).logits)
+
+
+class OnesOwn(MixtralForCausalLM):
+    pass
+
+
+def test_models_without_our_routers_and_classes_of_the_users_own_are_refused(tmp_path):
+    stock = tiny_model(FAMILIES["mixtral"])
+    with pytest.raises(ValueError, match=r"got MixtralForCausalLM with 0 of them"):
+        export_remote_code(stock, tmp_path / "m")
+    theirs = swap_routers(OnesOwn(stock.config), L2RConfig(rank=2, heads=4))
+    with pytest.raises(ValueError, match=r"family of transformers or ours.* got OnesOwn with 2"):
+        export_remote_code(theirs, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "keep.txt").write_text("x")
+    with pytest.raises(ValueError, match="out must be a new or empty folder"):
+        export_remote_code(own("linear"), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["keep.txt"]
+
+
+def test_the_exported_code_leaves_this_process_its_own_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # refuses HF's extra keywords
+    for model in (own("l2r_sips"), swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig())):
+        folder = export_remote_code(model, tmp_path / model.config.model_type)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(loaded) is type(model)
+        assert type(AutoConfig.for_model(model.config.model_type)) is type(model.config)

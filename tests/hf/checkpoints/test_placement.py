@@ -1,0 +1,126 @@
+"""Where weights go: dtypes, maps of devices, and checkpoints larger than the free memory."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import l2r
+from l2r import L2RConfig
+from l2r.hf.checkpoints import placement
+from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.hf.checkpoints.loading import load_model
+from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.swap import replace_routers
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "stock", max_shard_size="40KB")
+    return tmp_path / "stock"
+
+
+@pytest.fixture
+def little_memory(monkeypatch, folder):
+    """Half of what the weights take is free."""
+    size = placement.weight_bytes(folder)
+    monkeypatch.setattr(placement, "available_memory", lambda: size // 2)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(sample_tokens(), use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, r"dtype must be one of auto, float32, .*; got 'int8'"),
+        ({"device_map": "gpu"}, r"device_map must be one of auto, balanced.*; got 'gpu'"),
+        ({"device_map": "{}"}, r"device_map must be one of .*; got '\{\}'"),
+        ({"device_map": "[1]"}, r"device_map must be one of"),
+    ],
+)
+def test_unknown_names_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Placement(**options)
+
+
+def test_dtypes_are_as_asked_and_routers_stay_in_float32(folder, tmp_path):
+    model = replace_routers(load_model(folder, placement=Placement("bfloat16"))[0], L2RConfig())
+    model.save_pretrained(tmp_path / "half")
+    for dtype, expected in {"auto": torch.bfloat16, "float16": torch.float16}.items():
+        loaded, _ = load_model(tmp_path / "half", placement=Placement(dtype))
+        assert loaded.lm_head.weight.dtype == expected
+        assert loaded.model.layers[0].mlp.gate.anchors.dtype == torch.float32
+
+
+def test_a_checkpoint_that_fits_is_placed_whole(folder):
+    assert set(Placement().options(folder)) == {"dtype"}
+    model, _ = load_model(folder, placement=Placement())
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_map_sends_layers_to_disk_in_a_folder_that_goes_with_the_model(folder):
+    names = '"model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"'
+    places = ", ".join(f'{name}: "cpu"' for name in names.split(", "))
+    model, _ = load_model(
+        folder, placement=Placement(device_map=f'{{{places}, "model.layers.1": "disk"}}')
+    )
+    assert all(p.is_meta for p in model.model.layers[1].parameters())
+    assert torch.equal(logits(model), logits(l2r.load_pretrained(folder)))
+    offloaded = {
+        Path(hook.weights_map.dataset.save_folder)
+        for module in model.modules()
+        if (hook := getattr(module, "_hf_hook", None)) and getattr(hook, "weights_map", None)
+    }
+    (used,) = offloaded
+    assert used.is_dir()
+    del model
+    gc.collect()
+    assert not used.exists()
+
+
+def test_a_checkpoint_larger_than_memory_is_swapped_as_one_that_fits(
+    folder, little_memory, l2r, tmp_path, monkeypatch
+):
+    small = ("rank=2", "heads=4")
+    ended = l2r("swap", folder, *small, "--out", tmp_path / "by-disk")
+    assert ended.code == 0, ended
+    assert "layers stay on disk until they run" in ended.err
+    monkeypatch.undo()
+    ended = l2r("swap", folder, *small, "--out", tmp_path / "in-memory")
+    assert ended.code == 0 and "disk" not in ended.err, ended
+    parts = []
+    for name in ("by-disk", "in-memory"):
+        tensors = {}
+        for file in (tmp_path / name).glob("*.safetensors"):
+            tensors |= load_file(file)
+        parts.append(tensors)
+    assert parts[0].keys() == parts[1].keys()
+    assert all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0])
+
+
+def test_a_checkpoint_larger_than_memory_is_diagnosed_as_one_that_fits(
+    folder, little_memory, l2r, tmp_path, monkeypatch
+):
+    documents = {"one": [list(range(2, 42))] * 8, "two": [list(range(20, 60))] * 8}
+    identity = TokenizerIdentity(name="numbers", vocab_size=64, eos_token_id=0, sha256="0" * 64)
+    write_token_files(tmp_path / "tokens", documents, tokenizer=identity)
+    asked = (
+        *("--data", tmp_path / "tokens", "--instances", "4", "--length", "16", "--sample", "32"),
+        *("--certify", "2", "--text", "0", "--device", "cpu", "--json"),
+    )
+    by_disk = l2r("diagnose", folder, *asked, "--out", tmp_path / "by-disk")
+    assert by_disk.code == 0, by_disk
+    assert "layers stay on disk until they run" in by_disk.err
+    monkeypatch.undo()
+    whole = l2r("diagnose", folder, *asked, "--out", tmp_path / "whole")
+    assert whole.code == 0 and "disk" not in whole.err, whole
+    assert json.loads(by_disk.out) == json.loads(whole.out)

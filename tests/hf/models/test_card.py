@@ -1,0 +1,127 @@
+"""The model card: what it says, that its code runs, and that a person's is kept."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from l2r import L2RConfig
+from l2r.hf.checkpoints.family_check import tiny_model
+from l2r.hf.checkpoints.pretrained import save_model
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
+from l2r.hf.models.card import CARD, is_untouched
+from l2r.hf.models.vit import L2rViTForImageClassification
+from l2r.hf.swap import swap_routers
+from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.routers import Router
+from tests.processes import script
+
+CODE = re.compile(r"```python\n(.*?)```", re.S)
+
+
+def olmoe(**router):
+    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    router = {"kind": "l2r_sips", "rank": 2, "heads": 3} | router
+    return L2rOlmoeForCausalLM(L2rOlmoeConfig(**sizes, num_experts=8, router=router))
+
+
+def vit():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+    moe = {"num_experts": 4, "num_hidden_layers": 3, "moe_layers": [1, 2]}
+    return L2rViTForImageClassification(L2rViTConfig(**sizes, **images, **moe))
+
+
+def swapped():
+    return swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=3), layers=[1])
+
+
+def read(folder) -> ModelCard:
+    text = (folder / CARD).read_text()
+    assert is_untouched(text)
+    return ModelCard(text)
+
+
+def test_the_card_of_a_model_without_a_run_says_what_is_known_and_no_more(tmp_path):
+    model = olmoe()
+    model.add_model_tags("mine")
+    model.save_pretrained(tmp_path)
+    card = read(tmp_path)
+    assert card.data.to_dict() == {
+        "library_name": "l2r-moe",
+        "license": "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["mixture-of-experts", "l2r", "l2r_sips", "mine"],
+    }
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    own = sum(p.numel() for m in routers for p in m.parameters())
+    every = sum(p.numel() for p in model.parameters())
+    assert f"{every:,} parameters, {own:,} of them in routers" in card.text
+    assert "| experts | 8 |" in card.text and "| `heads` | 3 |" in card.text
+    assert "How the weights were made is not recorded here" in card.text
+    titles = re.findall(r"^## (.+)", card.text, re.M)
+    assert titles == ["Router of layers 0, 1", "How to load it", "Limits"]
+
+
+def test_an_image_classifiers_card_names_its_layers_and_its_use(tmp_path):
+    vit().save_pretrained(tmp_path)
+    card = read(tmp_path)
+    assert card.data.pipeline_tag == "image-classification"
+    assert "## Router of layers 1, 2" in card.text and "l2r export" not in card.text
+
+
+def test_a_swapped_models_card_has_the_layers_with_our_router_alone(tmp_path):
+    save_model(swapped(), tmp_path / "out")
+    card = read(tmp_path / "out")
+    assert "## Router of layer 1\n" in card.text and "| selection | that of mixtral |" in card.text
+
+
+def test_the_code_of_every_card_loads_the_model(tmp_path):
+    for name, model in (("olmoe", olmoe()), ("vit", vit()), ("swapped", swapped())):
+        save_model(model, tmp_path / name)
+        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
+    blocks = {n: CODE.findall(read(tmp_path / n).text) for n in ("olmoe", "vit", "swapped")}
+    code = "import torch\n"
+    for name, (block,) in blocks.items():
+        code += block.replace("FOLDER", str(tmp_path / name))
+        code += f"""
+saved = torch.load({str(tmp_path / name)!r} + ".pt")
+assert all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
+"""
+    script(tmp_path, code, HF_HUB_OFFLINE="1").succeed()
+
+
+def test_a_card_is_written_again_until_a_person_edits_it(tmp_path):
+    olmoe().save_pretrained(tmp_path)
+    first = (tmp_path / CARD).read_text()
+    olmoe(heads=5).save_pretrained(tmp_path)
+    second = (tmp_path / CARD).read_text()
+    assert first != second and "| `heads` | 5 |" in second
+    mine = second.replace("license: unknown", "license: mit")
+    (tmp_path / CARD).write_text(mine)
+    with pytest.warns(UserWarning, match=rf"{CARD} is a person's .* remove it and save again"):
+        olmoe().save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text() == mine
+    (tmp_path / CARD).write_bytes(second.replace("\n", "\r\n").encode())  # git did, not a person
+    olmoe().save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text() == first
+
+
+def test_a_card_of_another_tool_is_kept(tmp_path):
+    (tmp_path / CARD).write_text("# Mine\n")
+    with pytest.warns(UserWarning, match="is a person's"):
+        olmoe().save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text() == "# Mine\n"
+
+
+def test_only_the_main_process_writes_a_card(tmp_path):
+    olmoe().save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / CARD).exists()
+
+
+def test_code_that_is_not_in_the_folder_is_not_promised(tmp_path):
+    model = olmoe()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling.Model"}  # loaded from an export
+    model.save_pretrained(tmp_path)
+    assert read(tmp_path).data.library_name == "l2r-moe"

@@ -1,0 +1,157 @@
+"""Routes in the formats of vLLM, SGLang and Megatron-core."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from l2r.hf.routes import (
+    from_megatron,
+    from_sglang,
+    from_vllm,
+    to_megatron,
+    to_sglang,
+    to_vllm,
+)
+from tests.hf.routes.made import drawn, fingerprint
+
+
+def answered(tokens, seed=0, kind=np.uint8):
+    """What an engine answers for a sequence: 4 hidden layers, of which 1 and 3 have a router."""
+    array = np.zeros((tokens - 1, 4, 2), kind)
+    drawn_experts = drawn((tokens - 1,), seed=seed).experts
+    array[:, [1, 3]] = drawn_experts
+    return array
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def test_vllm_counts_all_hidden_layers_and_not_the_last_token():
+    arrays = [answered(6), answered(3, seed=1)]
+    texts = [base64.b64encode(npy(array)).decode() for array in arrays]
+    routes = from_vllm(texts, fingerprint())
+    assert routes.lengths.tolist() == [6, 3]
+    assert routes.counts.tolist() == [5, 2]
+    assert np.array_equal(routes.experts, np.concatenate(arrays)[:, [1, 3]])
+    assert to_vllm(routes) == texts
+    assert from_vllm(arrays, fingerprint()) == routes
+    assert from_vllm([npy(array) for array in arrays], fingerprint()) == routes
+
+
+def test_vllm_writes_two_bytes_above_256_experts():
+    of = fingerprint(300)
+    routes = drawn((4,), of).extended()
+    (text,) = to_vllm(routes)
+    array = np.load(io.BytesIO(base64.b64decode(text)))
+    assert array.dtype == np.uint16
+    assert array.shape == (4, 4, 2)
+    assert from_vllm([text], of) == routes
+
+
+def test_a_skipped_prompt_has_no_route():
+    routes = from_vllm([answered(6), answered(6)], fingerprint(), prompt_start=[0, 3])
+    assert routes.lengths.tolist() == [6, 9]
+    assert routes[1].positions.tolist() == [3, 4, 5, 6, 7]
+    assert from_vllm(to_vllm(routes), fingerprint(), prompt_start=[0, 3]) == routes
+
+
+def test_a_route_of_the_last_token_is_not_written():
+    whole = drawn((4,))
+    assert to_vllm(whole) == to_vllm(whole.truncated(3).extended())
+    assert to_sglang(whole) == to_sglang(whole.truncated(3).extended())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("%%%", "of vLLM must be base64 of a .npy file"),
+        (base64.b64encode(b"nothing").decode(), "of vLLM must be base64 of a .npy file"),
+        (b"", "of vLLM must be base64 of a .npy file"),
+        (np.zeros((3, 2, 2), np.uint8), r"must be \[tokens, 4, 2\], all hidden layers counted"),
+        (np.zeros((3, 4), np.uint8), r"counted; got \[3, 4\]"),
+        (np.zeros((3, 4, 2), np.uint8), "must choose different experts"),
+        (npy(np.array([{}]))[:-20], "of vLLM must be base64 of a .npy file"),
+    ],
+)
+def test_another_answer_of_vllm_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        from_vllm([value], fingerprint())
+
+
+@pytest.mark.parametrize("start", [[1], [0, -1], -1])
+def test_starts_must_fit_the_sequences(start):
+    with pytest.raises(ValueError, match="starts must be >= 0, one for each of the 2 sequences"):
+        from_vllm([answered(3), answered(3)], fingerprint(), prompt_start=start)
+
+
+def test_engines_count_layers_that_the_fingerprint_must_know():
+    of = fingerprint(hidden_layers=None)
+    with pytest.raises(ValueError, match="the fingerprint must have hidden_layers"):
+        to_vllm(drawn((3,), of))
+    with pytest.raises(ValueError, match="the fingerprint must have hidden_layers"):
+        from_sglang([""], of)
+
+
+def test_a_hole_cannot_be_written():
+    routes = drawn((2,), lengths=(4,), positions=np.array([0, 2]))
+    with pytest.raises(ValueError, match="sequence 0 has 2 routes for tokens 0 to 2"):
+        to_vllm(routes)
+    with pytest.raises(ValueError, match="Megatron-core replays every token"):
+        to_megatron(routes)
+
+
+def test_sglang_gives_int32_numbers_without_a_shape():
+    arrays = [answered(6, kind=np.int32), answered(3, seed=1, kind=np.int32)]
+    texts = [base64.b64encode(array.tobytes()).decode() for array in arrays]
+    routes = from_sglang([{"meta_info": {"routed_experts": text}} for text in texts], fingerprint())
+    assert routes == from_vllm(arrays, fingerprint())
+    assert from_sglang(texts, fingerprint()) == routes
+    assert to_sglang(routes) == texts
+
+
+@pytest.mark.parametrize("text", ["%", "AAAA", base64.b64encode(bytes(20)).decode(), None])
+def test_another_answer_of_sglang_is_refused(text):
+    with pytest.raises(ValueError, match=r"must be base64 of int32 numbers \[tokens, 4, 2\]"):
+        from_sglang([{"meta_info": {"routed_experts": text}}], fingerprint())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_megatron_has_the_sequences_innermost(side):
+    routes = drawn((3, 5))
+    layers = to_megatron(routes, side=side)
+    assert [tuple(layer.shape) for layer in layers] == [(10, 2)] * 2
+    experts, mask = routes.padded(side)
+    for number, layer in enumerate(layers):
+        assert layer.dtype == torch.int64
+        grid = layer.view(5, 2, 2)
+        for sequence in range(2):
+            for column in range(5):
+                if mask[sequence, column]:
+                    theirs = grid[column, sequence]
+                    assert torch.equal(theirs, experts[sequence, column, number])
+    assert from_megatron(layers, mask, routes.fingerprint) == routes
+
+
+def test_padding_for_megatron_is_spread_over_the_experts():
+    """Every place is dispatched there: padding on expert 0 would fill it alone."""
+    layers = to_megatron(drawn((1, 0)), width=33)
+    for layer in layers:
+        padding = layer[1:]
+        load = torch.bincount(padding.flatten(), minlength=8)
+        assert load.max() - load.min() <= 2
+        assert (padding[:, 0] != padding[:, 1]).all()
+
+
+def test_other_recorded_data_of_megatron_is_refused():
+    routes = drawn((3, 5))
+    layers, mask = to_megatron(routes), routes.padded()[1]
+    with pytest.raises(ValueError, match=r"must be 2 tensors \[10, 2\]; got 1"):
+        from_megatron(layers[:1], mask, routes.fingerprint)
+    with pytest.raises(ValueError, match=r"must be 2 tensors \[10, 2\]; got 2 of shapes \[\(9"):
+        from_megatron([layer[1:] for layer in layers], mask, routes.fingerprint)

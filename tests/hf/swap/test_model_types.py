@@ -1,0 +1,213 @@
+"""A swapped checkpoint opens with its routers in every loader, or not at all."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    OlmoeForCausalLM,
+    ViTForImageClassification,
+    pipeline,
+)
+
+import l2r
+from l2r import L2RConfig, Router, XMoEConfig
+from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.hf.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
+from l2r.hf.swap import auto, swap_routers
+from l2r.hf.swap.families import FAMILIES, TINY
+
+CONFIG = L2RConfig(rank=2, heads=4)
+
+
+def swapped(name, **options):
+    return swap_routers(tiny_model(FAMILIES[name]), CONFIG, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(sample_tokens(), use_cache=False).logits
+
+
+def own(**options):
+    sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    config = L2rOlmoeConfig(**sizes, num_experts=4, router={"kind": "l2r_sips", "rank": 2})
+    return L2rOlmoeForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_auto_class_opens_the_routers_that_were_saved(name, tmp_path):
+    model = swapped(name)
+    stock = copy.deepcopy(tiny_model(FAMILIES[name]))
+    stock.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "swapped")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "swapped")
+    assert type(loaded) is type(model)
+    # As near as the family's own weights come back, to the bit in all but a few.
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    tolerance = (logits(again) - logits(stock)).abs().max()
+    assert (logits(loaded) - logits(model)).abs().max() <= 2 * tolerance
+    for ours, theirs in zip(_routers(loaded), _routers(model), strict=True):
+        for key, value in theirs.state_dict().items():
+            assert torch.equal(ours.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_familys_own_class_refuses_the_folder_and_names_the_package(name, tmp_path):
+    model = tiny_model(FAMILIES[name])
+    stock = type(model)
+    swap_routers(model, CONFIG).save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="l2r-moe") as error:
+        stock.from_pretrained(tmp_path)
+    assert "load_pretrained" in str(error.value)
+
+
+def test_stock_classes_refuse_folders_of_our_own_models_too(tmp_path):
+    own().save_pretrained(tmp_path / "olmoe")
+    with pytest.raises(Exception, match="l2r-moe"):
+        OlmoeForCausalLM.from_pretrained(tmp_path / "olmoe")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    config = L2rViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4, num_experts=4)
+    L2rViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    with pytest.raises(Exception, match="l2r-moe"):
+        ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    config = L2rViTConfig.from_pretrained(tmp_path / "vit")
+    assert config.initializer_range == L2rViTConfig().initializer_range
+
+
+def test_other_heads_open_the_same_routers(tmp_path):
+    model = swapped("mixtral")
+    model.save_pretrained(tmp_path)
+    headless = AutoModel.from_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    for loaded in (headless, classifier):
+        for ours, theirs in zip(_routers(loaded), _routers(model), strict=True):
+            assert torch.equal(ours.anchors, theirs.anchors)
+
+
+def test_a_class_opens_the_folder_by_its_name(tmp_path):
+    model = swapped("mixtral")
+    model.save_pretrained(tmp_path)
+    again = auto.L2rMixtralForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(AttributeError, match="L2rNoSuchForCausalLM"):
+        _ = auto.L2rNoSuchForCausalLM
+
+
+def test_a_pipeline_opens_the_folder_and_a_tokenizer_that_names_no_class(tmp_path):
+    model = swapped("mixtral")
+    model.save_pretrained(tmp_path)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(60)} | {"<unk>": 60}, "<unk>")
+    )
+    words.save(str(tmp_path / "tokenizer.json"))
+    written = pipeline("text-generation", tmp_path)("w3", max_new_tokens=2, do_sample=False)
+    assert len(written) == 1
+
+
+def test_a_class_of_ours_opens_no_folder_of_another_family(tmp_path):
+    tiny_model(FAMILIES["mixtral"]).save_pretrained(tmp_path)
+    kind = type(swapped("mixtral"))
+    with pytest.raises(ValueError, match="must have l2r_swap"):
+        kind.from_pretrained(tmp_path)
+
+
+def test_pickle_finds_the_classes_by_name():
+    model = swapped("mixtral")
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_model_that_was_opened_from_a_folder_no_longer_says_so_once_swapped(tmp_path):
+    tiny_model(FAMILIES["mixtral"]).save_pretrained(tmp_path)
+    model = swap_routers(AutoModelForCausalLM.from_pretrained(tmp_path), CONFIG)
+    # TRL builds its reference model from this path, DPO's and GRPO's.
+    with pytest.raises(Exception, match="save_pretrained it and load that folder"):
+        AutoModelForCausalLM.from_pretrained(model.config._name_or_path)
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_our_own_model_swapped_in_part_or_again_opens_as_it_is(layers, tmp_path):
+    model = swap_routers(own(), XMoEConfig(rank=2), layers=layers)
+    model.save_pretrained(tmp_path / "once")
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "once")), logits(model)
+    )
+    swap_routers(model, CONFIG)  # in every layer: what our own configuration can say
+    assert type(model) is L2rOlmoeForCausalLM
+    model.save_pretrained(tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(loaded) is L2rOlmoeForCausalLM
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_folder_of_0_2_opens_by_load_pretrained(tmp_path):
+    model = swapped("mixtral")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    for field in ("auto_map", "initializer_range", "l2r_initializer_range"):
+        del values[field]
+    values |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    path.write_text(json.dumps(values))
+    loaded = l2r.load_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "new")
+    assert (
+        type(AutoModelForCausalLM.from_pretrained(tmp_path / "new")) is type(loaded) is type(model)
+    )
+
+
+WITHOUT_US = r"""
+import json, sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MixtralForCausalLM, pipeline
+folder, messages = sys.argv[1], {}
+loaders = {
+    "auto": AutoModelForCausalLM.from_pretrained,
+    "headless": AutoModel.from_pretrained,
+    "trusting": lambda path: AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True),
+    "config": AutoConfig.from_pretrained,
+    "family": MixtralForCausalLM.from_pretrained,
+    "pipeline": lambda path: pipeline("text-generation", path),
+}
+for name, load in loaders.items():
+    try:
+        messages[name] = "opened as " + type(load(folder)).__name__
+    except Exception as error:
+        messages[name] = str(error)
+assert "l2r" not in sys.modules
+print("\n" + json.dumps(messages))
+"""
+
+
+def test_without_the_package_every_loader_stops_and_names_it(tmp_path):
+    swapped("mixtral").save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_US, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    messages = json.loads(done.stdout.splitlines()[-1])
+    assert len(messages) == 6
+    for name, message in messages.items():
+        assert "pip install 'l2r-moe" in message, (name, message)
+
+
+def _routers(model):
+    return [module for module in model.modules() if isinstance(module, Router)]

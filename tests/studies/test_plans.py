@@ -1,0 +1,169 @@
+"""Plans: what is refused before anything runs, what is registered, and what the package has."""
+
+import subprocess
+
+import numpy as np
+import pytest
+import yaml
+
+import l2r
+from l2r.stats.effects import design
+from l2r.studies import study_plan
+from l2r.studies.study_plan import Plan, plan_names, read_plan
+from tests.studies.studies import SMALL
+
+
+def written(tmp_path, values):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_every_plan_of_the_package_has_recipes_that_load_and_cells_of_their_own(name):
+    plan = read_plan(name).plan
+    cells = plan.cells(plan.seeds.most)
+    assert len({cell.name for cell in cells}) == len(cells)
+    meanings = {str(c.recipe.model_dump()) + str(c.recipe.router_config()) for c in cells}
+    assert len(meanings) == len(cells)
+    for cell in cells:
+        assert cell.recipe.training.tokens == plan.tokens and cell.recipe.evaluation.every == 0
+
+
+def test_the_papers_plan_has_its_claims_with_the_sizes_of_their_figures():
+    plan = read_plan("paper").plan
+    assert len(plan.contrasts) >= 19 and sum(c.primary for c in plan.contrasts) == 3
+    arms = {c.arm: c.recipe.router_config() for c in plan.cells(1)}
+    for where, fixed, varied in (("Figure 5a", "heads", "rank"), ("Figure 5b", "rank", "heads")):
+        (claim,) = (c for c in plan.contrasts if c.where == where)
+        first, second = arms[claim.first], arms[claim.second]
+        assert getattr(first, fixed) == getattr(second, fixed) == {"heads": 4, "rank": 2}[fixed]
+        sizes = getattr(first, varied), getattr(second, varied)
+        assert sizes == {"rank": (2, 32), "heads": (16, 1)}[varied]
+
+
+def test_the_screen_tunes_nobody_less_and_tells_its_effects_apart():
+    """No effect has a standard error above 1.2 deviations of a run: they hardly share columns."""
+    screens = read_plan("screen").plan.screens
+    assert {len(screen.cells) for screen in screens.values()} == {14}
+    for screen in screens.values():
+        _, columns = design(screen.factors_levels(), screen.interactions, screen.cells)
+        matrix = np.hstack([columns, np.ones((len(columns), 1))])
+        assert np.sqrt(np.diag(np.linalg.inv(matrix.T @ matrix))[:-1]).max() < 1.2
+    published = ["1", "paper", "2", "16", "plain"]
+    assert screens["l2r"].cells[0] == published
+    plan = read_plan("screen").plan
+    recipe = next(c.recipe for c in plan.cells(1) if c.arm.startswith("l2r gamma=1,z=paper,rank=2"))
+    assert recipe.losses.z == 0.001 and recipe.losses.z_variant == "paper"
+    assert recipe.router_config().gamma == 1 and recipe.router_config().heads == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sedes": {"least": 2}}, r"unknown field sedes \(did you mean 'seeds'\?\)"),
+        ({"seeds": {"leest": 2}}, r"unknown field seeds.leest \(did you mean 'least'\?\)"),
+        ({"seeds": {"least": 1}}, "seeds.least: Input should be greater than or equal to 2"),
+        ({"seeds": {"least": 4, "most": 3}}, "least must be <= most; got 4 and 3"),
+        ({"arms": {}}, "give at least 1"),
+        ({"margins": {}}, "a primary contrast needs one of validation_ce"),
+        ({"half_width": 0.01, "contrasts": []}, "half_width: needs a primary contrast"),
+        ({"alpha": 0.7}, "alpha: Input should be less than 0.5"),
+        ({"contrasts": [{"first": "l2r", "second": "lnear", "metric": "balance"}]},
+         r"unknown arm 'lnear' \(did you mean 'linear'\?\)"),
+        ({"contrasts": [{"first": "l2r", "second": "linear", "metric": "routing_gian"}]},
+         r"unknown metric 'routing_gian' \(did you mean 'routing_gain'\?\)"),
+        ({"contrasts": [{"first": "l2r", "second": "linear", "metric": "balance", "wher": ""}]},
+         r"unknown field contrasts.0.wher \(did you mean 'where'\?\)"),
+    ],
+)  # fmt: skip
+def test_a_bad_plan_is_refused_in_one_line(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_plan(written(tmp_path, {**SMALL, **change}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([["1", "none"], ["2", "paper"], ["3", "none"]], "a level of gamma, z"),
+        ([["1"]], "a level of gamma, z"),
+        ([["1", "none"], ["1", "none"]], "cells must differ"),
+        ([["1", "none"], ["2", "paper"]], "2 cells do not tell 2 effects apart"),
+    ],
+)
+def test_a_screen_that_cannot_be_read_is_refused(tmp_path, cells, message):
+    factors = {
+        "gamma": {"1": "router.gamma=1.0", "2": "router.gamma=2.0"},
+        "z": {"paper": "losses.z=0.001", "none": "losses.z=0"},
+    }
+    screens = {"l2r": {"changes": ["router.kind=l2r_sips"], "factors": factors, "cells": cells}}
+    with pytest.raises(ValueError, match=message):
+        read_plan(written(tmp_path, {**SMALL, "screens": screens}))
+
+
+def test_a_wrong_setting_of_an_arm_is_refused_before_anything_runs(tmp_path):
+    arms = {**SMALL["arms"], "l2r": ["router.kind=l2r_sips", "router.rnk=2"]}
+    registered = read_plan(written(tmp_path, {**SMALL, "arms": arms}))
+    with pytest.raises(ValueError, match="has no option 'rnk'"):
+        registered.plan.cells(1)
+
+
+def test_an_unknown_plan_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown plan 'papr' \(did you mean 'paper'\?\); known:"):
+        read_plan("papr")
+
+
+def test_git_is_asked_about_no_plan_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
+    plan = read_plan(written(tmp_path, SMALL))
+    assert plan.commit is None and len(plan.digest) == 16
+    assert plan.state == (
+        f"not registered: no plan of the package; the digest of its text is {plan.digest}"
+    )
+
+
+def test_git_is_not_asked_where_the_package_lies_in_anothers_repository(tmp_path, monkeypatch):
+    """As a virtual environment inside a stranger's project does."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path / "lib")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
+    assert read_plan("paper").state == f"registered in l2r-moe {l2r.__version__}"
+
+
+def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(tmp_path, monkeypatch):
+    def git(*args):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *identity, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(study_plan, "_FOLDER", tmp_path)
+    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path)
+    path = written(tmp_path, SMALL)
+    assert read_plan(path).commit == f"l2r-moe {l2r.__version__}"  # as it was installed
+    git("init", "-q")
+    assert read_plan(path).state == "not registered: no git commit has the file"
+    git("add", "mine.yaml")
+    git("commit", "-qm", "plan")
+    plan, commit = read_plan(path), git("rev-parse", "HEAD")
+    assert plan.commit == commit and plan.state.startswith(f"registered in commit {commit} of ")
+    (tmp_path / "other").write_text("")
+    git("add", "other")
+    git("commit", "-qm", "something else")
+    assert read_plan(path) == plan
+    for source, target in (("mine.yaml", "moved.yaml"), ("moved.yaml", "mine.yaml")):
+        git("mv", source, target)
+        git("commit", "-qm", "a move")
+        assert read_plan(str(tmp_path / target)).commit == commit
+    written(tmp_path, {**SMALL, "tokens": 4096})
+    changed = read_plan(path)
+    assert changed.commit is None and changed.digest != plan.digest
+    assert changed.state.startswith(f"not registered: the file was changed after commit {commit}")
+
+
+def test_seeds_follow_from_the_first_only_where_some_are_added():
+    adding = {**SMALL, "half_width": 0.01}
+    assert Plan.model_validate(SMALL).seeds_that_decide() is None
+    assert Plan.model_validate(adding).seeds_that_decide() == 2
+    fixed = {**adding, "seeds": {"least": 3, "most": 3}}
+    assert Plan.model_validate(fixed).seeds_that_decide() is None

@@ -1,0 +1,446 @@
+"""Studies: cells run once, survive kills and fit into hours; verdicts and pages from results."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from l2r.cli import main
+from l2r.report.evidence import write_study
+from l2r.report.evidence_figures import curves_with_bands
+from l2r.runs.study import MEASURES, read_result
+from l2r.studies import run as running
+from l2r.studies.judging import (
+    Places,
+    is_decided,
+    judge_plan,
+    results_of,
+    seeds_that_fit,
+    study_of,
+)
+from l2r.studies.study import run_processes, run_share
+from l2r.studies.study_plan import Plan, Registered
+from l2r.training import loop
+from tests.studies.studies import SMALL, made_up
+
+SCREEN = {
+    "l2r": {
+        "changes": ["router.kind=l2r_sips"],
+        "factors": {
+            "gamma": {"1": "router.gamma=1.0", "2": "router.gamma=2.0"},
+            "z": {"paper": "losses.z=0.001", "none": "losses.z=0"},
+        },
+        "interactions": [["gamma", "z"]],
+        "cells": [["1", "paper"], ["1", "none"], ["2", "paper"], ["2", "none"]],
+    }
+}
+
+
+def registered(**changes):
+    return Registered(Plan.model_validate({**SMALL, **changes}), "small", "d", "c", "registered")
+
+
+def plan_of(changes, **others):
+    """The small plan at the size of the tests."""
+    fixed = ("training.steps", "training.log_every", "evaluation.every", "checkpoint")
+    small = [c for c in changes if not c.startswith((*fixed, "evaluation"))]
+    small += ["evaluation.batch_size=16", "evaluation.max_batches=2"]
+    return {**SMALL, "changes": small, "sample": 512, **others}
+
+
+def values(gap=0.0, before=0.0):
+    """Measures that differ between the arms by ``gap`` after training and ``before`` before it."""
+
+    def value(arm, seed, metric, trained):
+        noise = 0.001 * ((seed * 7919 + len(arm) * (seed + 1)) % 5)
+        shift = (gap if trained else before) if arm == "l2r" else 0.0
+        return 5 + seed + noise + shift
+
+    return value
+
+
+def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_path, monkeypatch):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)
+    trained = []
+
+    def train(recipe, folder, **options):
+        trained.append(Path(folder).name)
+        if trained == ["linear.seed-0", "l2r.seed-0"]:
+            raise RuntimeError("out of memory")
+        return loop.train(recipe, folder, **options)
+
+    monkeypatch.setattr(running, "train", train)
+    lines = []
+    assert run_share(plan, cells, places, report=lines.append) == (1, None)
+    assert "failed: l2r.seed-0: out of memory" in lines
+    assert run_share(plan, cells, places) == (0, None)
+    assert trained == [c.name for c in cells] + ["l2r.seed-0"]
+    assert run_share(plan, cells, places) == (0, None) and len(trained) == 3
+    assert [p.name for p in places.runs.iterdir()] == [".claims"]  # runs go, results stay
+
+    results = results_of(plan, cells, places)
+    assert [(r.arm, r.seed) for r in results] == [(c.arm, c.recipe.seed) for c in cells]
+    for result in results:
+        assert set(result.trained) == set(result.untrained) == set(MEASURES)
+        assert result.plan == {"name": "small", "digest": "d", "commit": "c"}
+        assert result.facts["steps"] == 8 and len(places.result(cells[0]).read_bytes()) < 5000
+        assert result.untrained["validation_ce"] == pytest.approx(5.7, abs=0.3)  # log 300
+        assert result.trained["validation_ce"] < result.untrained["validation_ce"]
+    judged = judge_plan(plan.plan, results)
+    assert [(j.seeds, j.verdict) for j in judged] == [(1, "undecided")] * 2
+
+
+def test_an_untrained_model_makes_no_contrast_better(tiny_changes, tmp_path):
+    """At a rate of 1e-12 every measure of the weights is that of step 0, and no verdict is won."""
+    better = {"larger": ("routing_gain", "load_entropy", "stability", "cosine_variance")}
+    metrics = [m for m in MEASURES if m != "balance"]
+    contrasts = [
+        {
+            "first": first,
+            "second": second,
+            "metric": metric,
+            "better": "larger" if metric in better["larger"] else "smaller",
+        }
+        for metric in metrics
+        for first, second in (("l2r", "linear"), ("linear", "l2r"))
+    ]
+    changes = plan_of(tiny_changes, tokens=256, contrasts=contrasts)
+    changes["changes"] = [*changes["changes"], "optimizer.lr=1e-12"]
+    plan = Registered(Plan.model_validate(changes), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(2)
+    assert run_share(plan, cells, places) == (0, None)
+    results = results_of(plan, cells, places)
+    for result in results:
+        of_weights = [m for m in metrics if m != "train_ce"]
+        sides = ([side[m] for m in of_weights] for side in (result.trained, result.untrained))
+        assert next(sides) == pytest.approx(next(sides), rel=1e-6, abs=1e-6)
+    found = {(j.contrast.metric, j.verdict) for j in judge_plan(plan.plan, results)}
+    assert {verdict for _, verdict in found} <= {"undecided", "equivalent"}, found
+
+
+def test_a_cell_that_another_process_holds_is_left_to_it(tiny_changes, tmp_path):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(2)[:1]
+    claim = places.runs / ".claims" / cells[0].name
+    claim.parent.mkdir(parents=True)
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(claim)], **pipe) as other:
+        assert other.stdout.readline() == "held\n"
+        assert run_share(plan, cells, places) == (0, None) and not places.results.exists()
+        other.kill()
+    assert run_share(plan, cells, places, limit=0) == (0, None)
+    assert not places.results.exists()
+
+
+def stopped_in_step(number, monkeypatch):
+    """Steps as they are taken; SIGTERM comes in the one of this number, counted from 1."""
+    steps = []
+
+    def watch(step):
+        steps.append(step)
+        if len(steps) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def train(recipe, folder, **options):
+        return loop.train(recipe, folder, on_step=watch, **options)
+
+    monkeypatch.setattr(running, "train", train)
+    return steps
+
+
+def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monkeypatch):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[:1]
+    steps = stopped_in_step(3, monkeypatch)
+    assert run_share(plan, cells, places) == (0, signal.SIGTERM)
+    assert not places.result(cells[0]).exists()
+    assert run_share(plan, cells, places) == (0, None)
+    assert steps == list(range(8))  # each once
+    (result,) = results_of(plan, cells, places)
+    assert result.facts["seconds"] is None  # the time of a part tells nothing of a whole cell
+    whole = Places(tmp_path / "whole", tmp_path / "whole-runs")
+    assert run_share(plan, cells, whole) == (0, None)
+    (other,) = results_of(plan, cells, whole)
+    assert [s for s, _ in result.curve] == [s for s, _ in other.curve]
+    assert [ce for _, ce in result.curve] == pytest.approx([ce for _, ce in other.curve], rel=1e-6)
+
+
+def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_path, monkeypatch):
+    plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)
+    steps = stopped_in_step(8, monkeypatch)
+    assert run_share(plan, cells, places) == (0, signal.SIGTERM)
+    assert len(steps) == 8  # the other cell was not begun
+    assert run_share(plan, cells[:1], places) == (0, None)
+    assert len(steps) == 8 and places.result(cells[0]).is_file()
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Processes of the command run in this one; those that were started, by their options."""
+    started = []
+
+    def run(command, processes, threads):
+        started.append((command[4:], processes))
+        with pytest.raises(SystemExit) as done:
+            main(command[3:])
+        return [done.value.code], None
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("l2r.studies.study.run_processes", run)
+    monkeypatch.setattr("os.nice", lambda more: None)
+    return started
+
+
+def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
+    tiny_changes, tmp_path, here, l2r
+):
+    plan = plan_of(tiny_changes, seeds={"least": 2, "most": 3}, half_width=9.0)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(plan))
+    done = l2r("evidence", "small.yaml", "--processes", 1, "--hours", 1, "--json")
+    assert done.code == 0, done
+    assert "1 hours fit 3 of at most 3 seeds here" in done.err
+    assert "2 seeds: every primary interval is narrow enough" in done.err
+    assert [row["seeds"] for row in json.loads(done.out)] == [2, 2]
+    assert len(here) == 2 and here[0][0][-1] == "1"  # one cell first, to time it
+    folder = tmp_path / "results" / "evidence" / "small"
+    assert len(list(folder.glob("*.json"))) == 4
+    page = (tmp_path / "runs" / "evidence" / "small" / "report.html").read_text()
+    for words in (
+        "Is L2R better?",
+        "not registered: no plan of the package",
+        "2 whole seeds of 2 to 3",
+    ):
+        assert words in page and words in (folder / "report.md").read_text()
+    text = (folder / "report.md").read_text()
+    assert l2r("evidence", "small.yaml", "--judge-only").code == 0
+    assert (folder / "report.md").read_text() == text and len(here) == 2
+
+
+def test_the_command_ends_as_its_processes_did(tmp_path, monkeypatch, l2r):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    monkeypatch.chdir(tmp_path)
+    endings = {
+        "stopped and saved; the same command resumes": ([143], signal.SIGTERM),
+        "runs failed; the same command tries them again": ([1, 0], None),
+    }
+    for words, (codes, number) in endings.items():
+        monkeypatch.setattr("l2r.studies.study.run_processes", lambda *a, c=codes, n=number: (c, n))
+        done = l2r("evidence", "small.yaml")
+        assert done.code == (143 if number else 1) and words in done.err and not done.out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "run it without torchrun" in l2r("evidence", "small.yaml").refusal()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "unknown plan 'papr'" in l2r("evidence", "papr").refusal()
+
+
+def test_processes_get_their_threads_and_hear_of_a_signal(tmp_path):
+    """Two that wait for SIGTERM, which they pass on as their exit code."""
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(3))\n"
+        "name = os.environ['OMP_NUM_THREADS'] + '-' + str(os.getpid())\n"
+        "(pathlib.Path(sys.argv[1]) / name).touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    def stop():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    helper = threading.Thread(target=stop)
+    helper.start()
+    codes, number = run_processes([sys.executable, "-c", code, str(tmp_path)], 2, 5)
+    helper.join()
+    assert (codes, number) == ([3, 3], signal.SIGTERM)
+    assert all(path.name.startswith("5-") for path in tmp_path.iterdir())
+
+
+def test_results_of_another_recipe_are_refused(tmp_path):
+    plan, places = registered(), Places(tmp_path, tmp_path)
+    (result, *_), cells = made_up(plan, 2, values()), plan.plan.cells(2)
+    result.save(places.result(cells[0]))
+    assert results_of(plan, cells, places) == [result]
+    with pytest.raises(ValueError, match="holds a run of another recipe than plan small says"):
+        results_of(registered(tokens=4096), registered(tokens=4096).plan.cells(2), places)
+    places.result(cells[0]).write_text("{}")
+    with pytest.raises(ValueError, match="is not the result of a cell"):
+        read_result(places.result(cells[0]))
+
+
+def test_verdicts_pair_the_seeds_that_both_arms_have():
+    plan = registered()
+    results = made_up(plan, 4, values(gap=-0.1))
+    assert [j.verdict for j in judge_plan(plan.plan, results)] == ["better", "worse"]
+    (first, _) = judge_plan(plan.plan, results[:-1])  # the last seed of l2r is missing
+    assert first.seeds == 3 and first.difference.mean == pytest.approx(-0.1, abs=0.01)
+    untrained = made_up(plan, 4, values(gap=-0.1, before=-0.1))
+    assert [j.verdict for j in judge_plan(plan.plan, untrained)] == ["undecided"] * 2
+
+
+def test_no_verdict_before_the_least_seeds():
+    """What is clear with two seeds waits for the third where the plan asks for three."""
+    results = made_up(registered(), 3, values(gap=-0.1))
+    plan = registered(seeds={"least": 3, "most": 4})
+    early = study_of(plan, [r for r in results if r.seed < 2])
+    assert [j.verdict for j in early.judged] == ["undecided"] * 2
+    assert [j.needed for j in early.judged] == [None] * 2 and early.judged[0].p < plan.plan.alpha
+    assert [j.verdict for j in judge_plan(plan.plan, results)] == ["better", "worse"]
+
+
+def test_the_stopping_rule_asks_for_narrow_primary_intervals():
+    for narrow, decided in ((1.0, True), (1e-6, False)):
+        plan = registered(half_width=narrow).plan
+        judged = judge_plan(plan, made_up(registered(), 3, values(gap=-0.1)))
+        assert is_decided(plan, judged) is decided
+    assert not is_decided(registered().plan, judged)
+
+
+def test_the_stopping_rule_waits_for_every_primary_interval():
+    """The second arm pair is noisy: its interval alone keeps the rule from stopping."""
+    contrasts = [
+        {"first": "l2r", "second": "linear", "metric": metric, "primary": True}
+        for metric in ("validation_ce", "train_ce")
+    ]
+    margins = {"validation_ce": 0.02, "train_ce": 0.02}
+    plan = registered(half_width=0.05, contrasts=contrasts, margins=margins)
+
+    def noisy(metric):
+        def value(arm, seed, name, trained):
+            wide = 0.3 if name == metric else 0.001
+            return 5 + wide * (seed % 2) * (arm == "l2r")
+
+        return value
+
+    for metric in margins:
+        judged = judge_plan(plan.plan, made_up(plan, 4, noisy(metric)))
+        halves = [j.difference.half for j in judged]
+        assert min(halves) < 0.05 < max(halves)
+        assert not is_decided(plan.plan, judged)
+    assert is_decided(plan.plan, judge_plan(plan.plan, made_up(plan, 4, noisy("balance"))))
+
+
+def test_a_stopping_rule_without_a_primary_contrast_is_refused():
+    secondary = [{**contrast, "primary": False} for contrast in SMALL["contrasts"]]
+    with pytest.raises(ValueError, match="half_width: needs a primary contrast"):
+        registered(half_width=0.01, contrasts=secondary)
+    assert not is_decided(registered(contrasts=secondary).plan, [])
+
+
+def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
+    plan = registered().plan
+    results = made_up(registered(), 1, values(), seconds=900)  # both arms of the first seed
+    assert [seeds_that_fit(plan, results, hours, 1, 4) for hours in (0, 0.5, 1, 9)] == [1, 2, 3, 4]
+    assert seeds_that_fit(plan, results, 0.5, 2, 4) == 3
+    with pytest.raises(ValueError, match="hours need the time of a cell"):
+        seeds_that_fit(plan, [], 1, 1, 4)
+
+
+@pytest.mark.parametrize("mark", [{"digest": "older"}, {"commit": None}])
+def test_results_from_before_the_plan_make_a_study_unregistered(mark):
+    plan = registered()
+    results = made_up(plan, 2, values())
+    assert study_of(plan, results).state == "registered"
+    late = dataclasses.replace(results[0], plan={**results[0].plan, **mark})
+    state = study_of(plan, [late, *results[1:]]).state
+    assert state.startswith("not registered: 1 of 4 results are older than the plan")
+
+
+def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
+    plan = registered(screens=SCREEN)
+
+    def value(arm, seed, metric, trained):
+        return values(gap=-0.1)(arm, seed, metric, trained) - 0.3 * (trained and "z=none" in arm)
+
+    study = study_of(plan, made_up(plan, 3, value))
+    page, text = write_study(study, tmp_path / "page", tmp_path / "text")
+    assert page.stat().st_size > 1_000_000
+    said = text.read_text()
+    for words in ("Power, said before", "| z | none | -0.3", "better", "Precision reached"):
+        assert words in said, words
+    assert "validation CE: l2r smaller than linear" in said  # a contrast without a text of its own
+    assert "| paper |" not in said  # no contrast has a place there
+    shown = page.read_text()
+    assert "gamma x z" in shown
+    assert f"less that of {study.arms[0]}" in shown
+    for once in (shown, said):  # over both tables, not under each
+        assert once.count("paired by seed") == 1
+
+
+@pytest.mark.parametrize(("count", "said"), [(10, False), (14, True)])
+def test_the_curves_leave_no_arm_out_without_a_word(tmp_path, count, said):
+    arms = {f"rank {n}": ["router.kind=l2r_sips", f"router.rank={n}"] for n in range(1, count + 1)}
+    contrasts = [
+        {"first": "rank 1", "second": arm, "metric": "train_ce", "better": "smaller"}
+        for arm in list(arms)[1:]
+    ]
+    plan = registered(arms=arms, contrasts=contrasts)
+    study = study_of(plan, made_up(plan, 3, values()))
+    drawn = {curve.name for curve in curves_with_bands(study).data if curve.showlegend}
+    assert said or drawn == set(arms)
+    page, _ = write_study(study, tmp_path / "page", tmp_path / "text")
+    assert (f"{len(drawn)} of {count} arms are drawn" in page.read_text()) is said
+
+
+def test_the_page_of_a_study_without_results_says_so(tmp_path):
+    _, text = write_study(study_of(registered(), []), tmp_path / "page", tmp_path / "text")
+    assert "Fewer than registered" in text.read_text()
+
+
+def test_results_that_lack_a_measure_do_not_count_for_it():
+    """Those of a version before it, and images' top-1 in a study of language."""
+    contrasts = [
+        {"text": "a", "metric": m, "first": "l2r", "second": "linear", "better": "larger"}
+        for m in ("logit_spread", "top1")
+    ]
+    plan = registered(contrasts=contrasts)
+    older, *others = made_up(plan, 3, values())
+    trained = {m: v for m, v in older.trained.items() if m != "logit_spread"}
+    results = [dataclasses.replace(older, trained=trained), *others]
+    judged = judge_plan(plan.plan, results)
+    assert [j.seeds for j in judged] == [2, 0]
+    assert [j.verdict for j in judged][1] == "undecided"
+
+
+def test_a_seed_that_lacks_a_run_is_not_counted_as_one_of_the_plan(tmp_path):
+    plan = registered()
+    whole = made_up(plan, 2, values())
+    for results, short in ((whole, False), (whole[:-1], True)):
+        _, text = write_study(study_of(plan, results), tmp_path / "page", tmp_path / "text")
+        assert ("Fewer than registered" in text.read_text()) is short
+
+
+def test_the_page_says_when_the_stopping_rule_asks_for_more_seeds(tmp_path):
+    """Least is 2 and most 4: wide intervals ask for all four, narrow ones are done with two."""
+    words = "Its stopping rule asks for more"
+    for half_width, seeds, more in ((1e-6, 3, True), (1e-6, 4, False), (9.0, 2, False)):
+        plan = registered(half_width=half_width)
+        study = study_of(plan, made_up(plan, seeds, values()))
+        _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+        assert (words in text.read_text()) is more, (half_width, seeds)
+
+
+def test_images_are_measured_by_the_same_names(tmp_path):
+    changes = ["training.epochs=null", "training.steps=2", "training.global_batch=16"]
+    changes += ["training.micro_batch=16", "data.workers=0", "evaluation.max_batches=1"]
+    vision = {"recipe": "demo-vision/linear", "changes": changes, "tokens": None, "sample": 32}
+    plan = registered(**vision)
+    places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[1:]
+    assert run_share(plan, cells, places) == (0, None)
+    (result,) = results_of(plan, cells, places)
+    assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
+    assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1

@@ -1,0 +1,266 @@
+"""Image sources and batches: layouts, broken files, and the same images however they are read."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from l2r.training.data.image_sources import (
+    ImageSource,
+    folder_images,
+    hold_out,
+    open_images,
+    read_idx,
+)
+from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
+
+
+def write_idx(path, array):
+    data = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as stream:
+        stream.write(data + array.astype(np.uint8).tobytes())
+
+
+def photo(seed, size=(60, 40)):
+    """Smooth colored image, so that JPEG and scaling change it little."""
+    small = np.random.default_rng(seed).integers(0, 255, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """ImageFolder layout: 2 classes, 5 + 2 images each, of three formats."""
+    for part, count in (("train", 5), ("val", 2)):
+        for label, name in enumerate(("cat", "dog")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(count):
+                suffix = (".jpg", ".png", ".JPEG")[number % 3]
+                photo(100 * label + number).save(tmp_path / part / name / f"{number}{suffix}")
+    return tmp_path
+
+
+@pytest.fixture
+def numbered():
+    """40 gray images whose every pixel is the image's own number."""
+    pixels = np.repeat(np.arange(40, dtype=np.uint8), 36).reshape(40, 6, 6)
+    return ImageSource(pixels, np.arange(40) % 4, tuple("abcd"))
+
+
+def test_folder_layout_gives_classes_labels_and_files(folder):
+    train, validation = open_images(str(folder))
+    assert train.classes == validation.classes == ("cat", "dog")
+    assert train.labels.tolist() == [0] * 5 + [1] * 5
+    assert len(validation.labels) == 4
+    with train.open(7) as image:
+        assert image.size == (60, 40)
+    assert train.name(7).endswith("train/dog/2.JPEG")
+
+
+def test_validation_classes_keep_the_labels_of_training(folder):
+    for path in (folder / "val" / "cat").iterdir():
+        path.unlink()
+    (folder / "val" / "cat").rmdir()
+    _, validation = open_images(str(folder))
+    assert validation.labels.tolist() == [1, 1]
+    (folder / "val" / "zebra").mkdir()
+    with pytest.raises(ValueError, match="'zebra', which the training part has not"):
+        open_images(str(folder))
+
+
+def test_plain_folder_holds_out_a_fifth_of_each_class(folder):
+    train, validation = open_images(str(folder / "train"))
+    assert np.bincount(train.labels).tolist() == [4, 4]
+    assert np.bincount(validation.labels).tolist() == [1, 1]
+
+
+def test_digits_split_is_fixed_stratified_and_disjoint():
+    from sklearn.datasets import load_digits
+
+    train, validation = open_images("digits")
+    assert len(train.labels) + len(validation.labels) == 1797
+    digits = load_digits()
+    numbers = [str(number) for number in range(1797)]  # the split alone
+    kept, held = hold_out(ImageSource(numbers, digits.target, train.classes))
+    assert set(kept.items).isdisjoint(held.items)
+    assert np.array_equal(held.labels, validation.labels)
+    assert np.all(np.abs(np.bincount(validation.labels) / np.bincount(train.labels) - 0.25) < 0.01)
+    expected = digits.images[int(held.items[3])] * 255 / 16
+    assert np.abs(np.asarray(validation.open(3)) - expected).max() <= 0.5
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_are_read_as_written(tmp_path, suffix):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)
+    for part in ("train", "t10k"):
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte{suffix}", pixels)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte{suffix}", np.arange(6))
+    train, validation = open_images(str(tmp_path))
+    assert np.array_equal(np.asarray(validation.open(4)), pixels[4])
+    assert train.labels.tolist() == list(range(6))
+
+
+def test_broken_idx_files_are_refused_in_one_line(tmp_path):
+    good = tmp_path / "a-ubyte"
+    write_idx(good, np.zeros((3, 2, 2)))
+    cut = tmp_path / "b-ubyte"
+    cut.write_bytes(good.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="must hold 12 bytes of data; got 11"):
+        read_idx(cut)
+    cut.write_bytes(b"GIF89a")
+    with pytest.raises(ValueError, match="is not an idx file of bytes"):
+        read_idx(cut)
+    bad_gzip = tmp_path / "c-ubyte.gz"
+    bad_gzip.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot read"):
+        read_idx(bad_gzip)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("digit", "must be 'digits', 'fashion-mnist' or a folder; got 'digit'"),
+        ("{root}/empty", "must hold a folder per class with images"),
+        ("{root}/partial", "must hold a file like t10k-images"),
+    ],
+)
+def test_wrong_sources_are_refused_in_one_line(tmp_path, name, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "partial").mkdir()
+    write_idx(tmp_path / "partial" / "train-images-idx3-ubyte", np.zeros((2, 2, 2)))
+    write_idx(tmp_path / "partial" / "train-labels-idx1-ubyte", np.zeros(2))
+    with pytest.raises(ValueError, match=words):
+        open_images(name.format(root=tmp_path))
+
+
+def test_missing_fashion_mnist_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("l2r.training.data.image_sources.FASHION_MNIST_FOLDER", Path("/nowhere"))
+    with pytest.raises(ValueError, match="install Debian's dataset-fashion-mnist"):
+        open_images("fashion-mnist")
+
+
+def test_an_epoch_shows_every_image_once_and_ranks_share_a_batch(numbered):
+    dataset = ImageDataset(numbered, size=6, channels=1, crop=CenterCrop(share=1.0), seed=5)
+    steps = [dataset[dataset.places(step, 8)] for step in range(5)]
+    seen = [int(v) for batch in steps for v in batch.pixels[:, 0, 0, 0]]
+    assert sorted(seen) == list(range(40))
+    assert seen != sorted(seen)
+    for step in range(5):
+        parts = [dataset[dataset.places(step, 8, rank=r, world_size=2)] for r in range(2)]
+        joined = np.concatenate([part.pixels.numpy() for part in parts])
+        assert np.array_equal(joined, steps[step].pixels.numpy())
+        assert [p for part in parts for p in part.positions] == list(range(8 * step, 8 * step + 8))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_do_not_depend_on_workers_or_on_the_steps_before(folder, workers):
+    train, _ = open_images(str(folder))
+    dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=1)
+    expected = [dataset[dataset.places(step, 4)] for step in range(4)]
+    loader = ImageLoader(dataset, batch_size=4, workers=workers)
+    for step in (0, 1, 2, 3, 1, 2):  # a resumed run asks for an earlier step
+        got = loader.batch(step)
+        assert np.array_equal(got.pixels.numpy(), expected[step].pixels.numpy())
+        assert got.labels.tolist() == expected[step].labels.tolist()
+
+
+def test_crops_differ_between_epochs_and_seeds(folder):
+    train, _ = open_images(str(folder))
+
+    def crops(seed):
+        dataset = ImageDataset(train, size=24, crop=RandomCrop(), seed=seed)
+        found = {}
+        for step in range(2):
+            batch = dataset[dataset.places(step, 10)]
+            order = np.argsort(batch.pixels.float().mean(dim=(1, 2, 3)).numpy())
+            found[step] = batch.pixels[order]
+        return found
+
+    first, other = crops(0), crops(1)
+    assert not np.array_equal(first[0].numpy(), first[1].numpy())
+    assert not np.array_equal(first[0].numpy(), other[0].numpy())
+
+
+def test_random_crops_keep_to_their_ranges():
+    crop = RandomCrop(scale=(0.2, 0.5), aspect=(0.5, 2.0))
+    draws = np.random.default_rng(0).random((300, crop.draws))
+    boxes = np.array([crop.box(80, 60, d) for d in draws])
+    wide, tall = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    assert boxes.min() >= 0 and boxes[:, 2].max() <= 80 and boxes[:, 3].max() <= 60
+    share = wide * tall / 4800
+    assert share.min() > 0.18 and share.max() < 0.52
+    assert share.min() < 0.23 and share.max() > 0.46
+    assert (wide / tall).min() > 0.47 and (wide / tall).max() < 2.1
+    assert crop.box(1000, 4, draws[0]) == (496, 0, 504, 4)  # nothing fits: the middle
+
+
+def test_center_crop_equals_pillow_by_hand(folder):
+    train, _ = open_images(str(folder))
+    dataset = ImageDataset(train, size=32, crop=CenterCrop(share=0.875))
+    got = dataset.rows(np.array([1])).pixels[0].numpy()
+    with train.open(1) as image:
+        box = (12.5, 2.5, 47.5, 37.5)
+        expected = image.convert("RGB").resize((32, 32), Image.Resampling.BICUBIC, box=box)
+    assert np.array_equal(got, np.asarray(expected).transpose(2, 0, 1))
+
+
+def test_fast_jpeg_decoding_stays_close_to_full_decoding(tmp_path):
+    (tmp_path / "a").mkdir()
+    photo(3, size=(512, 384)).save(tmp_path / "a" / "x.jpg", quality=95)
+    photo(3, size=(512, 384)).save(tmp_path / "a" / "y.png")
+    source = folder_images(tmp_path)
+    batch = ImageDataset(source, size=32, crop=CenterCrop()).rows(np.array([0, 1]))
+    with source.open(0) as image:
+        image.draft("RGB", (96, 72))
+        assert image.size[0] < 512  # pillow really decodes at a smaller scale
+    jpeg, png = batch.pixels.float().numpy()
+    assert np.abs(jpeg - png).mean() < 2.0
+
+
+def test_corrupt_images_are_named_and_replaced_in_training(folder):
+    broken = folder / "train" / "cat" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    (folder / "train" / "cat" / "2.JPEG").write_bytes(b"not an image")
+    train, _ = open_images(str(folder))
+    dataset = ImageDataset(train, size=24, crop=CenterCrop())
+    batch = dataset[dataset.places(0, 10)]
+    assert batch.pixels.shape == (10, 3, 24, 24)
+    assert {name.split("/")[-1] for name in batch.skipped} == {"1.png", "2.JPEG"}
+    clean = dataset.rows(np.array([3]))
+    replaced = dataset.rows(np.array([1]), np.array([0]))  # image 3 takes the place of 1 and 2
+    assert np.array_equal(replaced.pixels.numpy(), clean.pixels.numpy())
+    assert replaced.labels.tolist() == [0]
+    assert len(replaced.skipped) == 2
+
+
+def test_corrupt_images_are_left_out_of_evaluation(folder):
+    (folder / "val" / "dog" / "0.jpg").write_bytes(b"")
+    _, validation = open_images(str(folder))
+    batch = ImageDataset(validation, size=24, crop=CenterCrop()).rows(np.arange(4))
+    assert batch.labels.tolist() == [0, 0, 1]
+    assert batch.positions.tolist() == [0, 1, 3]
+    assert [name.split("/")[-2:] for name in batch.skipped] == [["dog", "0.jpg"]]
+
+
+def test_nothing_readable_is_one_clear_line(folder):
+    for path in (folder / "train").rglob("*.*"):
+        path.write_bytes(b"x")
+    dataset = ImageDataset(open_images(str(folder))[0], size=8, crop=CenterCrop())
+    with pytest.raises(ValueError, match="10 images in a row are unreadable"):
+        dataset[dataset.places(0, 2)]
+
+
+def test_gray_and_transparent_images_become_the_wanted_mode(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.new("RGBA", (20, 20), (255, 0, 0, 0)).save(tmp_path / "a" / "0.png")
+    Image.new("L", (20, 20), 7).save(tmp_path / "a" / "1.png")
+    source = folder_images(tmp_path)
+    color = ImageDataset(source, size=8, crop=CenterCrop()).rows(np.arange(2)).pixels
+    assert color.shape == (2, 3, 8, 8)
+    assert color[1].unique().tolist() == [7]
+    gray = ImageDataset(source, size=8, channels=1, crop=CenterCrop()).rows(np.arange(2)).pixels
+    assert gray.shape == (2, 1, 8, 8)
+    assert gray[0].unique().tolist() == [76]  # luma of red

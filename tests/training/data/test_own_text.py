@@ -1,0 +1,198 @@
+"""Text of one's own: every kind of file is read alike, and what is wrong names file and line."""
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from l2r.analysis import inputs
+from l2r.training.data.corpus import CorpusOptions, build_corpus
+from l2r.training.data.held_out import split_files
+from l2r.training.data.listing import folder_listing
+from l2r.training.data.manifest import read_manifest
+from l2r.training.data.prepare import prepare, shard_tasks
+from l2r.training.data.sources import text_documents
+from l2r.training.data.tokenizer import load_tokenizer
+from l2r.training.data.tokens import read_documents
+
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".json.zst", ".parquet")
+
+
+def write(write_shard, folder, ending, texts):
+    """The texts as files of one kind: a .txt for each, else one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if ending == ".txt":
+        for number, text in enumerate(texts):
+            (folder / f"{number:03}.txt").write_text(text)
+    else:
+        write_shard(folder / f"all{ending}", texts)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_documents_have_the_name_of_their_file_and_their_line(
+    ending, write_shard, documents, tmp_path
+):
+    texts = documents(0, 3)
+    write(write_shard, tmp_path / "a", ending, texts)
+    names = [f"{i:03}.txt" for i in range(3)] if ending == ".txt" else [
+        f"all{ending}:{line}" for line in (1, 2, 3)
+    ]  # fmt: skip
+    assert list(text_documents(tmp_path / "a")) == list(zip(names, texts, strict=True))
+    of_folder = [(f"a/{name}", text) for name, text in zip(names, texts, strict=True)]
+    assert list(text_documents(tmp_path)) == of_folder
+    file = tmp_path / "a" / names[0].partition(":")[0]
+    assert next(text_documents(file)) == (names[0], texts[0])
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_train_prepare_and_diagnose_take_every_kind_alike(
+    ending, write_shard, documents, tokenizer_file, tmp_path
+):
+    for seed, domain in enumerate(("one", "two")):
+        write(write_shard, tmp_path / "text" / domain, ending, documents(seed, 40))
+    wanted = {domain: set(documents(seed, 40)) for seed, domain in enumerate(("one", "two"))}
+
+    corpus = build_corpus(CorpusOptions(str(tmp_path / "text"), 300), cache=tmp_path / "cache")
+    counts = {d: n for d, (n, _) in read_manifest(corpus.train).by_domain().items()}
+    held = {d: n for d, (n, _) in read_manifest(corpus.validation).by_domain().items()}
+    assert {d: counts[d] + held[d] for d in counts} == {"one": 40, "two": 40}
+
+    listing = folder_listing(tmp_path / "text")
+    tasks = shard_tasks(listing, f"{tmp_path}/text/")
+    assert len(tasks) == 2  # small files are not cut into rows one by one
+    prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    from tokenizers import Tokenizer
+
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    found: dict[str, set[str]] = {"one": set(), "two": set()}
+    for domain, ids in read_documents(tmp_path / "tokens"):
+        found[domain].add(decode(ids[:-1].tolist()))
+    assert found == wanted
+
+    letters = type("Letters", (), {
+        "eos_token_id": None,
+        "__call__": lambda self, text, **_: {"input_ids": [min(ord(c), 199) for c in text]},
+    })()  # fmt: skip
+    _, domain, domains = inputs.open_text(
+        str(tmp_path / "text"), letters, vocab_size=200, instances=4, length=9, report=print
+    )
+    assert domains == ("one", "two") and domain.tolist() == [0, 0, 1, 1]
+
+
+def test_files_beside_each_other_are_one_domain_and_may_be_of_several_kinds(
+    write_shard, documents, tmp_path
+):
+    write(write_shard, tmp_path, ".txt", documents(0, 2))
+    write(write_shard, tmp_path, ".jsonl", documents(1, 2))
+    (tmp_path / "notes.pdf").write_bytes(b"%PDF")
+    (tmp_path / ".hidden.txt").write_text("no")
+    assert folder_listing(tmp_path) == {"text": ["*.txt", "all.jsonl"]}
+    assert {text for _, text in text_documents(tmp_path)} == {*documents(0, 2), *documents(1, 2)}
+
+
+def test_version_1_reads_text_files_only(write_shard, documents, tmp_path):
+    write(write_shard, tmp_path, ".txt", documents(0, 20))
+    first = build_corpus(CorpusOptions(str(tmp_path), 300, version=1), cache=tmp_path / "cache")
+    write(write_shard, tmp_path, ".jsonl", documents(1, 20))
+    again = build_corpus(CorpusOptions(str(tmp_path), 300, version=1), cache=tmp_path / "cache")
+    assert first == again
+
+
+def test_changed_shards_are_another_corpus(write_shard, documents, tmp_path):
+    found = set()
+    for seed in (0, 1):
+        write(write_shard, tmp_path / "text", ".jsonl", documents(seed, 20 + seed))
+        options = CorpusOptions(str(tmp_path / "text"), 300)
+        found.add(build_corpus(options, cache=tmp_path / "cache").train)
+    assert len(found) == 2
+
+
+FIRST = b'{"text": "x"}\n'
+CORRUPT = "truncated or corrupt after document"
+BROKEN = [
+    ("a.jsonl", FIRST + b'\n{"body": 1, "i": 1}\n', "line 3: no field 'text'; it has 'body', 'i'"),
+    ("a.jsonl", FIRST + b'{"text": 5}\n', "line 2: field 'text' must be a string; got int"),
+    ("a.jsonl", FIRST + b"[1]\n", "line 2: it must be a JSON object; got list"),
+    ("a.jsonl", FIRST + b'{"text": \n', f"{CORRUPT} 1: line 2: "),
+    ("a.jsonl", b'{"text": ' + b"[" * 100_000, f"{CORRUPT} 0: line 1: "),
+    ("a.jsonl", b"", "holds no documents"),
+    ("a.json.gz", b"no gzip", f"{CORRUPT} 0: "),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), BROKEN)
+def test_what_is_broken_names_file_and_line(name, data, message, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(ValueError, match=f"{tmp_path / name}.*{message}") as error:
+            list(text_documents(path))
+        assert "\n" not in str(error.value)
+
+
+def test_a_table_without_text_names_its_columns(tmp_path):
+    parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'text'; it has body, id"):
+        list(text_documents(tmp_path / "a.parquet"))
+
+
+def test_missing_and_empty_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=f"text must be a file or a folder; got {tmp_path}/no"):
+        list(text_documents(tmp_path / "no"))
+    with pytest.raises(ValueError, match=f"{tmp_path} must hold text files, ending in .txt "):
+        list(text_documents(tmp_path))
+
+
+def test_a_single_file_may_have_any_ending(tmp_path):
+    (tmp_path / "notes.md").write_text("plain text")
+    assert list(text_documents(tmp_path / "notes.md")) == [("notes.md", "plain text")]
+
+
+def test_empty_files_do_not_stop_the_others(documents, tokenizer_file, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = ["", *documents(0, 5), ""]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    assert [text for _, text in text_documents(folder)] == texts
+    train, held = split_files(text_documents(folder), 10**6)
+    assert sorted(text for _, text in train + held) == sorted(documents(0, 5))
+    tasks = shard_tasks(folder_listing(folder), f"{folder}/")
+    manifests = prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    assert manifests["train"].files[0].documents == 5
+
+
+def test_tokens_of_files_that_changed_are_refused(write_shard, documents, tokenizer_file, tmp_path):
+    """Else more text in the folder would be left out in silence."""
+    write(write_shard, tmp_path / "text", ".txt", documents(0, 3))
+
+    def run():
+        tasks = shard_tasks(folder_listing(tmp_path / "text"), f"{tmp_path}/text/")
+        return prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+
+    assert run()["train"].files == run()["train"].files
+    (tmp_path / "text" / "more.txt").write_text("one more")
+    with pytest.raises(ValueError, match=r"\*.txt has changed since .* to another folder"):
+        run()
+
+
+def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
+    """A word of the held-out text alone would be a token if it were read."""
+    folder, out = tmp_path / "text", tmp_path / "bpe"
+    folder.mkdir()
+    for word in ("ebony", "ivory", "zinnia", "quartz", "umbra", "yonder"):
+        (folder / f"{word}.txt").write_text(f"{word} " * 40)
+    made = l2r("data", "tokenizer", folder, "--out", out, "--vocab-size", 400)
+    tokenizer, identity = load_tokenizer(out)
+    size = identity.vocab_size
+    assert (made.code, made.out) == (
+        0, f"{out}: {size} tokens; use it with l2r data prepare --tokenizer {out}\n"
+    )  # fmt: skip
+    assert 280 < size == tokenizer.get_vocab_size() and identity.eos_token_id == 0
+    tokens = {tokenizer.decode([i]).strip() for i in range(size)}
+    train, held = split_files(text_documents(folder), 4_000_000)
+    words = [{text.split()[0] for _, text in part} for part in (train, held)]
+    assert words[0] <= tokens and not words[1] & tokens
+    again = l2r("data", "tokenizer", folder, "--out", out)
+    assert again.refusal() == f"error: out must be a new folder; got {out}"
+    small = l2r("data", "tokenizer", folder, "--out", tmp_path / "b", "--vocab-size", 299)
+    assert small.refusal() == "error: vocab_size must be >= 300; got 299"
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,63 @@
+"""Which version of the corpus a recipe means: today's, or that of an older run or plan."""
+
+from typing import get_args
+
+import pytest
+import yaml
+
+from l2r.studies.study_plan import plan_names, read_plan
+from l2r.training.data.held_out import NEWEST
+from l2r.training.data.rows import balanced_rows, even_rows
+from l2r.training.language import LanguageTask
+from l2r.training.recipes.load import dump_recipe, load_recipe, parse_recipe
+from l2r.training.recipes.schema import CorpusVersion, LanguageRecipe, TextSection
+from tests.studies.studies import SMALL
+
+
+def test_recipes_mean_the_newest():
+    assert TextSection().corpus_version == NEWEST == max(get_args(CorpusVersion))
+    assert load_recipe("demo/linear").data.corpus_version == NEWEST
+
+
+@pytest.mark.parametrize(("tokens", "version"), [([], 1), (["a"], NEWEST)])
+def test_a_run_written_before_there_were_versions_is_of_the_first(tokens, version):
+    values = load_recipe("demo/linear").model_dump(mode="json")
+    del values["data"]["corpus_version"]
+    values["data"] |= {"tokens": tokens, "validation_tokens": tokens}
+    recipe = parse_recipe(values, source="run")
+    assert recipe.data.corpus_version == version
+    again = parse_recipe(yaml.safe_load(dump_recipe(recipe)), source="run")
+    assert again == recipe
+
+
+def test_a_version_that_is_not_read_or_does_not_exist_is_refused():
+    tokens = ["data.tokens=[a]", "data.validation_tokens=[b]"]
+    with pytest.raises(ValueError, match="corpus_version is"):
+        load_recipe("demo/linear", [*tokens, "data.corpus_version=1"])
+    with pytest.raises(ValueError, match=r"data.corpus_version: .* 1 or 2"):
+        load_recipe("demo/linear", ["data.corpus_version=3"])
+
+
+def on_text(plan):
+    recipes = (cell.recipe for cell in plan.cells(1))
+    return [recipe.data for recipe in recipes if isinstance(recipe, LanguageRecipe)]
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_registered_plans_are_of_the_first_version(name):
+    assert all(data.corpus_version == 1 for data in on_text(read_plan(name).plan))
+
+
+def test_a_plan_may_name_another_version_and_one_arm_its_own(tmp_path):
+    arms = {"linear": [], "l2r": ["router.kind=l2r_sips", "data.corpus_version=1"]}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "arms": arms, "corpus_version": 2}, sort_keys=False))
+    versions = [data.corpus_version for data in on_text(read_plan(str(path)).plan)]
+    assert versions == [2, 1]
+
+
+@pytest.mark.parametrize(("version", "choose"), [(1, even_rows), (2, balanced_rows)])
+def test_validation_rows_are_chosen_by_the_version_too(tiny_changes, version, choose):
+    changes = [*tiny_changes, f"data.corpus_version={version}"]
+    task = LanguageTask(load_recipe("demo/linear", changes), lambda line: None)
+    assert task.choose_rows is choose

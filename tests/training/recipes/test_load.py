@@ -1,0 +1,96 @@
+"""Reading recipes: bases, changes, another router, and the three ways to give a length."""
+
+import pytest
+
+from l2r.studies.cells import grid_cells, read_grid
+from l2r.training.recipes.load import load_recipe
+
+BASE = """
+task: language
+router: {kind: l2r_sips, rank: 8, heads: 4, gamma: 2.0, temperature: 0.5}
+training: {steps: 20, global_batch: 8}
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def over(base, text):
+    """A recipe file over ``base``, and its name."""
+    path = base.with_name("above.yaml")
+    path.write_text(f"base: {base}\n{text}")
+    return str(path)
+
+
+def by_base(base, kind):
+    return load_recipe(over(base, f"router: {{kind: {kind}}}\n"))
+
+
+def by_command_line(base, kind):
+    return load_recipe(str(base), [f"router.kind={kind}"])
+
+
+def by_sweep(base, kind):
+    (cell,) = grid_cells(str(base), [], read_grid([f"router.kind={kind}"]), 1)
+    return cell.recipe
+
+
+@pytest.mark.parametrize("change", [by_base, by_command_line, by_sweep])
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("linear", {"temperature": 0.5}),
+        ("l2r_dot", {"rank": 8, "heads": 4, "temperature": 0.5}),
+        ("xmoe", {"rank": 8, "temperature": 0.5}),
+        ("l2r_sips", {"rank": 8, "heads": 4, "gamma": 2.0, "temperature": 0.5}),
+    ],
+)
+def test_another_router_keeps_the_options_that_both_read(base, change, kind, kept):
+    assert change(base, kind).router == {"kind": kind, **kept}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_option_given_beside_a_router_that_lacks_it_is_refused(base, order):
+    changes = ["router.rank=2", "router.kind=linear"][::order]
+    with pytest.raises(ValueError, match="'linear' has no option 'rank'"):
+        load_recipe(str(base), changes)
+    changes = ["router.anchor_scale=0.5", "router.kind=xmoe"][::order]
+    assert load_recipe(str(base), changes).router["anchor_scale"] == 0.5
+
+
+def test_a_misspelt_option_of_the_base_is_not_lost_with_its_router(base):
+    base.write_text(BASE.replace("rank:", "rnk:"))
+    with pytest.raises(ValueError, match="no option 'rnk'"):
+        load_recipe(str(base), ["router.kind=l2r_dot"])
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (["training.epochs=1"], "epochs"),
+        (["training.tokens=4096"], "tokens"),
+        (["training.tokens=4096", "training.steps=5"], "steps"),
+    ],
+)
+def test_the_length_given_last_replaces_the_others(base, given, left):
+    training = load_recipe(str(base), given).training
+    lengths = {name: getattr(training, name) for name in ("steps", "tokens", "epochs")}
+    assert [name for name, value in lengths.items() if value is not None] == [left]
+
+
+def test_a_recipes_length_replaces_its_bases(base):
+    training = load_recipe(over(base, "training: {epochs: 2}\n")).training
+    assert training.steps is None and training.epochs == 2 and training.global_batch == 8
+    (cell,) = grid_cells(str(base), [], read_grid(["training.epochs=3"]), 1)
+    assert cell.recipe.training.steps is None and cell.recipe.training.epochs == 3
+
+
+def test_two_lengths_in_one_place_are_refused(base):
+    with pytest.raises(ValueError, match="exactly one of steps, tokens, epochs"):
+        load_recipe(over(base, "training: {epochs: 2, steps: 3}\n"))
+    with pytest.raises(ValueError, match=r"training.steps and training.epochs"):
+        read_grid(["training.steps=5,6", "training.epochs=1,2"])

@@ -1,1 +1,4 @@
-"""Watch once, reduce often: diagnostics, certificates."""
+"""Analysis of routers: diagnostics (metrics, robustness, checks) and certificates (proofs).
+
+Imports training/ and below. Begin at diagnostics/collect.py, which watches the routers of a model.
+"""

@@ -1,1 +1,4 @@
-"""Time, memory and money: benchmarks and planning."""
+"""Cost of routers and of runs: benchmarks (measured) and planning (calculated).
+
+Imports analysis/ and below. Begin at benchmarks/router.py or planning/choose.py.
+"""

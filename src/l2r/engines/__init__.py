@@ -1,1 +1,5 @@
-"""Routers in engines that other people wrote; each engine is imported when it is used."""
+"""Our routers in engines of others: trainers, OLMo-core, Megatron-core, torchtitan, servers.
+
+Imports analysis/ and below. A folder per engine, imported when it is named; begin at engine.py, which
+the plugs share.
+"""

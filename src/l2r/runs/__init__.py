@@ -1,1 +1,4 @@
-"""A run is a folder; how its files are laid out, written and read. Imports no torch."""
+"""The run folder: how its files are laid out, written and read.
+
+Imports stats/ only, and no torch. Begin at folder.py, whose docstring is the schema.
+"""

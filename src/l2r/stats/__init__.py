@@ -1,1 +1,4 @@
-"""Arithmetic on numbers: contrasts, intervals, chance, agreement; no torch."""
+"""Arithmetic on numbers: contrasts and verdicts, intervals, chance, agreement.
+
+Imports numpy and scipy only. Begin at contrasts.py (verdicts) or statistics.py (intervals).
+"""

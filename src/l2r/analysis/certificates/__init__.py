@@ -1,1 +1,1 @@
-"""What can be proved of a router, and the attacks that test the proofs."""
+"""Certificates: proofs about a router, and the attacks that test them."""

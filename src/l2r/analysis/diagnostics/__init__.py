@@ -1,1 +1,1 @@
-"""Diagnostics: what routers do, how robust they are, and what can be proved of it."""
+"""Diagnostics: metrics of routing, robustness, usage and geometry, checks before training."""

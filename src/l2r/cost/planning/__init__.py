@@ -1,5 +1,5 @@
-"""What a run will take before it is paid for: memory, communication, FLOPs, hours.
+"""Planning: memory, communication, FLOPs and hours of a run that has not started.
 
 recipe_model (a recipe's model without memory) -> cost, memory (formulas), simulate (torch's own
-fake tensors and trackers) -> choose (which form, which micro_batch). router_scale: routers alone.
+fake tensors and trackers) -> choose (which form, which micro_batch).
 """

@@ -1,4 +1,4 @@
 """Analysis of routers: diagnostics (metrics, robustness, checks) and certificates (proofs).
 
-Imports training/ and below. Begin at diagnostics/collect.py, which watches the routers of a model.
+Imports training/ and below. Begin at diagnostics/collect.py, which watches routers.
 """

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 DEMO_EXTRAS := cli,lm,report,track,demo
 TEST_EXTRAS := $(DEMO_EXTRAS),data,vision,eval,serve,onnx,gpu,test,browser,lint,docs
-WHOLE_WAY := scripts/serve_the_whole_way
+WHOLE_WAY := scripts/others/serve_the_whole_way
 # Megatron-core from 0.17 on needs Python 3.12; without one its row is left out.
 PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 ENGINES := olmo-core megatron $(if $(PYTHON_312),megatron-0.19) torchtitan
@@ -38,13 +38,13 @@ test: $(VENV)/.test ## Run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
-	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/engines.py
+	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/others/engines.py
 
-tools: .tools/.installed ## PEFT, TRL, accelerate, ... with stock, swapped and own models, into docs/tools.md
-	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.tools --markdown docs/tools.md
+tools: .tools/.installed ## PEFT, TRL, accelerate, ... with stock, swapped and own models, into dev/tools.md
+	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.others.tools --markdown dev/tools.md
 
-matrix: | $(BIN)/python ## The tests with other versions and processors, into docs/versions.md (hours)
-	$(BIN)/python scripts/matrix.py
+matrix: | $(BIN)/python ## The tests with other versions and processors, into dev/versions.md (hours)
+	$(BIN)/python scripts/machines/matrix.py
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
 	$(BIN)/ruff format --check src tests scripts notebooks
@@ -62,19 +62,19 @@ fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 
 mutants: $(VENV)/.test ## Change one place of the source at a time, see whether tests notice (hours); SAMPLE=60 a room
 	$(INSTALL) -c constraints.txt -e '.[mutants]'
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py $(ROOM) --sample $(or $(SAMPLE),60)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/proofs/mutants.py $(ROOM) --sample $(or $(SAMPLE),60)
 
 sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn calls (gcc's libasan)
-	$(BIN)/python scripts/sanitize.py --cases 1000
+	$(BIN)/python scripts/proofs/sanitize.py --cases 1000
 
-peers: $(VENV)/.test ## Other projects' own tests against our models, into docs/peers.md
-	$(BIN)/python -m scripts.peers --markdown docs/peers.md
+peers: $(VENV)/.test ## Other projects' own tests against our models, into dev/peers.md
+	$(BIN)/python -m scripts.others.peers --markdown dev/peers.md
 
 serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
 	.venv-serve/bin/python $(WHOLE_WAY)
 
 serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) with each worker of l2r serve
-	$(BIN)/python -m scripts.serve_soak --seconds $(SECONDS)
+	$(BIN)/python -m scripts.others.serve_soak --seconds $(SECONDS)
 
 docs: $(VENV)/.test ## Build the documentation site into site/
 	$(BIN)/mkdocs build --strict
@@ -125,9 +125,9 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 EXTRA = $*
 .engines/megatron-0.19/%: EXTRA = megatron
 .engines/megatron-0.19/%: export PATH := $(dir $(PYTHON_312)):$(PATH)
-.engines/%/page.json: pyproject.toml constraints-engines.txt docs/engines.md scripts/engine_page.py
+.engines/%/page.json: pyproject.toml constraints-engines.txt docs/engines.md scripts/others/engine_page.py
 	@echo "making .engines/$* as docs/engines.md says (a few minutes)"
-	@$(PYTHON) scripts/engine_page.py $*
+	@$(PYTHON) scripts/others/engine_page.py $*
 
 .engines/%/.installed: .engines/%/page.json
 	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c constraints-engines.txt -e '.[$(EXTRA),$(ENGINE_EXTRAS)]'

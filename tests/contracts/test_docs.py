@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 
 from l2r.cli.app import build_app
-from scripts import commands_page
+from scripts.pages import commands_page
 from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 def test_the_page_of_commands_says_what_they_say_of_themselves():
     assert (ROOT / "docs" / "commands.md").read_text() == commands_page.page(), (
-        "run python scripts/commands_page.py"
+        "run python scripts/pages/commands_page.py"
     )
     commands = dict(commands_page.commands(get_command(build_app()), ("l2r",)))
     named = {tuple(call.split()[1:]) for call in commands}

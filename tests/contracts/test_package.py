@@ -73,7 +73,7 @@ def test_files_of_one_name_do_not_hide_each_other(tmp_path):
 
 
 def test_architecture_names_every_room():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "dev" / "architecture.md").read_text()
     top = [p for p in (ROOT / "src" / "l2r").iterdir() if (p / "__init__.py").is_file()]
     assert len(top) <= 14
     wings = ("hf", "training", "analysis", "cost")

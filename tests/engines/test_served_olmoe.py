@@ -104,7 +104,7 @@ def test_a_model_that_the_engines_would_compute_otherwise_is_refused(changes, li
 
 
 def test_the_environment_of_serve_test_pins_everything_and_takes_torch_for_a_cpu():
-    folder = ROOT / "scripts" / "serve_the_whole_way"
+    folder = ROOT / "scripts" / "others" / "serve_the_whole_way"
     lines = (folder / "requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert pins["torch"].endswith("+cpu") and len(pins) > 100

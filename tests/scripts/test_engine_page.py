@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts.engine_page import PAGE, environments, run_page
+from scripts.others.engine_page import PAGE, environments, run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = environments(PAGE.read_text(encoding="utf-8"))

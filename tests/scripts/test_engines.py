@@ -4,7 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "engines.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "others" / "engines.py"
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="b"><properties>

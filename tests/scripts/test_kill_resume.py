@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_resume.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "proofs" / "kill_resume.py"
 
 
 @pytest.fixture(scope="module")

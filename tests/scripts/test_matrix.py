@@ -1,4 +1,4 @@
-"""The table of docs/versions.md, written by machines that have run a part of it each."""
+"""The table of dev/versions.md, written by machines that have run a part of it each."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_machine_changes_the_rows_that_it_has_run_and_keeps_the_others(tmp_path):
-    matrix = runpy.run_path(str(ROOT / "scripts" / "matrix.py"))
+    matrix = runpy.run_path(str(ROOT / "scripts" / "machines" / "matrix.py"))
     write, page = matrix["write_page"], tmp_path / "versions.md"
     write.__globals__["PAGE"] = page
     page.write_text("head\n" + "".join(matrix["MARKS"]) + "foot\n")
@@ -29,7 +29,7 @@ def test_a_machine_changes_the_rows_that_it_has_run_and_keeps_the_others(tmp_pat
 
 
 def test_the_matrix_installs_what_make_test_installs():
-    extras = runpy.run_path(str(ROOT / "scripts" / "matrix.py"))["EXTRAS"]
+    extras = runpy.run_path(str(ROOT / "scripts" / "machines" / "matrix.py"))["EXTRAS"]
     makefile = (ROOT / "Makefile").read_text()
     made = dict(re.findall(r"^(\w+_EXTRAS) := (.*)$", makefile, re.M))
     assert extras == made["TEST_EXTRAS"].replace("$(DEMO_EXTRAS)", made["DEMO_EXTRAS"])

@@ -1,6 +1,6 @@
-"""The table of docs/peers.md names what a stock model passes and ours does not."""
+"""The table of dev/peers.md names what a stock model passes and ours does not."""
 
-from scripts.peers.results import Outcome, markdown
+from scripts.others.peers.results import Outcome, markdown
 
 
 def test_a_test_that_ours_skips_and_stock_passes_is_named():

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 from safetensors import safe_open
-from scripts.bf16_against_fp32 import curve, main, run
+from scripts.proofs.bf16_against_fp32 import curve, main, run
 
 from l2r.runs.folder import RunFolder
 from tests.processes import Running, on_ranks

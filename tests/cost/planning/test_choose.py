@@ -16,7 +16,7 @@ from l2r.cost.planning.sizes import read_sizes
 from l2r.routers.count import router_cost
 from l2r.training.recipes.load import load_recipe
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "router_scale.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "machines" / "router_scale.py"
 SIZES = {"hidden_size": 2048, "num_experts": 64}
 
 

@@ -12,7 +12,7 @@ from l2r.cost.planning.simulate import simulate
 from l2r.cost.planning.sizes import read_sizes
 from l2r.training.recipes.load import load_recipe
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "plan_against_measured.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "machines" / "plan_against_measured.py"
 # One block and few words, but enough tokens that activations are most of the memory.
 SMALL = ["model.num_hidden_layers=2", "data.vocab_size=512", "data.sequence_length=64"]
 WITHIN = 0.1  # what the plan promises

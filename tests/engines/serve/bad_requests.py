@@ -1,4 +1,4 @@
-"""Requests that must be refused: for the tests, and for scripts/serve_soak."""
+"""Requests that must be refused: for the tests, and for scripts/others/serve_soak."""
 
 import json
 

@@ -1,9 +1,9 @@
-"""scripts/serve_soak counts what it asks, and notices answers that are not whole."""
+"""scripts/others/serve_soak counts what it asks, and notices answers that are not whole."""
 
 import json
 
 import pytest
-from scripts.serve_soak.asking import half_open_connections, run_clients, text_of
+from scripts.others.serve_soak.asking import half_open_connections, run_clients, text_of
 
 from l2r.engines.serve.limits import Limits
 from tests.engines.serve.conftest import serving

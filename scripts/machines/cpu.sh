@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every benchmark on this machine's CPU, with one thread by processor time and with all by the
+# clock on the wall: about twenty minutes. Leave the machine alone meanwhile.
+#
+#   bash scripts/machines/cpu.sh            results go to results/cpu-{1-thread,N-threads}
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+RESULTS=${RESULTS:-results}
+CORES=$(nproc) # which OMP_NUM_THREADS, set below, would change
+
+all() { # THREADS CLOCK FOLDER
+  export OMP_NUM_THREADS=$1
+  mkdir -p "$RESULTS/$3"
+  for job in "router --seconds 8 --compiled" memory "scaling --seconds 6" "moe --seconds 6" \
+    "step --seconds 8" "inference --seconds 10"; do
+    # shellcheck disable=SC2086
+    "$PYTHON" -m l2r bench $job --clock "$2" --out "$RESULTS/$3" >"$RESULTS/$3/${job%% *}.txt"
+  done
+}
+
+all 1 cpu cpu-1-thread
+all "$CORES" wall "cpu-$CORES-threads"
+unset OMP_NUM_THREADS
+"$PYTHON" scripts/machines/kept_memory.py --out "$RESULTS/cpu-$CORES-threads"

@@ -1,0 +1,72 @@
+"""Try other people's programs on stock, swapped and own models: dev/tools.md.
+
+    python -m scripts.others.tools --markdown dev/tools.md
+
+Each tool runs in a process of its own. A claim that fails for stock too is the tool's; exits with
+1 where one holds for stock and not for a swapped model of the same family, or not for ours.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from scripts.others.tools.rows import Result, run
+from scripts.others.tools.table import is_worse, markdown
+
+TOOLS = {
+    "transformers": "with_transformers",
+    "peft": "with_peft",
+    "trl": "with_trl",
+    "accelerate": "with_accelerate",
+    "torchao, bitsandbytes": "with_quantizers",
+    "lightning": "with_lightning",
+    "deepspeed": "with_deepspeed",
+    "lm_eval": "with_lm_eval",
+}
+
+
+def main() -> int:
+    """Run the tools and print the tables."""
+    parser = argparse.ArgumentParser(prog="scripts.others.tools", description=__doc__)
+    parser.add_argument("--markdown", type=Path, help="write the tables here too")
+    parser.add_argument("--tool", choices=TOOLS, help="this tool alone")
+    parser.add_argument("--only", default="", help="rows whose claim contains this")
+    parser.add_argument("--json", type=Path, help="results of one tool, for the process above")
+    options = parser.parse_args()
+    if options.json:
+        results = run(import_module(f"scripts.others.tools.{TOOLS[options.tool]}").ROWS, options.only)
+        options.json.write_text(json.dumps(results), encoding="utf-8")
+        return 0
+    tables = {}
+    for tool in [options.tool] if options.tool else TOOLS:
+        print(f"{tool} ...", file=sys.stderr, flush=True)
+        tables[tool] = _in_process(tool, options.only)
+    versions = {
+        name: version(name) for name in ("torch", *(n for t in TOOLS for n in t.split(", ")))
+    }
+    text = markdown(tables, versions)
+    sys.stdout.write(text)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    return int(any(is_worse(results) for results in tables.values()))
+
+
+def _in_process(tool: str, only: str) -> list[Result]:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        command = [sys.executable, "-m", "scripts.others.tools", "--tool", tool, "--json", str(path)]
+        done = subprocess.run(
+            [*command, "--only", only], check=False, capture_output=True, text=True
+        )
+        if not path.exists():
+            raise SystemExit(f"error: {tool} ended with {done.returncode}: {done.stderr[-3000:]}")
+        return [Result(*values) for values in json.loads(path.read_text(encoding="utf-8"))]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""TRL: trainers that open a folder, and the reference models that they make by themselves."""
+
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from datasets import Dataset
+from peft import LoraConfig
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+ROWS: list[Row] = []
+TEXTS = Dataset.from_dict({"text": ["w3 w4 w5 w6 w7"] * 4})
+PAIRS = Dataset.from_dict(
+    {"prompt": ["w3 w4"] * 4, "chosen": ["w5 w6"] * 4, "rejected": ["w7 w8"] * 4}
+)
+PROMPTS = PAIRS.select_columns(["prompt"])
+
+
+def _common(folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "per_device_train_batch_size": 2, "max_steps": 1, "report_to": [],
+        "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1,
+        "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def _sft(model: Any, folder: str, **options: Any) -> SFTTrainer:
+    arguments = {k: options.pop(k) for k in ("packing", "gradient_checkpointing") if k in options}
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**_common(folder), max_length=16, **arguments),
+        train_dataset=TEXTS,
+        processing_class=tokenizer(),
+        **options,
+    )
+
+
+@row(ROWS, "`SFTTrainer(model=FOLDER)` trains the model that was saved")
+def sft_folder(subject: Subject) -> None:
+    """Opened by TRL itself."""
+    with TemporaryDirectory() as folder:
+        trainer = _sft(str(subject.folder), folder)
+        assert largest_difference(trainer.model, subject.model()) < 1e-6
+        trainer.train()
+
+
+@row(ROWS, "SFT with gradient checkpointing and packing")
+def sft_packed(subject: Subject) -> None:
+    """One step."""
+    with TemporaryDirectory() as folder:
+        _sft(subject.model(), folder, packing=True, gradient_checkpointing=True).train()
+
+
+@row(ROWS, "SFT with `peft_config`")
+def sft_peft(subject: Subject) -> None:
+    """One step with adapters."""
+    with TemporaryDirectory() as folder:
+        _sft(
+            subject.model(), folder, peft_config=LoraConfig(r=2, target_modules=["o_proj"])
+        ).train()
+
+
+@row(ROWS, "DPO: the reference that TRL makes equals the policy, and a step runs")
+def dpo(subject: Subject) -> None:
+    """To the bit before training, with from_pretrained alone."""
+    with TemporaryDirectory() as folder:
+        trainer = DPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(subject.folder),
+            args=DPOConfig(**_common(folder), max_length=16),
+            train_dataset=PAIRS,
+            processing_class=tokenizer(),
+        )
+        assert largest_difference(trainer.ref_model, trainer.model) == 0
+        trainer.train()
+
+
+@row(ROWS, "GRPO with beta > 0: the reference equals the policy, and the first KL is 0")
+def grpo(subject: Subject) -> None:
+    """One step of two samples."""
+
+    def reward(completions: list[str], **others: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    with TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=str(subject.folder),
+            reward_funcs=reward,
+            args=GRPOConfig(
+                **_common(folder), beta=0.1, num_generations=2, max_completion_length=4
+            ),
+            train_dataset=PROMPTS,
+            processing_class=tokenizer(),
+        )
+        assert largest_difference(trainer.ref_model, trainer.model) == 0
+        trainer.train()
+        assert float(trainer.state.log_history[0]["kl"]) == 0

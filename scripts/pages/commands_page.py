@@ -1,0 +1,66 @@
+"""Write docs/commands.md: every command with its arguments, options and example, from --help.
+
+    python scripts/pages/commands_page.py
+
+A test compares the page with what the commands say of themselves.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from l2r.cli.app import build_app
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
+HEAD = """# Commands
+
+What `l2r COMMAND --help` says, on one page, made by `python scripts/pages/commands_page.py`. Bad input
+gives one line and exit code 2; an interrupted command ends with 130; nothing that was written is
+lost by either.
+"""
+
+
+def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with the words that call it, depth first."""
+    below = getattr(command, "commands", {})
+    if not below:
+        yield " ".join(words), command
+    for name, child in below.items():
+        yield from commands(child, (*words, name))
+
+
+def section(call: str, command: Any) -> str:
+    """Help, example and a table of what can be given."""
+    text, _, example = (command.help or "").partition("Example:")
+    lines = [f"## {call}", "", " ".join(text.split()), ""]
+    if example:
+        lines += ["```bash", " ".join(example.split()), "```", ""]
+    rows = [row(parameter) for parameter in command.params if not getattr(parameter, "hidden", 0)]
+    if rows:
+        lines += ["| argument or option | default | |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def row(parameter: Any) -> str:
+    """One argument or option."""
+    if parameter.param_type_name == "argument":
+        name = parameter.name.upper() + (" ..." if parameter.nargs == -1 else "")
+    else:
+        name = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    default = parameter.default
+    shown = "" if default in (None, False, "", ()) or callable(default) else f"`{default}`"
+    shown = "required" if parameter.required else shown
+    meaning = " ".join((parameter.help or "").split()).replace("|", "\\|")
+    return f"| `{name}` | {shown} | {meaning} |"
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [section(*found) for found in commands(get_command(build_app()), ("l2r",))]
+    return "\n".join([HEAD, *sections])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

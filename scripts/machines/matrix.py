@@ -1,6 +1,6 @@
 """Run the tests with other versions and on other instruction sets; write dev/versions.md.
 
-    python scripts/machines/matrix.py                    # everything not yet finished, the page at the end
+    python scripts/machines/matrix.py     # everything not yet finished, the page at the end
     python scripts/machines/matrix.py --only torch-2.10 --again
 
 Every combination has its own environment in the cache folder (equal files of two environments are

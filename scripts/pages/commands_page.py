@@ -16,9 +16,9 @@ from l2r.cli.app import build_app
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
-What `l2r COMMAND --help` says, on one page, made by `python scripts/pages/commands_page.py`. Bad input
-gives one line and exit code 2; an interrupted command ends with 130; nothing that was written is
-lost by either.
+What `l2r COMMAND --help` says, on one page, made by `python scripts/pages/commands_page.py`.
+Bad input gives one line and exit code 2; an interrupted command ends with 130; nothing that was
+written is lost by either.
 """
 
 

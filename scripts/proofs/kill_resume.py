@@ -202,7 +202,8 @@ def page(table: Table, verdict: str, length: float, options: argparse.Namespace)
     text = "\n\n".join(" ".join(part.split()) for part in __doc__.split("\n\n")[2:])
     return (
         "# Evidence: a killed run ends with the same bits\n\n"
-        f"`python scripts/proofs/kill_resume.py --trials {options.trials} --seed {options.seed}`\n\n"
+        "`python scripts/proofs/kill_resume.py "
+        f"--trials {options.trials} --seed {options.seed}`\n\n"
         f"{text}\n\n"
         f"**{verdict}.** One unbroken run took {length:.1f} s; {versions}.\n\n"
         f"Recipe: `{RECIPE} {' '.join(CHANGES)}`\n\n{table.to_markdown()}\n{table.caption}\n"

@@ -260,7 +260,8 @@ def write_page(work: Path) -> int:
             sections.append(f"{place}: {why}\n\n```diff\n{result.diff}\n```\n")
     head = (
         "# Mutants\n\nOne place of the source is changed; do the room's tests notice? Made by "
-        "`make mutants` (scripts/proofs/mutants.py).\nEquivalent mutants, which change nothing that can "
+        "`make mutants` (scripts/proofs/mutants.py).\n"
+        "Equivalent mutants, which change nothing that can "
         "be observed, are explained in `mutants-explained.yaml`\nand not counted in the share.\n\n"
         "| room | mutants | tried | found | explained | open | found of the rest |\n"
         "|---|---|---|---|---|---|---|\n"

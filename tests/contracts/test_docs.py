@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts.pages import commands_page
 from typer.main import get_command
 
 from l2r.cli.app import build_app
-from scripts.pages import commands_page
 from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="results of one tool, for the process above")
     options = parser.parse_args()
     if options.json:
-        results = run(import_module(f"scripts.others.tools.{TOOLS[options.tool]}").ROWS, options.only)
+        rows = import_module(f"scripts.others.tools.{TOOLS[options.tool]}").ROWS
+        results = run(rows, options.only)
         options.json.write_text(json.dumps(results), encoding="utf-8")
         return 0
     tables = {}
@@ -59,7 +60,8 @@ def main() -> int:
 def _in_process(tool: str, only: str) -> list[Result]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "scripts.others.tools", "--tool", tool, "--json", str(path)]
+        command = [sys.executable, "-m", "scripts.others.tools", "--tool", tool]
+        command += ["--json", str(path)]
         done = subprocess.run(
             [*command, "--only", only], check=False, capture_output=True, text=True
         )

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,8 +58,9 @@ def swap(
     """
     from l2r.cli.console import print_table
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
+    from l2r.hf.checkpoints.by_file import CheckpointOnDisk
     from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.loading import load_model
+    from l2r.hf.checkpoints.loading import load_model, load_tokenizer
     from l2r.hf.checkpoints.placement import Placement
     from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
     from l2r.hf.swap.sites import router_sites
@@ -67,11 +69,16 @@ def swap(
     config = read_router(changes)
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    model, tokenizer = load_model(
-        folder,
-        placement=Placement(dtype, device, device_map, say),
-        trust_remote_code=trust_remote_code,
-    )
+    placement = Placement(dtype, device, device_map, say)
+    as_stored = fit is None and dtype == "auto" and not trust_remote_code
+    on_disk = CheckpointOnDisk.open(folder) if as_stored else None
+    if on_disk is not None:
+        model, tokenizer, save = on_disk.model, load_tokenizer(folder), on_disk.save
+    else:
+        model, tokenizer = load_model(
+            folder, placement=placement, trust_remote_code=trust_remote_code
+        )
+        save = partial(save_model, model)
     before = router_sites(model)
     chosen, result = read_layers(layers), None
     if fit is None:
@@ -84,7 +91,7 @@ def swap(
         )
         done = "new routers into {} and fitted them to its own; its other weights are unchanged."
     made = f"## How it was made\n\n`l2r swap` put {done.format(checkpoint.resolve().name)}"
-    save_model(model, out, tokenizer=tokenizer, sections=[made])
+    save(out, tokenizer=tokenizer, sections=[made])
     table = _table(model, before, config.kind)
     if result is None:
         print_table(table, as_json=as_json)

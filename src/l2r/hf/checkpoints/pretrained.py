@@ -3,7 +3,7 @@
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,16 @@ def save_model(
     tokenizer: Any = None,
     files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
+    write: Callable[[Any, Path], None] | None = None,
 ) -> None:
     """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
+    ``write(model, folder)`` writes the model in place of ``save_pretrained``.
     Raises ValueError when ``out`` holds something already.
     """
     with new_folder(out) as part:
-        _write_weights(model, part)
+        (write or _write_weights)(model, part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():

@@ -1,0 +1,118 @@
+"""A swap that reads and writes one file of weights at a time: nothing but routers in memory."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained, save_model
+from l2r.hf.models.weights import check_finite
+from l2r.hf.swap.sites import router_sites
+from l2r.runs.atomic import write_json
+from l2r.runs.reading import read_bytes, read_json
+
+
+class CheckpointOnDisk:
+    """A checkpoint whose weights stay in their files; swap the routers of ``model``, then save.
+
+    ``model`` is whole, on torch's meta device, which holds shapes alone; its routers' tensors are
+    in memory, without the values of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.model = load_pretrained(folder, dtype="auto", device_map="meta", offload_folder=folder)
+        self._names = _names_by_file(folder)
+        self._paths = [site.path for site in router_sites(self.model)]
+        for path in self._paths:
+            self.model.get_submodule(path).to_empty(device="cpu")
+        self._old = self._router_tensors()
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "CheckpointOnDisk | None":
+        """The checkpoint in a folder or run, None where it must be read whole to be swapped.
+
+        That is one without safetensors, quantized, or with routers under names of an older form.
+        Raises ValueError as ``load_pretrained``, and as ``router_sites`` for an unknown family.
+        """
+        folder = checkpoint_folder(folder)
+        quantized = b'"quantization_config"' in read_bytes(folder / "config.json")
+        weights = (folder / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+        if quantized or not any(file.is_file() for file in weights):
+            return None
+        checkpoint = cls(folder)
+        stored = {name for names in checkpoint._names.values() for name in names}
+        return checkpoint if checkpoint._stored_names(checkpoint._old) <= stored else None
+
+    def save(self, out: Path, *, tokenizer: Any = None, sections: Sequence[str] = ()) -> None:
+        """Write the swapped model as ``save_model`` does, with the tensors of the files unchanged.
+
+        New routers go into the last file. Raises ValueError as ``save_model``, and for weights that
+        are not finite.
+        """
+        save_model(self.model, out, tokenizer=tokenizer, sections=sections, write=self._write)
+
+    def _write(self, model: Any, out: Path) -> None:
+        new = self._router_tensors()
+        # What the family's selection reads, its bias, has moved to the new router as it was.
+        gone = [name for name, old in self._old.items() if new.get(name) is not old]
+        drawn = {name: new[name] for name in new if self._old.get(name) is not new[name]}
+        dropped = self._stored_names({name: self._old[name] for name in gone})
+        model.save_pretrained(out, state_dict={name: new.detach() for name, new in drawn.items()})
+        routers = _read(out / SAFE_WEIGHTS_NAME)
+        places: dict[str, str] = {}
+        size = 0
+        for file, names in self._names.items():
+            tensors = _read(self._folder / file, [name for name in names if name not in dropped])
+            check_finite(tensors.items())
+            tensors |= routers if file == list(self._names)[-1] else {}
+            if tensors:
+                save_file(tensors, out / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(tensors, file)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+        if SAFE_WEIGHTS_NAME not in self._names:
+            (out / SAFE_WEIGHTS_NAME).unlink()
+            metadata = {"total_parameters": model.num_parameters(), "total_size": size}
+            index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
+            write_json(out / SAFE_WEIGHTS_INDEX_NAME, index)
+
+    def _router_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the routers, the very objects, by their names in the model."""
+        routers = {path: self.model.get_submodule(path) for path in self._paths}
+        return {
+            f"{path}.{name}": tensor
+            for path, router in routers.items()
+            for name, tensor in router.state_dict(keep_vars=True).items()
+        }
+
+    def _stored_names(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Names that tensors of the model have in its files."""
+        return set(revert_weight_conversion(self.model, dict(tensors)))
+
+
+def _names_by_file(folder: Path) -> dict[str, list[str]]:
+    """Names of the tensors in every file of weights that transformers reads.
+
+    Raises ValueError for an index that names a file of another folder.
+    """
+    files = {SAFE_WEIGHTS_NAME}
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        files = set(read_json(folder / SAFE_WEIGHTS_INDEX_NAME)["weight_map"].values())
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(
+                f"{SAFE_WEIGHTS_INDEX_NAME} must name files of its folder; got {file!r}"
+            )
+    return {file: list(_read(folder / file)) for file in sorted(files)}
+
+
+def _read(file: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a file, all or some. They are mapped: what is not used is not read."""
+    with safe_open(file, "pt") as stream:
+        chosen = stream.keys() if names is None else names
+        return {name: stream.get_tensor(name) for name in chosen}

@@ -1,0 +1,182 @@
+"""A swap file by file: the same folder as a swap in memory, to the bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from l2r import L2RConfig, LinearConfig, XMoEConfig
+from l2r.hf.checkpoints import by_file
+from l2r.hf.checkpoints.by_file import CheckpointOnDisk
+from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
+from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.swap import replace_routers
+
+CONFIG = L2RConfig(rank=2, heads=4)
+
+
+def both(folder, out, config=CONFIG, **options):
+    """Folders of one checkpoint, swapped file by file and in memory."""
+    on_disk = CheckpointOnDisk.open(folder)
+    replace_routers(on_disk.model, config, **options)
+    on_disk.save(out / "by-file", sections=["## How"])
+    model = replace_routers(load_pretrained(folder, dtype="auto"), config, **options)
+    save_model(model, out / "in-memory", sections=["## How"])
+    return out / "by-file", out / "in-memory"
+
+
+def bytes_of(folder):
+    """Shape, dtype and bytes of every tensor of a folder."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert name not in tensors
+            bits = tensor.flatten().view(torch.uint8).numpy().tobytes()
+            tensors[name] = (tuple(tensor.shape), tensor.dtype, bits)
+    return tensors
+
+
+def assert_same(by_file, in_memory):
+    assert bytes_of(by_file) == bytes_of(in_memory)
+    texts = {file.name for file in in_memory.iterdir() if file.suffix != ".safetensors"}
+    assert {"config.json", "README.md"} <= texts
+    for name in texts:
+        assert (by_file / name).read_text() == (in_memory / name).read_text(), name
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_is_swapped_as_in_memory(name, tmp_path):
+    tiny_model(FAMILIES[name]).save_pretrained(tmp_path / "stock")
+    assert_same(*both(tmp_path / "stock", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (XMoEConfig(rank=4), {"layers": [1], "selection": "router"}),
+        (LinearConfig(), {"layers": [0]}),  # its matrix has the name of the old one's
+        (L2RConfig(rank=2, heads=2, selection_bias=True), {"selection": "router"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])  # glm4_moe: layer 0 has no router
+def test_some_layers_and_other_selections_too(name, config, options, tmp_path):
+    if name == "glm4_moe" and "layers" in options:
+        options = options | {"layers": [1]}
+    tiny_model(FAMILIES[name]).save_pretrained(tmp_path / "stock")
+    assert_same(*both(tmp_path / "stock", tmp_path, config, **options))
+
+
+@pytest.mark.parametrize("config", [CONFIG, LinearConfig()])
+def test_shards_keep_their_files_and_the_index_says_where_everything_is(config, tmp_path):
+    stock = tmp_path / "stock"
+    tiny_model(FAMILIES["deepseek_v3"]).bfloat16().save_pretrained(stock, max_shard_size="20KB")
+    new, expected = both(stock, tmp_path, config)
+    assert bytes_of(new).keys() == bytes_of(expected).keys()
+    files = sorted(file.name for file in stock.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(file.name for file in new.glob("*.safetensors"))
+    index = json.loads((new / "model.safetensors.index.json").read_text())
+    for file in files:
+        names = {name for name, place in index["weight_map"].items() if place == file}
+        assert names == load_file(new / file).keys()
+    sizes = [len(bits) for _, _, bits in bytes_of(new).values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    ours, theirs = load_pretrained(new).state_dict(), load_pretrained(expected).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(ours[name].dtype == theirs[name].dtype for name in ours)
+
+
+def test_a_swapped_checkpoint_and_one_of_ours_are_swapped_again(tmp_path):
+    first, _ = both(_stock(tmp_path), tmp_path / "first")
+    assert_same(*both(first, tmp_path / "again", XMoEConfig(rank=4), layers=[1]))
+    router = {"kind": "l2r_sips", "rank": 2, "heads": 2}
+    own = L2rOlmoeForCausalLM(L2rOlmoeConfig(**TINY, num_experts=8, router=router))
+    own.save_pretrained(tmp_path / "run" / "model")
+    assert_same(*both(tmp_path / "run", tmp_path / "own"))
+
+
+def test_generation_settings_and_logits_are_those_of_the_swap_in_memory(tmp_path):
+    model = tiny_model(FAMILIES["olmoe"])
+    model.generation_config.update(do_sample=True, temperature=0.3)
+    model.save_pretrained(tmp_path / "stock")
+    new, expected = both(tmp_path / "stock", tmp_path)
+    assert_same(new, expected)
+    assert load_pretrained(new).generation_config.temperature == 0.3
+    ids = sample_tokens()
+    assert torch.equal(load_pretrained(new)(ids).logits, load_pretrained(expected)(ids).logits)
+
+
+def test_no_weights_but_the_routers_are_in_memory(tmp_path):
+    on_disk = CheckpointOnDisk.open(_stock(tmp_path))
+    kept = [name for name, p in on_disk.model.named_parameters() if not p.is_meta]
+    assert kept == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+
+
+def test_a_file_is_open_while_it_is_copied_and_no_other(tmp_path, monkeypatch):
+    stock = tmp_path / "stock"
+    tiny_model(FAMILIES["olmoe"]).save_pretrained(stock, max_shard_size="40KB")
+    on_disk = CheckpointOnDisk.open(stock)
+    replace_routers(on_disk.model, CONFIG)
+    largest = max(file.stat().st_size for file in stock.glob("*.safetensors"))
+    saved = []
+    monkeypatch.setattr(
+        by_file,
+        "save_file",
+        lambda tensors, *args, **options: (
+            saved.append(sum(t.nbytes for t in tensors.values())),
+            save_file(tensors, *args, **options),
+        ),
+    )
+    on_disk.save(tmp_path / "new")
+    assert len(saved) > 2 and max(saved) <= largest
+
+
+def test_what_files_do_not_hold_as_transformers_writes_it_is_read_whole(tmp_path, l2r):
+    model = tiny_model(FAMILIES["olmoe"])
+    model.save_pretrained(tmp_path / "stock")
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tmp_path / "stock", pickled)
+    (pickled / "model.safetensors").unlink()
+    torch.save(load_file(tmp_path / "stock" / "model.safetensors"), pickled / "pytorch_model.bin")
+    assert CheckpointOnDisk.open(pickled) is None
+    folders = [tmp_path / "from-pickled", tmp_path / "from-files"]
+    for folder, out in zip((pickled, tmp_path / "stock"), folders, strict=True):
+        assert l2r("swap", folder, "rank=2", "heads=4", "--out", out).code == 0
+    assert bytes_of(folders[0]) == bytes_of(folders[1])
+
+
+@pytest.mark.parametrize("damage", ["nan", "missing", "elsewhere"])
+def test_damage_is_refused_in_one_line_and_nothing_is_written(damage, tmp_path, l2r):
+    stock = tmp_path / "stock"
+    tiny_model(FAMILIES["olmoe"]).save_pretrained(stock, max_shard_size="40KB")
+    index = stock / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    file = stock / places["weight_map"][name]
+    tensors = load_file(file)
+    if damage == "nan":
+        tensors[name][0, 0] = float("nan")
+    elif damage == "missing":
+        del tensors[name]
+    else:
+        (tmp_path / "other.safetensors").write_bytes(file.read_bytes())
+        file.unlink()
+        places["weight_map"] = {
+            key: "../other.safetensors" if place == file.name else place
+            for key, place in places["weight_map"].items()
+        }
+        index.write_text(json.dumps(places))
+    if damage != "elsewhere":
+        save_file(tensors, file, metadata={"format": "pt"})
+    line = l2r("swap", stock, "rank=2", "--out", tmp_path / "new").refusal()
+    assert {"nan": "not finite", "missing": name, "elsewhere": "other.safetensors"}[damage] in line
+    assert not (tmp_path / "new").exists()
+
+
+def _stock(tmp_path):
+    tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "stock")
+    return tmp_path / "stock"

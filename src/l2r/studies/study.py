@@ -106,7 +106,7 @@ def own_processes() -> tuple[int, int]:
     """Processes and threads of each that use this machine best: one of one thread per core.
 
     At the size of the demo two processes of one thread do more work than one of two threads
-    (docs/evidence-instrument.md). A GPU gets one process.
+    (docs/evidence-method.md). A GPU gets one process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (1, cores or 1) if torch.cuda.is_available() else (cores or 1, 1)

@@ -1,7 +1,6 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,8 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from l2r.analysis.diagnostics.choices import Batch, Choices
+    from l2r.analysis.diagnostics.choices import Choices
+    from l2r.analysis.diagnostics.reading import Batch
     from l2r.analysis.inputs import Subject
     from l2r.runs.diagnosis import Diagnosis
 
@@ -111,17 +111,17 @@ def diagnose(
         model: Any = subject.model
         log, batches = ChoiceLog(), partial(subject.batches, batch_size, subject.device)
         traced = text != 0 and subject.images is None
-        trace = _trace(model, batches(), subject, text) if traced else None
-        with progress_bars() as bars, trace.watching() if trace else nullcontext():
+        trace = _trace(model, subject, text) if traced else None
+        with progress_bars() as bars:
             records = collect(
                 model,
-                trace.batches() if trace else batches(),
+                batches(),
                 domains=subject.domains,
                 threshold=threshold,
                 sample=sample,
                 seed=seed,
                 run=subject.run,
-                log=log,
+                reducers=[log, trace] if trace else [log],
                 report=partial(bars, f"{name}: data", total=-(-subject.items // batch_size)),
             )
         choices = log.choices()
@@ -164,10 +164,10 @@ def _check_sizes(**options: int) -> None:
             raise ValueError(f"{option} must be >= {least}; got {value}")
 
 
-def _trace(model: Any, batches: Any, subject: Any, tokens: int) -> Any:
+def _trace(model: Any, subject: Any, tokens: int) -> Any:
     from l2r.analysis.diagnostics.text_routing import TextTrace
 
-    return TextTrace(model, batches, domains=subject.domains, tokens=tokens)
+    return TextTrace(model, domains=subject.domains, tokens=tokens)
 
 
 def _patches(folder: Path, model: Any, images: Any) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
-from l2r.routers.observe import Hook, hooked
+from l2r.routers.observe import watched
 
 
 @dataclass
@@ -50,20 +50,17 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
         raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
     record, thread = Captured(routers=routers), threading.get_ident()
 
-    def hook_for(name: str) -> Hook:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> None:
-            if not torch.compiler.is_compiling() and threading.get_ident() != thread:
-                return
-            record.outputs.setdefault(name, []).append(output)
-            if inputs:
-                record.inputs.setdefault(name, []).append(args[0].detach())
-
-        return hook
+    def keep(x: Tensor, output: RouterOutput, name: str) -> None:
+        if not torch.compiler.is_compiling() and threading.get_ident() != thread:
+            return
+        record.outputs.setdefault(name, []).append(output)
+        if inputs:
+            record.inputs.setdefault(name, []).append(x.detach())
 
     for router in routers.values():
         router._captures += 1
     try:
-        with hooked({module: hook_for(name) for name, module in routers.items()}):
+        with watched(routers, keep):
             yield record
     finally:
         for router in routers.values():

@@ -10,9 +10,10 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.routers.base import Router
+from l2r.routers.base import Router, RouterOutput
 
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
+Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its output, its name
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -34,6 +35,29 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+@contextmanager
+def watched(routers: Mapping[str, nn.Module], *reducers: Reducer) -> Iterator[None]:
+    """Pass every call of the routers, inside the block, to each reducer in turn.
+
+    A reducer gets the input [..., D], the ``RouterOutput`` and the name of the router. There is
+    one forward hook per router, however many reducers there are. Activation checkpointing runs
+    forward hooks again during backward: close the block before it.
+    Raises ValueError for an output that is not (logits, weights, indices).
+    """
+
+    def hook_for(name: str) -> Hook:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            ours = isinstance(output, RouterOutput)
+            result = output if ours else RouterOutput(*routed(module, output))
+            for reduce in reducers:
+                reduce(args[0], result, name)
+
+        return hook
+
+    with hooked({router: hook_for(name) for name, router in routers.items()}):
+        yield
 
 
 @contextmanager

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.choices import Batch, ChoiceLog
+from l2r.analysis.diagnostics.choices import ChoiceLog
 from l2r.analysis.diagnostics.collect import LayerRecord, collect
 from l2r.analysis.diagnostics.diagnose import Settings, diagnose
 from l2r.analysis.diagnostics.flips import bf16_copy, flips
 from l2r.analysis.diagnostics.metrics import normalized_entropy
+from l2r.analysis.diagnostics.reading import Batch
 from l2r.analysis.diagnostics.robustness import perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
 from l2r.analysis.diagnostics.text_routing import TextTrace
@@ -62,11 +63,12 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
         log, few = ChoiceLog(), spread(batches(), rows, _GAIN_ROWS, section.batch_size)
         if isinstance(recipe, VisionRecipe):
             _save_patches(run, model)
-            records = collect(model, batches(), domains=domains, run=_RUN[kind], log=log)
+            records = collect(model, batches(), domains=domains, run=_RUN[kind], reducers=[log])
         else:
-            text = TextTrace(model, batches(), domains=domains)
-            with text.watching():
-                records = collect(model, text.batches(), domains=domains, run=_RUN[kind], log=log)
+            text = TextTrace(model, domains=domains)
+            records = collect(
+                model, batches(), domains=domains, run=_RUN[kind], reducers=[log, text]
+            )
             text.result(tokenizer).save(run.text)
         diagnose(
             records,

@@ -23,7 +23,7 @@ def test_choices_are_what_the_routers_returned_on_the_grid_of_the_text():
     data[1]["token_mask"] = torch.ones(4, 10, dtype=torch.bool)
     data[1]["token_mask"][2, 4:] = False
     log = ChoiceLog()
-    collect(model, data, log=log)
+    collect(model, data, reducers=[log])
     got = log.choices()
     assert got.num_experts == 6 and [e.shape for e in got.experts] == [(12, 10, 2)] * 2
     for number, batch in enumerate(data):
@@ -48,7 +48,7 @@ def test_above_the_limit_rows_are_dropped_evenly_and_alike_for_every_model():
     kept = []
     for model in (ours("linear"), stock()):
         log = ChoiceLog(limit=70)
-        collect(model, data, log=log)
+        collect(model, data, reducers=[log])
         kept.append(log.choices())
     rows = torch.cat([batch["input_ids"] for batch in data])
     np.testing.assert_array_equal(kept[0].words, rows[::4])
@@ -94,7 +94,7 @@ def test_saturation_is_one_for_the_same_checkpoint_and_equals_a_loop():
 
 def test_a_diagnosis_holds_the_analyses_and_reads_back(tmp_path):
     log, data = ChoiceLog(), batches(3)
-    records = collect(ours(), data, log=log)
+    records = collect(ours(), data, reducers=[log])
     gain = RoutingGain(2.0, 0.5, 0.25)
     settings = Settings(certify=0, least=2)
     got = diagnose(records, settings=settings, choices=log.choices(), gain=gain)

@@ -18,9 +18,8 @@ SINGLE = torch.finfo(torch.float32).eps
 
 
 def traced(model, given, *, tokens=40, domains=("one", "two"), tokenizer=None):
-    trace = TextTrace(model, given, domains=domains, tokens=tokens)
-    with trace.watching():
-        collect(model, trace.batches(), domains=domains)
+    trace = TextTrace(model, domains=domains, tokens=tokens)
+    collect(model, given, domains=domains, reducers=[trace])
     return trace.result(tokenizer)
 
 
@@ -135,7 +134,7 @@ def test_too_few_tokens_are_refused_in_one_line():
     with pytest.raises(
         ValueError, match="text must be at least a token per domain, 2, or 0; got 1"
     ):
-        TextTrace(stock(), [], domains=("a", "b"), tokens=1)
+        TextTrace(stock(), domains=("a", "b"), tokens=1)
 
 
 def test_shares_of_few_tokens_count_less():

@@ -8,7 +8,7 @@ Shape letters: R rows (sequences or images), S positions, T tokens, K experts ch
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.analysis.diagnostics.reading import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.streaming_sums import margins
-from l2r.functional.autocast import without_autocast
-from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
+from l2r.routers import RouterOutput
 
-Batch = Mapping[str, Tensor]
 Experts = Int[np.ndarray, "R S K"]
 Words = Int[np.ndarray, "R S"]
 
@@ -40,12 +39,11 @@ class Choices:
     data: int
 
 
-class ChoiceLog:
-    """Collects the choices of every router of a model, batch by batch.
+class ChoiceLog(Reducer):
+    """Choices of every router of a model, batch by batch.
 
-    Above ``limit`` tokens every second row is dropped, then every fourth, and so on: what is kept
-    is spread evenly and is the same for every model that reads the same batches. ``collect``
-    takes one as ``log``.
+    Above ``limit`` tokens it keeps every second row only, then every fourth, and so on: the rows
+    are spread evenly and are the same for every model that reads the same batches.
     """
 
     def __init__(self, limit: int = 1 << 16) -> None:
@@ -56,12 +54,17 @@ class ChoiceLog:
         self._kept: dict[str, list[np.ndarray]] = {}
         self._numbers: list[np.ndarray] = []
 
-    def hooks(self, routers: Mapping[str, nn.Module]) -> dict[nn.Module, Hook]:
-        """Forward hooks that note what each router chooses."""
-        return {router: self._hook(name) for name, router in routers.items()}
+    def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
+        """Note what a router chose for each token, the heaviest expert first."""
+        logits, weights, indices = output
+        order = weights.argsort(dim=1, descending=True, stable=True)
+        self._experts = max(self._experts, logits.shape[1])
+        kind = torch.int8 if self._experts < 128 else torch.int16
+        self._seen[where] = indices.gather(1, order).to(kind), margins(logits)[1].half()
 
-    def end_batch(self, inputs: Batch, mask: Tensor | None, output: Any) -> None:
-        """Keep the choices of the batch that just ran; tokens outside ``mask`` do not count."""
+    def end(self, reading: Reading, output: Any) -> None:
+        """Keep the choices of the batch that just ran; tokens outside its mask do not count."""
+        inputs, mask = reading.inputs, reading.mask
         values = next(iter(inputs.values()))
         read = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         self._data = zlib.crc32(read, self._data)
@@ -111,33 +114,14 @@ class ChoiceLog:
             self._data,
         )
 
-    def _hook(self, name: str) -> Hook:
-        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            logits, weights, indices = routed(module, output)
-            with torch.no_grad(), without_autocast(logits.device):
-                order = weights.argsort(dim=1, descending=True, stable=True)
-                self._experts = max(self._experts, logits.shape[1])
-                kind = torch.int8 if self._experts < 128 else torch.int16
-                self._seen[name] = indices.gather(1, order).to(kind), margins(logits)[1].half()
-
-        return see
-
     def _tokens(self) -> int:
         return sum(part[..., 0].size for part in next(iter(self._kept.values())))
 
 
-@torch.no_grad()
-def choices_of(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    run: Callable[[nn.Module, dict[str, Tensor]], Any],
-) -> Choices:
-    """The choices alone, where no sums are wanted; ``run`` calls the model as ``collect`` does."""
+def choices_of(model: nn.Module, batches: Iterable[Batch], run: Run) -> Choices:
+    """Choices without sums; ``run`` calls the model as ``read`` does."""
     log = ChoiceLog()
-    with evaluating(model), hooked(log.hooks(find_routers(model))):
-        for batch in batches:
-            inputs = {name: value for name, value in batch.items() if name != "domain"}
-            log.end_batch(inputs, inputs.get("attention_mask"), run(model, inputs))
+    read(model, batches, [log], run=run)
     return log.choices()
 
 

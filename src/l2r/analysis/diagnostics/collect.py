@@ -1,7 +1,7 @@
 """Collect routing statistics of any model while it runs: streaming, in bounded memory.
 
 Works on models with routers of ours and on Hugging Face MoE models whose routers return
-(logits, weights, indices). Every layer is reduced to sums and a sample inside its hook, so
+(logits, weights, indices). Every layer is reduced to sums and a sample while the model runs, so
 nothing of a batch outlives the batch.
 
 Shape letters: T tokens, N experts, K experts chosen per token, B sequences or images, S length.
@@ -9,19 +9,18 @@ Shape letters: T tokens, N experts, K experts chosen per token, B sequences or i
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from l2r.analysis.certificates.routing_map import scoring_anchors
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.choices import Batch, ChoiceLog
+from l2r.analysis.diagnostics.reading import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
-from l2r.functional.autocast import without_autocast
-from l2r.routers import L2RRouter, Router
-from l2r.routers.observe import evaluating, find_routers, first_choice, hooked, routed
+from l2r.routers import L2RRouter, Router, RouterOutput
+from l2r.routers.observe import find_routers, first_choice
 from l2r.routers.offload import materialized
 
 
@@ -47,41 +46,49 @@ def collect(
     threshold: float = 0.2,
     sample: int = 2048,
     seed: int = 0,
-    run: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
-    log: ChoiceLog | None = None,
+    run: Run | None = None,
+    reducers: Sequence[Reducer] = (),
     report: Callable[[int], None] = lambda batches_done: None,
 ) -> list[LayerRecord]:
     """Run ``model`` on ``batches`` and return a record per layer, in the order of the model.
 
-    A batch holds the model's inputs by name, and may hold ``domain`` [B] (positions in
-    ``domains``) and ``token_mask`` [B, S]; ``attention_mask`` [B, S] masks tokens as well.
-    ``run`` calls the model in another way than ``model(**inputs)``. ``log`` notes the choices of
-    single tokens, of this rank alone. The model is in evaluation mode meanwhile. With
-    torch.distributed every rank passes its own batches and all get the statistics of all of them.
+    Batches and ``run`` are those of ``read``; ``domain`` holds positions in ``domains``.
+    ``reducers`` look at the same routers in the same pass (choices, text), each on its own rank.
+    With torch.distributed every rank passes its own batches and all get the statistics of all.
 
     Raises ValueError for a model without routers or when no tokens were seen.
     """
-    call = run or (lambda module, inputs: module(**inputs))
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    routers = find_routers(model)
-    layers = {
-        name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
-        for name, router in routers.items()
-    }
-    notes = log.hooks(routers) if log else {}
-    hooks = {routers[name]: layer.see for name, layer in layers.items()}
-    with torch.no_grad(), evaluating(model), hooked(hooks), hooked(notes):
-        for done, batch in enumerate(batches, start=1):
-            inputs = dict(batch)
-            domain = inputs.pop("domain", None)
-            mask = inputs.pop("token_mask", inputs.get("attention_mask"))
-            for layer in layers.values():
-                layer.mask, layer.domain = mask, domain if domains else None
-            output = call(model, inputs)
-            if log:
-                log.end_batch(inputs, mask, output)
-            report(done)
-    return [layer.record(name) for name, layer in layers.items()]
+    records = Records(model, domains=domains, threshold=threshold, sample=sample, seed=seed)
+    read(model, batches, [records, *reducers], run=run, report=report)
+    return records.result()
+
+
+class Records(Reducer):
+    """Sums and a sample of every router of a model; ``result`` gives the records."""
+
+    def __init__(
+        self, model: nn.Module, *, domains: Sequence[str], threshold: float, sample: int, seed: int
+    ) -> None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._domains = len(domains)
+        self._layers = {
+            name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
+            for name, router in find_routers(model).items()
+        }
+
+    def begin(self, reading: Reading) -> None:
+        """Note which tokens of the batch count, and their domains."""
+        for layer in self._layers.values():
+            layer.mask = reading.mask
+            layer.domain = reading.domain if self._domains else None
+
+    def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
+        """Add the tokens of one call to the sums and the sample of its layer."""
+        self._layers[where].add(x.reshape(-1, x.shape[-1]), output)
+
+    def result(self) -> list[LayerRecord]:
+        """Statistics over all batches and ranks."""
+        return [layer.record(name) for name, layer in self._layers.items()]
 
 
 class _Layer:
@@ -100,14 +107,9 @@ class _Layer:
         self.rows = 0
         self.sums: dict[str, sums.Sums] = {}
 
-    def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: reduce what the router saw and said, under autocast in full precision."""
-        with without_autocast(args[0].device):
-            self._see(module, args, output)
-
-    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        logits, weights, indices = routed(module, output)
-        x = args[0].detach().reshape(-1, args[0].shape[-1])
+    def add(self, x: Float[Tensor, "T D"], output: RouterOutput) -> None:
+        """Add the tokens of one call that count."""
+        logits, weights, indices = output
         domain, row = self._domain_and_row(len(x))
         keep = _token_mask(self.mask, len(x))
         if keep is not None:

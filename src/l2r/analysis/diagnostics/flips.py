@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.choices import Batch
+from l2r.analysis.diagnostics.reading import Batch
 from l2r.routers import Captured, Router, capture
 from l2r.routers.observe import evaluating
 

@@ -11,6 +11,7 @@ Shape letters: T tokens, L layers, N experts, K experts chosen per token.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from l2r.functional import mean_probs, router_z_loss, routing_probs, select_expe
 from l2r.hf.routes.backward import in_backward
 from l2r.hf.routes.layers import unwrapped
 from l2r.hf.swap.sites import layer_index, running_sites
-from l2r.routers import Captured
-from l2r.routers.observe import routed
+from l2r.routers import Captured, RouterOutput
+from l2r.routers.observe import watched
 
 Routed = Sequence[Tensor]  # logits [T, N], weights [T, K], indices [T, K]
 
@@ -124,10 +125,11 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         inner = unwrapped(model)
         self._sites = running_sites(inner)
+        self._layers = {site.path: site.layer for site in self._sites}
         # transformers' outermost model is called with the attention mask, whatever stands around.
         whole = (part for part in inner.modules() if hasattr(part, "get_input_embeddings"))
         self._called = next(whole, inner)
-        self._handles: list[Any] = []
+        self._watching: ExitStack | None = None
         self._sums: dict[int, sums.Sums] = {}
         self._mask: Tensor | None = None
 
@@ -135,15 +137,16 @@ class RouterWatch:
         """Watch the forward passes from here on."""
         self.stop()
         hook = self._called.register_forward_pre_hook(self._see_mask, with_kwargs=True)
-        self._handles.append(hook)
-        for site in self._sites:
-            self._handles.append(site.router.register_forward_hook(self._hook(site.layer)))
+        self._watching = ExitStack()
+        self._watching.callback(hook.remove)
+        routers = {site.path: site.router for site in self._sites}
+        self._watching.enter_context(watched(routers, self._see))
 
     def stop(self) -> None:
         """Watch no more, and forget what was seen."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._sums, self._mask = [], {}, None
+        if self._watching is not None:
+            self._watching.close()
+        self._watching, self._sums, self._mask = None, {}, None
 
     def read(self) -> RouterStatistics | None:
         """Statistics over all ranks, which call this together; None where no router was called."""
@@ -154,19 +157,16 @@ class RouterWatch:
     @property
     def is_open(self) -> bool:
         """Whether it watches."""
-        return bool(self._handles)
+        return self._watching is not None
 
     def _see_mask(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def _hook(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not (in_backward() or torch.compiler.is_compiling()):
-                part = _sums(routed(module, output), self._mask)
-                sums.add(self._sums.setdefault(layer, {}), part)
-
-        return hook
+    def _see(self, x: Tensor, output: RouterOutput, path: str) -> None:
+        if not (in_backward() or torch.compiler.is_compiling()):
+            part = _sums(output, self._mask)
+            sums.add(self._sums.setdefault(self._layers[path], {}), part)
 
 
 def _outputs(source: Any, top_k: int | None) -> Sequence[Routed]:

@@ -29,11 +29,14 @@ def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
 
 def margins(logits: Float[Tensor, "T N"]) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Each token's gap between its two largest logits, and that over its logits' deviation."""
-    wide = logits.double()
-    top = wide.topk(2, dim=-1).values
-    margin = top[:, 0] - top[:, 1]
-    spread = _spread(wide)
+    margin, spread = gaps(logits), _spread(logits.double())
     return margin, torch.where(spread > 0, margin / spread.clamp_min(1e-300), 0.0)
+
+
+def gaps(logits: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:
+    """Each token's gap between its two largest logits, in float64; 0 for a single expert."""
+    top = logits.double().topk(min(2, logits.shape[-1]), dim=-1).values
+    return top[:, 0] - top[:, -1]
 
 
 def _spread(wide: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:

@@ -5,8 +5,7 @@ chosen per token, M contexts per expert.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from l2r.analysis.certificates.certify import certify_first
-from l2r.analysis.diagnostics.choices import Batch
-from l2r.routers.observe import find_routers, hooked, routed
+from l2r.analysis.diagnostics.reading import Reading, Reducer
+from l2r.analysis.diagnostics.streaming_sums import gaps
+from l2r.routers import RouterOutput
+from l2r.routers.observe import find_routers
 from l2r.routers.offload import materialized
 from l2r.runs.text_routing import TextRouting
 
@@ -26,27 +27,19 @@ CONTEXTS, VOCABULARY = 6, 12  # per expert
 _Z = 1.96  # of the 95% interval
 
 
-class TextTrace:
-    """Hand ``batches()`` to whatever runs the model, inside ``watching()``; then ask ``result``.
+class TextTrace(Reducer):
+    """Routing of a text; ``result`` gives it once all batches were read.
 
     ``tokens`` are kept one by one, the same number from every domain: whole rows, or the start of
     one. All of the text counts in what an expert's contexts and vocabulary are. Batches hold
     ``input_ids`` [B, S] without padding and ``domain`` [B], positions in ``domains``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Batch],
-        *,
-        domains: Sequence[str],
-        tokens: int = TOKENS,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, domains: Sequence[str], tokens: int = TOKENS) -> None:
         if tokens < len(domains):
             raise ValueError(
                 f"text must be at least a token per domain, {len(domains)}, or 0; got {tokens}"
             )
-        self._batches = batches
         self._domains = tuple(domains)
         self._tokens = tokens
         self._layers = {name: _Layer(r) for name, r in find_routers(model).items()}
@@ -55,29 +48,26 @@ class TextTrace:
         self._shown: list[int] = []
         self._columns = 0
 
-    def batches(self) -> Iterator[Batch]:
-        """The batches; each is taken down before it is handed on."""
-        for batch in self._batches:
-            ids, domain = batch["input_ids"].cpu(), batch["domain"].tolist()
-            share = self._tokens // len(self._domains)
-            self._columns = min(ids.shape[1], share)
-            start, keep = len(self._domain), torch.zeros(ids.shape, dtype=torch.bool)
-            for row, of in enumerate(domain):
-                before = sum(self._domain[shown] == of for shown in self._shown)
-                if before < share // self._columns:
-                    self._shown.append(start + row)
-                    keep[row, : self._columns] = True
-                self._domain.append(of)
-            self._rows.append(ids)
-            for layer in self._layers.values():
-                layer.expect(ids.flatten(), keep.flatten(), start * ids.shape[1])
-            yield batch
+    def begin(self, reading: Reading) -> None:
+        """Choose the tokens of the batch that are kept one by one, and note its text."""
+        assert reading.domain is not None
+        ids, domain = reading.inputs["input_ids"].cpu(), reading.domain.tolist()
+        share = self._tokens // len(self._domains)
+        self._columns = min(ids.shape[1], share)
+        start, keep = len(self._domain), torch.zeros(ids.shape, dtype=torch.bool)
+        for row, of in enumerate(domain):
+            before = sum(self._domain[shown] == of for shown in self._shown)
+            if before < share // self._columns:
+                self._shown.append(start + row)
+                keep[row, : self._columns] = True
+            self._domain.append(of)
+        self._rows.append(ids)
+        for layer in self._layers.values():
+            layer.expect(ids.flatten(), keep.flatten(), start * ids.shape[1])
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look on inside the block."""
-        with hooked({layer.router: layer.see for layer in self._layers.values()}):
-            yield
+    def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
+        """Count and keep the tokens of one call."""
+        self._layers[where].add(x, output)
 
     def result(
         self, tokenizer: Any, report: Callable[[int], None] = lambda layers_done: None
@@ -134,9 +124,9 @@ class _Layer:
         """The tokens of the next call, which of them are kept, and the place of the first."""
         self._ids, self._keep, self._start = ids, keep, start
 
-    def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook."""
-        logits, weights, indices = (part.detach().cpu() for part in routed(module, output))
+    def add(self, x: Float[Tensor, "*B D"], output: RouterOutput) -> None:
+        """Count the tokens of a call, and keep those that are shown."""
+        logits, weights, indices = (part.detach().cpu() for part in output)
         if len(logits) != len(self._ids):
             raise ValueError(
                 f"a router must see every token once; got {len(logits)} of {len(self._ids)}"
@@ -147,7 +137,7 @@ class _Layer:
         self._count(indices)
         self._rank(weights, indices)
         keep = self._keep
-        inputs = args[0].detach().reshape(len(keep), -1)
+        inputs = x.reshape(len(keep), -1)
         kept = {"x": inputs[keep.to(inputs.device)].cpu(), "weights": weights[keep]}
         kept |= {"experts": indices[keep].to(torch.int16), **decision(logits[keep])}
         for name, value in kept.items():
@@ -197,11 +187,9 @@ class _Layer:
 
 def decision(logits: Float[Tensor, "T N"]) -> dict[str, Float[Tensor, " T"]]:
     """``margin``, the gap of the two largest logits, and ``entropy`` of softmax over log N."""
-    wide = logits.double()
-    top = wide.topk(min(2, logits.shape[1]), dim=1).values
-    probs = wide.softmax(dim=1)
+    probs = logits.double().softmax(dim=1)
     entropy = torch.special.entr(probs).sum(dim=1) / math.log(max(2, logits.shape[1]))
-    return {"margin": (top[:, 0] - top[:, -1]).float(), "entropy": entropy.float()}
+    return {"margin": gaps(logits).float(), "entropy": entropy.float()}
 
 
 def wilson_low(hits: Int[Tensor, " n"], of: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from l2r.hf.routes.layers import unwrapped
 from l2r.hf.swap.sites import Site, running_sites
 from l2r.hf.swap.trainable import trainable_parameters
-from l2r.routers.observe import evaluating, hooked, routed
+from l2r.routers import RouterOutput
+from l2r.routers.observe import evaluating, watched
 from l2r.routers.offload import device_of, materialized
 
 _DRAWN = (2, 64)  # sequences and their length, where no batch is given
@@ -27,10 +28,10 @@ _SMALL = 64  # longest sequence of the passes that need no text
 
 @dataclass(frozen=True)
 class Pass:
-    """Output of a forward pass, and of every router (logits, weights, indices) by its path."""
+    """Output of a forward pass, and of every router by its path."""
 
     output: Any
-    routed: dict[str, tuple[Tensor, Tensor, Tensor]]
+    routed: dict[str, RouterOutput]
 
     def logits(self) -> list[Tensor]:
         """Logits [T, N] of every router."""
@@ -138,13 +139,13 @@ class Subject:
         return ids if mask is None or mask.dim() != 2 else ids.masked_fill(mask == 0, -100)
 
     def _forward(self, batch: Mapping[str, Tensor], labels: Tensor | None) -> Pass:
-        seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        seen: dict[str, RouterOutput] = {}
 
-        def hook(path: str) -> Any:
-            return lambda module, args, output: seen.update({path: routed(module, output)}) or None
+        def keep(x: Tensor, output: RouterOutput, path: str) -> None:
+            seen[path] = output
 
-        hooks = {site.router: hook(site.path) for site in self.sites}
-        with torch.no_grad(), evaluating(self.model), hooked(hooks):
+        routers = {site.path: site.router for site in self.sites}
+        with torch.no_grad(), evaluating(self.model), watched(routers, keep):
             output = self._call(batch, labels, router_logits=self.own_loss)
         return Pass(output, seen)
 

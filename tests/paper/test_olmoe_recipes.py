@@ -54,7 +54,7 @@ def test_recipe_holds_every_value_of_the_table(name):
     recipe = load_recipe(f"olmoe-1b-7b/{name}")
     for path, expected in TABLE.items():
         assert value(recipe, path) == expected, path
-    router = recipe.router_config()
+    router = recipe.router
     if name in RANKS or name in HEADS:
         assert (router.rank, router.heads) == {**RANKS, **HEADS}[name]
     if "l2r-sips" in name:
@@ -66,8 +66,8 @@ def test_recipe_holds_every_value_of_the_table(name):
 
 @pytest.mark.parametrize(("name", "heads"), [(DOT_H1, 1), ("l2r-dot", 16), ("l2r-cosine", 16)])
 def test_rows_other_than_sips_differ_from_it_in_scoring_and_heads_alone(name, heads):
-    router = load_recipe(f"olmoe-1b-7b/{name}").router_config()
-    sips = load_recipe(f"olmoe-1b-7b/l2r-sips-heads-{heads}").router_config()
+    router = load_recipe(f"olmoe-1b-7b/{name}").router
+    sips = load_recipe(f"olmoe-1b-7b/l2r-sips-heads-{heads}").router
     assert router.scoring != "sips" and router.heads == heads
     assert dataclasses.replace(router, scoring="sips") == sips
 

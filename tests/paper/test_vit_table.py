@@ -66,14 +66,14 @@ def test_recipe_has_every_value_of_the_table(name):
     assert model.moe_layers == [8, 9, 10, 11]  # the last 4
     assert recipe.losses.balance == 0.01
     assert recipe.losses.z == 0
-    assert recipe.router_config().learn_temperature is False
+    assert recipe.router.learn_temperature is False
     assert recipe.evaluation.batch_size * recipe.evaluation.max_batches >= VALIDATION
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_is_the_papers(name):
     kind, rank, heads = ROUTERS[name]
-    router = load_recipe(name).router_config()
+    router = load_recipe(name).router
     assert router.kind == kind
     assert router.temperature == 1.0 and router.normalize_weights is False
     if rank is not None:
@@ -93,5 +93,7 @@ def test_header_says_what_to_run_and_what_to_expect(name):
 
 def test_model_defaults_are_the_recipes():
     config = L2rViTConfig(num_labels=1000)
-    for field, value in load_recipe("vit-s/l2r-sips").model_options().items():
+    options = load_recipe("vit-s/l2r-sips").model_options()
+    assert config.router == options.pop("router").to_dict()
+    for field, value in options.items():
         assert getattr(config, field) == value, field

@@ -10,8 +10,7 @@ from l2r import L2RConfig, Router, RouterConfig, build_router, register_router
 from l2r.functional import expert_usage
 from l2r.hf.swap.sites import new_router, router_sites
 from l2r.routers import SigmoidConfig, make_config, router_names, update_selection_bias
-from l2r.routers.config import KINDS
-from l2r.routers.registry import _routers
+from l2r.routers.config import ROUTERS
 from l2r.routers.selection import Selection
 from tests.routers.test_selection import _reference
 
@@ -107,7 +106,7 @@ def test_a_router_with_a_selection_of_its_own_gets_the_bias_too():
 
         router = make("test_own_selection")
     finally:
-        KINDS.pop("test_own_selection"), _routers.pop("test_own_selection")
+        ROUTERS.pop("test_own_selection")
     assert router.selection == Selection(score="sigmoid", scale=3.0, bias=BIAS)
     router.get_buffer(BIAS)[5] = 9
     assert router(torch.randn(3, 16)).indices[:, 0].tolist() == [5, 5, 5]

@@ -83,7 +83,7 @@ def test_a_folder_compares_its_routers_and_not_their_ablations():
         "sigmoid",
     ]
     (tuned,) = folder_cells("demo", [], ["l2r_sips_tuned"], 1)
-    assert tuned.recipe.router_config().rank == 8
+    assert tuned.recipe.router.rank == 8
     with pytest.raises(ValueError, match=r"routers must be among linear, .*; got 'l2r_sips_best'"):
         folder_cells("demo", [], ["l2r_sips_best"], 1)
     for change in ("router.kind=xmoe", "router={kind: xmoe}"):

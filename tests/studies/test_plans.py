@@ -24,7 +24,7 @@ def test_every_plan_of_the_package_has_recipes_that_load_and_cells_of_their_own(
     plan = read_plan(name).plan
     cells = plan.cells(plan.seeds.most)
     assert len({cell.name for cell in cells}) == len(cells)
-    meanings = {str(c.recipe.model_dump()) + str(c.recipe.router_config()) for c in cells}
+    meanings = {str(c.recipe.model_dump()) for c in cells}
     assert len(meanings) == len(cells)
     for cell in cells:
         assert cell.recipe.training.tokens == plan.tokens and cell.recipe.evaluation.every == 0
@@ -33,7 +33,7 @@ def test_every_plan_of_the_package_has_recipes_that_load_and_cells_of_their_own(
 def test_the_papers_plan_has_its_claims_with_the_sizes_of_their_figures():
     plan = read_plan("paper").plan
     assert len(plan.contrasts) >= 19 and sum(c.primary for c in plan.contrasts) == 3
-    arms = {c.arm: c.recipe.router_config() for c in plan.cells(1)}
+    arms = {c.arm: c.recipe.router for c in plan.cells(1)}
     for where, fixed, varied in (("Figure 5a", "heads", "rank"), ("Figure 5b", "rank", "heads")):
         (claim,) = (c for c in plan.contrasts if c.where == where)
         first, second = arms[claim.first], arms[claim.second]
@@ -55,7 +55,7 @@ def test_the_screen_tunes_nobody_less_and_tells_its_effects_apart():
     plan = read_plan("screen").plan
     recipe = next(c.recipe for c in plan.cells(1) if c.arm.startswith("l2r gamma=1,z=paper,rank=2"))
     assert recipe.losses.z == 0.001 and recipe.losses.z_variant == "paper"
-    assert recipe.router_config().gamma == 1 and recipe.router_config().heads == 16
+    assert recipe.router.gamma == 1 and recipe.router.heads == 16
 
 
 @pytest.mark.parametrize(

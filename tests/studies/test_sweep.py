@@ -58,7 +58,7 @@ def test_a_grid_is_every_choice_with_every_seed():
     names = [cell.name for cell in cells]
     assert len(names) == 12 and names[0] == "rank=2,heads=1.seed-5"
     assert names[-1] == "rank=8,heads=16.seed-6"
-    routers = {(c.recipe.router_config().rank, c.recipe.router_config().heads) for c in cells}
+    routers = {(c.recipe.router.rank, c.recipe.router.heads) for c in cells}
     assert routers == {(r, h) for r in (2, 8) for h in (1, 4, 16)}
     assert {cell.recipe.seed for cell in cells} == {5, 6}
 
@@ -71,8 +71,8 @@ def test_a_router_without_an_option_is_trained_once():
         "kind=l2r_sips,rank=8.seed-0",
         "kind=l2r_sips,rank=32.seed-0",
     ]
-    assert cells[0].recipe.router_config().kind == "linear"
-    assert cells[2].recipe.router_config().rank == 8
+    assert cells[0].recipe.router.kind == "linear"
+    assert cells[2].recipe.router.rank == 8
 
 
 def test_values_are_yaml_and_equal_endings_keep_their_section():

@@ -1,10 +1,10 @@
-"""Configurations of routers: shared fields, their checks, their names and the plain-dict form."""
+"""Router configurations: shared fields, their checks, the table of names, the plain-dict form."""
 
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from l2r.runs.router_names import PAPER_ROUTERS
 
@@ -59,10 +59,13 @@ class RouterConfig:
     @property
     def kind(self) -> str:
         """Registered name of the router that this configuration builds, e.g. ``l2r_sips``."""
-        for name, (cls, preset) in KINDS.items():
-            if cls is type(self) and all(getattr(self, k) == v for k, v in preset.items()):
+        for name, entry in ROUTERS.items():
+            if entry.config is type(self) and self._has(entry.fixed):
                 return name
         raise ValueError(f"no router is registered for {type(self).__name__}; use @register_router")
+
+    def _has(self, values: Mapping[str, Any]) -> bool:
+        return all(getattr(self, name) == value for name, value in values.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict with ``kind`` first; ``from_dict`` reads it back."""
@@ -80,30 +83,37 @@ class RouterConfig:
         return make_config(options.pop("kind"), **options)
 
 
-# Name -> the class of its configuration and the fields that the name fixes (register_router).
-KINDS: dict[str, tuple[type[RouterConfig], dict[str, Any]]] = {}
+class Registered(NamedTuple):
+    """A registered router: its class, that of its configuration, fields that the name fixes."""
+
+    router: type[Any]
+    config: type[RouterConfig]
+    fixed: Mapping[str, Any]
+
+
+ROUTERS: dict[str, Registered] = {}  # by name; register_router fills it
 
 
 def router_names() -> list[str]:
     """Registered names: the paper's six in the paper's order, then others by name."""
-    return [*PAPER_ROUTERS, *sorted(set(KINDS) - set(PAPER_ROUTERS))]
+    return [*PAPER_ROUTERS, *sorted(set(ROUTERS) - set(PAPER_ROUTERS))]
 
 
 def make_config(kind: str, **options: Any) -> RouterConfig:
     """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
-    cls, preset = named(kind)
-    fields = [f.name for f in dataclasses.fields(cls)]
+    entry = registered(kind)
+    fields = [f.name for f in dataclasses.fields(entry.config)]
     for name in options:
         if name not in fields:
-            known = options_of(kind)
+            allowed = options_of(kind)
             raise ValueError(
-                f"router {kind!r} has no option {name!r}{nearest(name, known)}; "
-                f"it takes: {', '.join(known)}"
+                f"{kind!r} has no option {name!r}{nearest(name, allowed)}; "
+                f"it takes: {', '.join(allowed)}"
             )
-    for name, value in preset.items():
+    for name, value in entry.fixed.items():
         if options.get(name, value) != value:
-            raise ValueError(f"router {kind!r} fixes {name}={value!r}; got {options[name]!r}")
-    return cls(**{**preset, **options})
+            raise ValueError(f"{kind!r} fixes {name}={value!r}; got {options[name]!r}")
+    return entry.config(**{**entry.fixed, **options})
 
 
 def options_of(kind: str) -> list[str]:
@@ -111,22 +121,22 @@ def options_of(kind: str) -> list[str]:
 
     Raises ValueError for an unknown name.
     """
-    cls, preset = named(kind)
+    _, config, fixed = registered(kind)
     unread = {
         field
-        for field, conditions in cls.read_with.items()
-        if any(other in preset and preset[other] not in v for other, v in conditions.items())
+        for field, conditions in config.read_with.items()
+        if any(other in fixed and fixed[other] not in v for other, v in conditions.items())
     }
-    fields = [f.name for f in dataclasses.fields(cls)]
-    return [name for name in fields if name not in preset and name not in unread]
+    fields = [f.name for f in dataclasses.fields(config)]
+    return [name for name in fields if name not in fixed and name not in unread]
 
 
-def named(kind: str) -> tuple[type[RouterConfig], dict[str, Any]]:
-    """Entry of ``KINDS``; raises ValueError for an unknown name."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        hint, known = nearest(str(kind), KINDS), ", ".join(router_names())
-        raise ValueError(f"unknown router {kind!r}{hint}; known: {known}")
-    return KINDS[kind]
+def registered(kind: str) -> Registered:
+    """Entry of a name in ``ROUTERS``; raises ValueError for an unknown one."""
+    if not isinstance(kind, str) or kind not in ROUTERS:
+        hint, names = nearest(str(kind), ROUTERS), ", ".join(router_names())
+        raise ValueError(f"unknown router {kind!r}{hint}; known: {names}")
+    return ROUTERS[kind]
 
 
 def check_types(config: RouterConfig) -> None:

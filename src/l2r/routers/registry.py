@@ -8,36 +8,27 @@ from typing import Any, TypeVar
 import torch
 
 from l2r.routers.base import Router
-from l2r.routers.config import KINDS, RouterConfig, make_config, named
+from l2r.routers.config import ROUTERS, Registered, RouterConfig, make_config, registered
 
 R = TypeVar("R", bound=type[Router])
 
-_routers: dict[str, type[Router]] = {}
 
-
-def register_router(name: str, **preset: Any) -> Callable[[R], R]:
+def register_router(name: str, **fixed: Any) -> Callable[[R], R]:
     """Class decorator: make a Router subclass available as ``name``.
 
     The class needs an attribute ``Config``, a frozen dataclass derived from RouterConfig.
-    ``preset`` fixes fields of that dataclass, so that one class can carry several names.
+    ``fixed`` are fields of that dataclass that the name decides: one class can carry several names.
     Raises ValueError if another class holds the name.
     """
 
     def register(cls: R) -> R:
-        holder = _routers.get(name)
-        if holder is not None and holder.__qualname__ != cls.__qualname__:
-            raise ValueError(f"router name {name!r} is taken by {holder.__name__}")
-        _routers[name] = cls
-        KINDS[name] = (cls.Config, preset)
+        taken = ROUTERS.get(name)
+        if taken is not None and taken.router.__qualname__ != cls.__qualname__:
+            raise ValueError(f"router name {name!r} is taken by {taken.router.__name__}")
+        ROUTERS[name] = Registered(cls, cls.Config, fixed)
         return cls
 
     return register
-
-
-def router_class(kind: str) -> type[Router]:
-    """Class registered as ``kind``; raises ValueError for an unknown name."""
-    named(kind)
-    return _routers[kind]
 
 
 def build_router(
@@ -59,9 +50,9 @@ def build_router(
     config = make_config(kind, **options) if isinstance(kind, str) else kind
     if options and not isinstance(kind, str):
         config = dataclasses.replace(config, **options)
-    cls = router_class(config.kind)
+    router_class = registered(config.kind).router
     with _at_least_float32():
-        return cls(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+        return router_class(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
 
 
 @contextmanager

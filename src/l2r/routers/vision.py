@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.routers.config import RouterConfig, make_config
+from l2r.routers.config import RouterConfig, registered
 
 # BatchNorm of |q| instead of RMSNorm of the input (Section 3.3), 4 anchors (Section 4.3).
 _DEFAULTS = {"query_norm": "batchnorm", "heads": 4}
@@ -17,6 +17,6 @@ def vision_router(values: Mapping[str, Any]) -> RouterConfig:
     """
     if "kind" not in values:
         return RouterConfig.from_dict(values)
-    known = {field.name for field in dataclasses.fields(make_config(values["kind"]))}
-    missing = {name: value for name, value in _DEFAULTS.items() if name in known}
-    return RouterConfig.from_dict({**missing, **values})
+    fields = {field.name for field in dataclasses.fields(registered(values["kind"]).config)}
+    defaults = {name: value for name, value in _DEFAULTS.items() if name in fields}
+    return RouterConfig.from_dict({**defaults, **values})

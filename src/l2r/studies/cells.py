@@ -54,7 +54,7 @@ def folder_cells(
         router = packaged_recipes()[name].router
         if router is not None and router not in found:  # of two sizes the first
             found[router] = load_recipe(name, changes)
-            if found[router].router["kind"] != load_recipe(name).router["kind"]:
+            if found[router].router.kind != load_recipe(name).router.kind:
                 raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
     known = [kind for kind in router_names() if kind in found]
     known += [router for router in found if router not in known]

@@ -1,6 +1,5 @@
 """One run folder, one recipe, one process (group) at a time."""
 
-from l2r.routers import RouterConfig
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
@@ -50,7 +49,6 @@ def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
         write_text(run.recipe, dump_recipe(recipe))
 
 
-def meaning(recipe: AnyRecipe) -> tuple[dict[str, object], RouterConfig]:
-    """All fields that training depends on, with the router's own defaults."""
-    fields = recipe.model_dump(exclude={"router": True, "training": {"logger"}})
-    return fields, recipe.router_config()
+def meaning(recipe: AnyRecipe) -> dict[str, object]:
+    """All fields that training depends on."""
+    return recipe.model_dump(exclude={"training": {"logger"}})

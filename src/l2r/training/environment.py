@@ -19,7 +19,7 @@ def environment(
         **describe_machine(),
         "command": " ".join(sys.argv),
         "ranks": world,
-        "router": recipe.router_config().kind,
+        "router": recipe.router.kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "router_parameters": sum(p.numel() for r in routers for p in r.parameters()),
         "linear_router_parameters": sum(r.num_experts * r.hidden_size for r in routers),

@@ -2,8 +2,9 @@
 
 import pytest
 
+from l2r.routers import make_config, router_names
 from l2r.studies.cells import grid_cells, read_grid
-from l2r.training.recipes.load import load_recipe
+from l2r.training.recipes.load import dump_recipe, load_recipe
 
 BASE = """
 task: language
@@ -50,7 +51,44 @@ def by_sweep(base, kind):
     ],
 )
 def test_another_router_keeps_the_options_that_both_read(base, change, kind, kept):
-    assert change(base, kind).router == {"kind": kind, **kept}
+    assert change(base, kind).router == make_config(kind, **kept)
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_a_recipe_written_out_in_full_changes_its_router_as_the_short_one_does(base, kind):
+    """Defaults differ between routers: init_std is 0.02 of linear and None of L2R."""
+    full = base.with_name("full.yaml")
+    full.write_text(dump_recipe(load_recipe(str(base))))
+    assert "init_std: null" in full.read_text()
+    assert by_command_line(full, kind) == by_command_line(base, kind)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("router.rnk=2", r"router: 'l2r_sips' has no option 'rnk' \(did you mean 'rank'\?\)"),
+        ("router.rank=0", r"router: rank must be >= 1; got rank=0"),
+        ("router.kind=l2r_sip", r"unknown router 'l2r_sip' \(did you mean 'l2r_sips'\?\)"),
+        ("router.scoring=dot", r"router: 'l2r_sips' fixes scoring='sips'; got 'dot'"),
+        ("router=3", r"router: must be a section such as {kind: l2r_sips}; got 3"),
+        ("router=null", r"router: must be a section such as {kind: l2r_sips}; got None"),
+        ("router.query_norm=none", None),
+    ],
+)
+def test_the_router_section_is_checked_as_every_other(base, change, message):
+    if message is None:
+        assert load_recipe(str(base), [change]).router.query_norm == "none"
+        return
+    with pytest.raises(ValueError, match=message):
+        load_recipe(str(base), [change])
+
+
+def test_a_vision_recipe_has_the_papers_vision_settings_where_it_gives_none():
+    change = "router={kind: l2r_sips}"
+    assert load_recipe("demo-vision/linear", [change]).router.query_norm == "batchnorm"
+    assert load_recipe("demo/linear", [change]).router.query_norm == "rmsnorm"
+    given = load_recipe("demo-vision/linear", ["router={kind: l2r_sips, query_norm: rmsnorm}"])
+    assert (given.router.query_norm, given.router.heads) == ("rmsnorm", 4)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -59,7 +97,7 @@ def test_an_option_given_beside_a_router_that_lacks_it_is_refused(base, order):
     with pytest.raises(ValueError, match="'linear' has no option 'rank'"):
         load_recipe(str(base), changes)
     changes = ["router.anchor_scale=0.5", "router.kind=xmoe"][::order]
-    assert load_recipe(str(base), changes).router["anchor_scale"] == 0.5
+    assert load_recipe(str(base), changes).router.anchor_scale == 0.5
 
 
 def test_a_misspelt_option_of_the_base_is_not_lost_with_its_router(base):

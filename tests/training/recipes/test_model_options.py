@@ -1,7 +1,8 @@
-"""The way from a recipe to the configuration of its model: every field arrives, parsed once."""
+"""From a recipe to the configuration of its model: every field arrives, parsed once."""
 
 import pytest
 
+from l2r import L2RConfig
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig
 from l2r.training.recipes.load import load_recipe
 
@@ -31,7 +32,7 @@ def test_every_size_of_a_recipe_reaches_its_model(name, config, others, changes)
     model = config(**recipe.model_options(*others))
     for field, value in recipe.model.model_dump(exclude=NOT_SIZES, exclude_none=True).items():
         assert getattr(model, field) == value, field
-    assert model.router == recipe.router_config().to_dict()
+    assert model.router == recipe.router.to_dict()
 
 
 def test_a_language_model_gets_its_vocabulary_positions_and_rotation():
@@ -44,8 +45,19 @@ def test_a_language_model_gets_its_vocabulary_positions_and_rotation():
 
 
 @pytest.mark.parametrize("name", ["demo/l2r-sips", "demo-vision/l2r-sips"])
-def test_the_router_section_is_parsed_once(name):
+def test_the_router_section_is_an_object_that_is_parsed_once(name):
     recipe = load_recipe(name)
-    assert recipe.router_config() is recipe.router_config()
-    seeded = recipe.model_copy(update={"seed": 3})
-    assert seeded.router_config() == recipe.router_config()
+    assert isinstance(recipe.router, L2RConfig)
+    assert recipe.model_copy(update={"seed": 3}).router is recipe.router
+    assert recipe.model_validate(recipe.model_dump()).router == recipe.router
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("demo/xmoe", L2rOlmoeConfig), ("vit-s/xmoe", L2rViTConfig)]
+)
+def test_a_model_takes_the_object_and_writes_it_as_a_dictionary(name, config, tmp_path):
+    router = load_recipe(name).router
+    model = config(router=router)
+    assert model.router == config(router=router.to_dict()).router == router.to_dict()
+    model.save_pretrained(tmp_path)
+    assert config.from_pretrained(tmp_path).router == router.to_dict()

@@ -39,7 +39,7 @@ def test_an_expected_number_was_seen_or_the_recipe_says_that_it_was_not_run(name
 
 @pytest.mark.parametrize("folder", ["demo", "demo-vision", "fashion-mnist"])
 def test_a_folder_of_settings_has_the_papers_six_routers(folder):
-    kinds = {load_recipe(name).router_config().kind for name in recipes_in(folder)}
+    kinds = {load_recipe(name).router.kind for name in recipes_in(folder)}
     assert kinds == set(PAPER_ROUTERS)
 
 
@@ -66,9 +66,9 @@ def test_a_second_name_of_a_run_says_so(name, same):
 
 def test_the_tuned_router_is_the_preset_and_the_arm_that_was_judged():
     recipe = load_recipe("demo/l2r-sips-tuned")
-    assert recipe.router_config() == L2RConfig.preset("tuned")
+    assert recipe.router == L2RConfig.preset("tuned")
     judged = {c.arm: c.recipe for c in read_plan("decision").plan.cells(1)}["l2r-best"]
-    assert judged.router_config() == recipe.router_config() and judged.losses == recipe.losses
+    assert judged.router == recipe.router and judged.losses == recipe.losses
     with pytest.raises(ValueError, match="preset must be one of tuned; got 'best'"):
         L2RConfig.preset("best")
 
@@ -78,7 +78,7 @@ def test_settings_are_a_base_for_recipes_of_a_user(tmp_path):
     path.write_text("base: demo/_base\nrouter: {kind: xmoe, rank: 4}\n")
     assert load_recipe(str(path)).model == load_recipe("demo/linear").model
     path.write_text("base: demo/l2r-sips\nrouter: {heads: 4}\n")
-    assert load_recipe(str(path)).router == {"kind": "l2r_sips", "rank": 2, "heads": 4}
+    assert load_recipe(str(path)).router == L2RConfig(rank=2, heads=4)
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest():

@@ -20,7 +20,7 @@ def recipe_sizes(folder: str) -> "dict[str, tuple[str, ModelSize]]":
 
     recipes = {name: load_recipe(name) for name in recipes_in(folder)}
     return {
-        name: (recipe.router_config().kind, model_size(meta_model(recipe)))
+        name: (recipe.router.kind, model_size(meta_model(recipe)))
         for name, recipe in recipes.items()
     }
 

@@ -35,10 +35,10 @@ DEFAULT_ROUTER = "linear"  # an exported file has its own: it holds that one rou
 
 @no_type_check  # transformers passes fields that its own signature does not have
 class L2rOlmoeConfig(NeedsPackage, OlmoeConfig):
-    """OlmoeConfig plus ``router``: the dictionary form of a RouterConfig, ``kind`` first.
+    """OlmoeConfig plus ``router``: a RouterConfig, or its dictionary form with ``kind``.
 
-    ``L2rOlmoeConfig(router={"kind": "l2r_sips", "rank": 2, "heads": 16})``. Fields left out
-    take the router's defaults and are written out in full, so a saved configuration is complete.
+    ``L2rOlmoeConfig(router={"kind": "l2r_sips", "rank": 2, "heads": 16})``. It is stored as a
+    dictionary with every field, so that a saved configuration is complete.
     Raises ValueError for an unknown router or option.
     """
 
@@ -46,7 +46,7 @@ class L2rOlmoeConfig(NeedsPackage, OlmoeConfig):
 
     vocab_size: int = 50280
     intermediate_size: int = 1024
-    router: dict[str, Any] | None = None
+    router: RouterConfig | dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -55,8 +55,10 @@ class L2rOlmoeConfig(NeedsPackage, OlmoeConfig):
         self.complete()
 
     def complete(self) -> RouterConfig:
-        """Check ``router``, write it out in full and return it as a configuration."""
-        router = RouterConfig.from_dict(self.router or {"kind": DEFAULT_ROUTER})
+        """Check ``router``, store its dictionary form in full and return the object."""
+        router = self.router or {"kind": DEFAULT_ROUTER}
+        if not isinstance(router, RouterConfig):
+            router = RouterConfig.from_dict(router)
         self.router = router.to_dict()
         return router
 

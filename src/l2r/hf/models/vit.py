@@ -29,7 +29,7 @@ from l2r.routers.vision import vision_router
 
 
 class L2rViTConfig(NeedsPackage, ViTConfig):
-    """ViTConfig plus the MoE fields; ``router`` is the dictionary form of a RouterConfig.
+    """ViTConfig plus the MoE fields; ``router`` is a RouterConfig or its dictionary form.
 
     num_experts, num_experts_per_tok: N and k. moe_layers: blocks that get experts, None for the
     last 4, [] for a dense ViT. moe_intermediate_size: width of an expert, None for the MLP's.
@@ -51,7 +51,7 @@ class L2rViTConfig(NeedsPackage, ViTConfig):
     num_experts_per_tok: int = 2
     moe_layers: list[int] | None = None
     moe_intermediate_size: int | None = None
-    router: dict[str, Any] | None = None
+    router: RouterConfig | dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -71,7 +71,9 @@ class L2rViTConfig(NeedsPackage, ViTConfig):
         if self.moe_layers and self.hidden_act != "gelu":
             raise ValueError(f"hidden_act must be 'gelu' with experts; got {self.hidden_act!r}")
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
-        router = vision_router(self.router or {"kind": "l2r_sips"})
+        router = self.router or {"kind": "l2r_sips"}
+        if not isinstance(router, RouterConfig):
+            router = vision_router(router)
         self.router = router.to_dict()
         return router
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.routers.config import named, options_of
+from l2r.routers.config import make_config, options_of
 from l2r.runs.reading import parse_yaml
 
 # What a recipe says of its images, by section; it says nothing of others.
@@ -20,9 +20,9 @@ LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """Values of ``above`` over those of ``below``, section by section; neither is changed.
 
-    Another router keeps the options that it reads as well; a length of training replaces one that
-    is given in another unit; of other images than built-in ones, sizes and statistics are open
-    until they are read. ``place`` is the section that both are, e.g. ``training``.
+    Another router keeps the options off their defaults that it reads as well; a length of training
+    replaces one in another unit; of other images than built-in ones, sizes and statistics are
+    open until they are read. ``place`` is the section that both are, e.g. ``training``.
     """
     merged = dict(below) if place else _for_images(below, above)
     if place == "router" and "kind" in below and "kind" in above:
@@ -80,9 +80,16 @@ def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str,
 
 
 def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:
-    """A router section without the options of its kind that another kind does not read."""
+    """A router section for another kind: the options off their defaults that it reads as well.
+
+    Defaults differ between kinds; a section written out in full means what a short one does.
+    """
     if router["kind"] == kind:
         return router
-    own = {field.name for field in dataclasses.fields(named(router["kind"])[0])}
-    dropped = own - set(options_of(kind))
-    return {name: value for name, value in router.items() if name not in dropped}
+    defaults = dataclasses.asdict(make_config(router["kind"]))
+    read = {"kind", *options_of(kind)}
+    return {
+        name: value
+        for name, value in router.items()
+        if name not in defaults or (name in read and value != defaults[name])
+    }

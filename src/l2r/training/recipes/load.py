@@ -46,8 +46,9 @@ def recipe_header(name: str) -> str:
 def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Recipe from a packaged name or a path, with ``key.sub=value`` changes applied in order.
 
-    Another ``router.kind`` keeps the options that it reads as well; other ``data.images`` than
-    built-in ones are read as they are; of steps, tokens and epochs the one given last holds.
+    Another ``router.kind`` keeps the options off their defaults that it reads as well; other
+    ``data.images`` than built-in ones are read as they are; of steps, tokens and epochs the one
+    given last holds.
 
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
     the nearest known name), a value out of its limits or a setting that nothing reads.

@@ -1,6 +1,6 @@
 """The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -15,8 +15,9 @@ from pydantic import (
 )
 
 from l2r.functional.losses import BalanceVariant, ZVariant
-from l2r.routers import RouterConfig
+from l2r.routers import L2RConfig
 from l2r.routers.config import OtherThan, ReadWith, check_read
+from l2r.training.recipes.router_section import LanguageRouter
 
 CorpusVersion = Literal[1, 2]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -240,27 +241,14 @@ class CheckpointSection(Section):
 
 
 class Recipe(Section):
-    """What every recipe has, whatever its task."""
-
-    read_router: ClassVar[Callable[[Mapping[str, Any]], RouterConfig]] = RouterConfig.from_dict
+    """Fields of every recipe, whatever its task."""
 
     seed: NonNegativeInt = 0
-    router: dict[str, Any] = {"kind": "l2r_sips"}
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
     losses: LossSection = LossSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    _router_config: RouterConfig
-
-    @model_validator(mode="after")
-    def _router_is_known(self) -> Self:
-        self._router_config = type(self).read_router(self.router)
-        return self
-
-    def router_config(self) -> RouterConfig:
-        """The router section as a configuration, with the settings of the task where it is mute."""
-        return self._router_config
 
 
 class LanguageRecipe(Recipe):
@@ -268,6 +256,7 @@ class LanguageRecipe(Recipe):
 
     task: Literal["language"]
     model: OlmoeSection = OlmoeSection()
+    router: LanguageRouter = L2RConfig()
     data: TextSection = TextSection()
 
     def model_options(self, vocab_size: int) -> dict[str, Any]:
@@ -282,5 +271,5 @@ class LanguageRecipe(Recipe):
             "pad_token_id": None,
             "max_position_embeddings": self.data.sequence_length,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.model.rope_theta},
-            "router": self.router_config().to_dict(),
+            "router": self.router,
         }

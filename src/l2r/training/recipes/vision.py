@@ -15,6 +15,7 @@ from pydantic import (
 from l2r.routers.config import OtherThan
 from l2r.routers.vision import vision_router
 from l2r.training.recipes.changes import PIXELS
+from l2r.training.recipes.router_section import VisionRouter
 from l2r.training.recipes.schema import Fraction, Recipe, Section, check_experts
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
@@ -126,10 +127,9 @@ class ImageSection(Section):
 class VisionRecipe(Recipe):
     """Image classifier."""
 
-    read_router: ClassVar = vision_router  # the paper's vision settings, where it says nothing
-
     task: Literal["vision"]
     model: VitSection = VitSection()
+    router: VisionRouter = vision_router({"kind": "l2r_sips"})
     data: ImageSection = ImageSection()
 
     @model_validator(mode="after")
@@ -184,4 +184,4 @@ class VisionRecipe(Recipe):
             if getattr(self.model, name) is None:
                 raise ValueError(f"model.{name} is null: read it from the images")
         options = self.model.model_dump(exclude={"num_labels", "dense"})
-        return {**options, "router": self.router_config().to_dict()}
+        return {**options, "router": self.router}

@@ -21,6 +21,9 @@ BAD = {
     "stop": [5, {}, True, "", [""], [5], ["a"] * 5, "x" * 10_000, "\ud800", [None]],
     "stream": ["x", 5, [], {}],
     "stream_options": [{}, {"include_usage": True}, 5],  # without stream
+    "return_routed_experts": ["x", 5, [], {}],
+    "return_token_ids": ["x", 5],
+    "routed_experts_prompt_start": [*NUMBERS, 1.5, 1],  # without return_routed_experts
     "generation_config": [{"num_beams": 1500}, '{"num_beams": 1500}'],
     "num_beams": [1500],
     "tools": [[]],

@@ -20,32 +20,57 @@ def event(body: Any) -> str:
 
 
 class Answer(ABC):
-    """The form of one kind of request's answer; ``whole`` and ``chunk`` fill it."""
+    """The form of one kind of request's answer; ``whole`` and ``chunk`` fill it.
+
+    ``prompts``: token ids of each choice's prompt where the answer has token ids, else None.
+    """
 
     prefix: str
     object: str
     chunk_object: str
+    prompt_in_choice = True  # where vLLM puts the prompt's token ids
 
-    def __init__(self, model: str, tokenizer: Any, *, logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        *,
+        logprobs: bool,
+        prompts: Sequence[list[int]] | None = None,
+    ) -> None:
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._tokenizer, self._logprobs, self._prompts = tokenizer, logprobs, prompts
 
     def whole(self, steps: Sequence[Sequence[Step]], prompt_tokens: int) -> dict[str, Any]:
         """The answer from every step of every choice."""
         choices = [
-            {"index": index, "finish_reason": made[-1].finish, **self._whole(made)}
+            {
+                "index": index,
+                "finish_reason": made[-1].finish,
+                **self._whole(made),
+                **self._tokens(index, made, begins=True),
+            }
             for index, made in enumerate(steps)
         ]
         used = usage(prompt_tokens, sum(not step.echoed for made in steps for step in made))
-        return {**self._head, "object": self.object, "choices": choices, "usage": used}
+        body = {**self._head, "object": self.object, "choices": choices, "usage": used}
+        return body | self._prompt_tokens()
 
-    def chunk(self, index: int, step: Step, written: int) -> dict[str, Any]:
-        """One step of choice ``index``, of which ``written`` characters were sent."""
-        choice = {"index": index, "finish_reason": step.finish, **self._part(step, written)}
+    def chunk(self, index: int, step: Step, written: int, *, begins: bool) -> dict[str, Any]:
+        """One step of choice ``index``, of which ``written`` characters were sent.
+
+        ``begins``: it is the choice's first.
+        """
+        choice = {
+            "index": index,
+            "finish_reason": step.finish,
+            **self._part(step, written),
+            **self._tokens(index, [step], begins=begins),
+        }
         return {**self._head, "object": self.chunk_object, "choices": [choice]}
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -56,6 +81,23 @@ class Answer(ABC):
         """The chunk of ``stream_options.include_usage``."""
         used = usage(prompt_tokens, new_tokens)
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": used}
+
+    def _tokens(self, index: int, steps: Sequence[Step], *, begins: bool) -> dict[str, Any]:
+        """Fields of a choice that vLLM adds where they are asked for."""
+        fields: dict[str, Any] = {}
+        if self._prompts is not None:
+            fields["token_ids"] = [step.choice.token for step in steps if not step.echoed]
+            if begins and self.prompt_in_choice:
+                fields["prompt_token_ids"] = self._prompts[index]
+        if steps[-1].routed_experts is not None:
+            fields["routed_experts"] = steps[-1].routed_experts
+        return fields
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        """Fields beside the choices: the prompt of a request that has one."""
+        if self._prompts is None or self.prompt_in_choice:
+            return {}
+        return {"prompt_token_ids": self._prompts[0]}
 
     @abstractmethod
     def _whole(self, steps: Sequence[Step]) -> dict[str, Any]: ...
@@ -101,11 +143,13 @@ class ChatAnswer(Answer):
     """Answers of /v1/chat/completions."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_in_choice = False
 
     def first(self, index: int) -> dict[str, Any]:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
         choices = [{**choice, "logprobs": None, "finish_reason": None}]
-        return {**self._head, "object": self.chunk_object, "choices": choices}
+        body = {**self._head, "object": self.chunk_object, "choices": choices}
+        return body | (self._prompt_tokens() if index == 0 else {})
 
     def _whole(self, steps: Sequence[Step]) -> dict[str, Any]:
         text = "".join(step.text for step in steps)

@@ -22,6 +22,7 @@ from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
 from l2r.engines.serve.sequence import Step
 from l2r.engines.serve.worker import Worker
+from l2r.hf.routes import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Served:
     ends: frozenset[int]
     worker: Worker
     limits: Limits
+    routes: Fingerprint | str = "no model is served"  # or why tokens' experts cannot be returned
 
 
 def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
@@ -85,10 +87,21 @@ async def _answer(
     if asked.echoes and not served.worker.echoes:
         message = "echo must be false with --continuous-batching; got true"
         raise RequestError(400, message, param="echo")
+    if asked.return_routed_experts and isinstance(served.routes, str):
+        message = f"return_routed_experts must be false with this model: {served.routes}"
+        raise RequestError(400, message, param="return_routed_experts")
     loop, tokenizer = asyncio.get_running_loop(), served.prompts.tokenizer
     prompts = await loop.run_in_executor(tokenizing, served.prompts.read, asked)
-    flow = Flow(asked, prompts, tokenizer=tokenizer, ends=served.ends, worker=served.worker)
-    answer = form(served.name, tokenizer, logprobs=asked.alternatives is not None)
+    routes = None if isinstance(served.routes, str) else served.routes
+    flow = Flow(
+        asked, prompts, tokenizer=tokenizer, ends=served.ends, worker=served.worker, routes=routes
+    )
+    answer = form(
+        served.name,
+        tokenizer,
+        logprobs=asked.alternatives is not None,
+        prompts=[s.prompt for s in flow.sequences] if asked.return_token_ids else None,
+    )
     if asked.stream:
         events = _events(flow, answer, with_usage=asked.with_usage)
         return _Stream(events, flow.cancel)
@@ -148,13 +161,15 @@ async def _unless_left(
 
 async def _events(flow: Flow, answer: Answer, *, with_usage: bool) -> AsyncIterator[str]:
     written = [0] * len(flow.sequences)
+    begun = [False] * len(flow.sequences)
     new_tokens = 0
     for index in range(len(flow.sequences)):
         if (first := answer.first(index)) is not None:
             yield event(first)
     try:
         async for index, step in flow.steps():
-            yield event(answer.chunk(index, step, written[index]))
+            yield event(answer.chunk(index, step, written[index], begins=not begun[index]))
+            begun[index] = True
             written[index] += len(step.text)
             new_tokens += not step.echoed
     except RequestError as error:  # too late for a status

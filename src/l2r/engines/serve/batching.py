@@ -1,7 +1,8 @@
 """Answers that share forward passes and a key-value cache: transformers' continuous batching."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +16,10 @@ from transformers.generation.continuous_batching.model_runner import (
     infer_max_single_request_tokens,
 )
 
+from l2r.engines.serve.routed import RoutedTokens, noting
 from l2r.engines.serve.sequence import Sequence
 from l2r.engines.serve.worker import NOT_RUNNING, STOPPING, Worker, only
+from l2r.hf.routes.choices import Choices
 from l2r.routers.offload import device_of
 
 _POLL_SECONDS = 0.1
@@ -86,11 +89,22 @@ class Batching(Worker):
             ),
         )
         steps = LogitsProcessorList([_Steps(self._step, self._moved)])
-        manager.logit_processor = ContinuousBatchingLogitsProcessorList(steps)
+        manager.logit_processor = _Processors(steps, _Taken(self._model, self._sequences))
         manager.logit_processor.tensors_required = 1
         manager.warmup()  # makes the cache
+        self._read_whole_prompts(manager.batch_processor.cache)
         manager.start()
         return manager
+
+    def _read_whole_prompts(self, cache: Any) -> None:
+        """A prompt whose experts are asked for is forwarded, though another began as it does."""
+        shared = cache.search_prefix_match
+
+        def search(name: str, prompt: list[int]) -> int:
+            sequence = self._sequences.get(name)
+            return 0 if sequence is not None and sequence.routed else shared(name, prompt)
+
+        cache.search_prefix_match = search
 
     def _step(self, name: str, logits: Tensor) -> int:
         sequence = self._sequences.get(name)
@@ -128,6 +142,57 @@ class Batching(Worker):
             self._drop(name, message)
 
 
+class _Taken:
+    """Gives the sequences that ask for it the experts that a step took for their tokens."""
+
+    def __init__(self, model: Any, sequences: Mapping[str, Sequence]) -> None:
+        self._model, self._sequences = model, sequences
+        self._stack = ExitStack()
+        self._choices: Choices | None = None
+        self._rows: list[tuple[RoutedTokens, int, slice]] = []
+
+    def begin(self, requests: list[Any]) -> None:
+        """Before the forward of a step of transformers' loop."""
+        self._stack.close()  # of a step that failed
+        self._choices, self._rows, row = None, [], 0
+        for request in requests:
+            rows = slice(row, row + request.query_length)
+            row = rows.stop
+            sequence = self._sequences.get(request.state.request_id)
+            if sequence is not None and sequence.routed is not None:
+                first = request.state.position_offset - request.query_length
+                self._rows.append((sequence.routed, first, rows))
+        if self._rows:
+            self._choices = self._stack.enter_context(noting(self._model))
+
+    def end(self) -> None:
+        """After it."""
+        if self._choices is not None:
+            experts = self._choices.experts()
+            for routed, first, rows in self._rows:
+                routed.put(first, experts[rows])
+        self._stack.close()
+        self._choices, self._rows = None, []
+
+
+class _Processors(ContinuousBatchingLogitsProcessorList):
+    """Called before the forward of each step, with its requests, and after it."""
+
+    def __init__(self, processors: LogitsProcessorList, taken: _Taken) -> None:
+        super().__init__(processors)
+        self._taken = taken
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        self._taken.begin(requests_in_batch)
+        storage: Tensor = super().prepare_tensor_args(requests_in_batch, arg_storage)
+        return storage
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        self._taken.end()
+        chosen: Tensor = super().__call__(input_ids, scores, logits_processor_args)
+        return chosen
+
+
 class _Steps(ContinuousBatchingLogitsProcessor):
     """Leaves the token that each sequence has chosen as the only possible one of its row."""
 
@@ -149,5 +214,6 @@ class _Steps(ContinuousBatchingLogitsProcessor):
         self._moved()
         if not self._names:
             return scores
-        rows = zip(self._names, scores, strict=True)
-        return only(scores, [self._step(name, logits) for name, logits in rows])
+        tokens = [self._step(name, scores[row]) for row, name in enumerate(self._names)]
+        # Rows after them are of prompts that go on in the next step; nobody reads their token.
+        return only(scores, tokens + [0] * (len(scores) - len(tokens)))

@@ -8,12 +8,18 @@ from typing import Any
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.prompts import Prompt
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
+from l2r.engines.serve.routed import RoutedTokens
+from l2r.engines.serve.sampling import Sampling
 from l2r.engines.serve.sequence import Failure, Sequence, Step
 from l2r.engines.serve.worker import Worker
+from l2r.hf.routes import Fingerprint
 
 
 class Flow:
-    """Every choice of a request: ``n`` for each prompt, in this order."""
+    """Every choice of a request: ``n`` for each prompt, in this order.
+
+    ``routes`` is the fingerprint of the model's, for a request that asks for them.
+    """
 
     def __init__(
         self,
@@ -23,15 +29,16 @@ class Flow:
         tokenizer: Any,
         ends: frozenset[int],
         worker: Worker,
+        routes: Fingerprint | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Step | Failure]] = asyncio.Queue()
-        self._worker = worker
+        self._worker, self._tokenizer, self._ends = worker, tokenizer, ends
+        self._routes = routes if request.return_routed_experts else None
+        self._start = request.routed_experts_prompt_start
         self.prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
         self.sequences = [
-            self._sequence(
-                index, prompt, request.sampling(room, index % request.n), tokenizer, ends
-            )
+            self._sequence(index, prompt, request.sampling(room, index % request.n))
             for index, (prompt, room) in enumerate(p for p in prompts for _ in range(request.n))
         ]
 
@@ -53,11 +60,19 @@ class Flow:
             if not sequence.over:
                 self._worker.cancel(sequence)
 
-    def _sequence(
-        self, index: int, prompt: list[int], sampling: Any, tokenizer: Any, ends: frozenset[int]
-    ) -> Sequence:
+    def _sequence(self, index: int, prompt: list[int], sampling: Sampling) -> Sequence:
         def listener(step: Step | Failure) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, step))
 
-        return Sequence(prompt, sampling, tokenizer=tokenizer, ends=ends, listener=listener)
+        routed = None
+        if self._routes is not None:
+            routed = RoutedTokens(self._routes, self._start)
+        return Sequence(
+            prompt,
+            sampling,
+            tokenizer=self._tokenizer,
+            ends=self._ends,
+            listener=listener,
+            routed=routed,
+        )

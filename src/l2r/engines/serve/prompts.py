@@ -77,6 +77,13 @@ class Prompts:
         if not 1 <= len(prompt) < context:
             message = f"{field} must have 1 to {context - 1} tokens; got {len(prompt)}"
             raise RequestError(400, message, param=field, code="context_length_exceeded")
+        start = request.routed_experts_prompt_start
+        if start > len(prompt):
+            message = (
+                f"routed_experts_prompt_start must be at most {len(prompt)}, the tokens of the "
+                f"prompt; got {str(start)[:30]}"
+            )
+            raise RequestError(400, message, param="routed_experts_prompt_start")
         room = context - len(prompt)
         if request.tokens is not None and request.tokens > room:
             raise RequestError(

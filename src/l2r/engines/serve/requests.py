@@ -39,6 +39,9 @@ class _Request(_Fields):
     stop: list[_Stop] = Field([], max_length=4)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = Field(0, ge=0)
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
 
@@ -58,6 +61,14 @@ class _Request(_Fields):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options must come with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_start(self) -> Self:
+        if self.routed_experts_prompt_start and not self.return_routed_experts:
+            raise ValueError(
+                "routed_experts_prompt_start must come with return_routed_experts=true"
+            )
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from l2r.engines.serve.routed import RoutedTokens
 from l2r.engines.serve.sampling import Choice, Sampler, Sampling
 from l2r.engines.serve.text import Text
 
@@ -19,6 +20,7 @@ class Step:
     text: str
     finish: Literal["stop", "length"] | None
     echoed: bool = False  # a token of the prompt
+    routed_experts: str | None = None  # of the whole sequence, with its last token
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Sequence:
     """A prompt and the tokens after it.
 
     A worker calls ``step`` in its thread until ``over``; ``listener`` is called there, once a step
-    or with a ``Failure``. ``cancel`` may be called from any thread.
+    or with a ``Failure``. ``cancel`` may be called from any thread. Where ``routed`` is not None
+    the worker puts the experts of forwarded tokens into it, before the step.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Sequence:
         tokenizer: Any,
         ends: frozenset[int],
         listener: Callable[[Step | Failure], None],
+        routed: RoutedTokens | None = None,
     ) -> None:
-        self.prompt, self.sampling = prompt, sampling
+        self.prompt, self.sampling, self.routed = prompt, sampling, routed
         self.name = uuid.uuid4().hex
         self.over = False
         self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
@@ -87,10 +91,13 @@ class Sequence:
                 finish = "length"
             if finish and not self._text.stopped:
                 text += self._text.finish()
+            experts = None
+            if finish and self.routed is not None:
+                experts = self.routed.text(len(self.prompt) + self._steps)
         except Exception as error:  # one answer's trouble must not end the worker's loop
             self.fail(f"cannot go on: {error}")
             return 0
         if not self.over:
             self.over = finish is not None
-            self._listener(Step(choice, text, finish))
+            self._listener(Step(choice, text, finish, routed_experts=experts))
         return choice.token

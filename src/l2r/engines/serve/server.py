@@ -18,6 +18,7 @@ from l2r.engines.serve.app import Served, build
 from l2r.engines.serve.connections import connection_class
 from l2r.engines.serve.limits import Limits
 from l2r.engines.serve.prompts import Prompts
+from l2r.engines.serve.routed import routes_of
 from l2r.engines.serve.worker import OneByOne, Worker
 from l2r.engines.tried import outside_tried
 from l2r.hf.checkpoints.loading import load_tokenizer
@@ -121,6 +122,7 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
             ends=_ends(model, tokenizer),
             worker=worker,
             limits=limits,
+            routes=routes_of(model),
         )
         config = uvicorn.Config(
             build(served, host=options.host, allowed=options.allowed_hosts),

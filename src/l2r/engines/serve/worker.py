@@ -4,13 +4,16 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from l2r.engines.serve.routed import noting
 from l2r.engines.serve.sequence import Sequence
+from l2r.hf.routes.choices import Choices
 from l2r.routers.offload import device_of
 
 STOPPING, NOT_RUNNING = "the server is stopping", "the worker is not running"
@@ -114,30 +117,34 @@ class OneByOne(Worker):
         if sequence.sampling.echo:
             scored = sequence.sampling.alternatives is not None
             sequence.echo(self._model(prompt, use_cache=False).logits[0] if scored else None)
-        steps = _Steps(sequence, self._moved)
-        self._model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=GenerationConfig(
-                max_new_tokens=sequence.sampling.max_tokens,
-                do_sample=False,
-                num_beams=1,
-                num_return_sequences=1,
-                pad_token_id=0,
-            ),
-            logits_processor=[steps],
-            stopping_criteria=[_Over(sequence)],
-        )
+        with noting(self._model) if sequence.routed else nullcontext() as choices:
+            self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=GenerationConfig(
+                    max_new_tokens=sequence.sampling.max_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    num_return_sequences=1,
+                    pad_token_id=0,
+                ),
+                logits_processor=[_Steps(sequence, self._moved, choices)],
+                stopping_criteria=[_Over(sequence)],
+            )
 
 
 class _Steps(LogitsProcessor):
     """Leaves the token that the sequence has chosen as the only possible one."""
 
-    def __init__(self, sequence: Sequence, moved: Any) -> None:
-        self._sequence, self._moved = sequence, moved
+    def __init__(self, sequence: Sequence, moved: Any, choices: Choices | None) -> None:
+        self._sequence, self._moved, self._choices = sequence, moved, choices
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._moved()
+        if self._choices is not None and self._sequence.routed is not None:
+            experts = self._choices.experts()
+            self._sequence.routed.put(input_ids.shape[1] - len(experts), experts)
+            self._choices.begin()
         return only(scores, [self._sequence.step(scores[0])])
 
 

@@ -43,7 +43,14 @@ def to_vllm(routes: Routes) -> list[str]:
     The last token's route is left out. Raises ValueError where one in the middle has none and
     where the fingerprint lacks ``hidden_layers``.
     """
-    return [_npy_text(array) for array in _to_engine(routes, routes.experts.dtype)]
+    return [vllm_text(array) for array in _to_engine(routes, routes.experts.dtype)]
+
+
+def vllm_text(experts: Int[np.ndarray, "T H K"]) -> str:
+    """``routed_experts`` of a sequence: base64 of a ``.npy`` file, all H hidden layers counted."""
+    stream = io.BytesIO()
+    np.save(stream, experts, allow_pickle=False)
+    return base64.b64encode(stream.getvalue()).decode()
 
 
 def from_sglang(
@@ -148,7 +155,8 @@ def _from_engine(
 
 
 def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
-    hidden = _hidden_layers(routes.fingerprint)
+    f = routes.fingerprint
+    _hidden_layers(f)
     arrays = []
     for number, (begin, end, length) in enumerate(
         zip(routes.ends[:-1], routes.ends[1:], routes.lengths, strict=True)
@@ -161,10 +169,21 @@ def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
                 f"every token but the last must have a route, from some token on; sequence "
                 f"{number} has {before.sum()} routes for tokens {start} to {length - 2}"
             )
-        array = np.zeros((int(before.sum()), hidden, routes.fingerprint.top_k), kind)
-        array[:, list(routes.layers)] = routes.experts[begin:end][before]
-        arrays.append(array)
+        arrays.append(all_layers(routes.experts[begin:end][before].astype(kind), f))
     return arrays
+
+
+def all_layers(
+    experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint
+) -> Int[np.ndarray, "T H K"]:
+    """The same with zeros for hidden layers without a router.
+
+    Raises ValueError where the fingerprint lacks ``hidden_layers``.
+    """
+    hidden = _hidden_layers(fingerprint)
+    array = np.zeros((len(experts), hidden, fingerprint.top_k), experts.dtype)
+    array[:, list(fingerprint.layers)] = experts
+    return array
 
 
 def _npy(value: str | bytes | np.ndarray) -> np.ndarray:
@@ -178,12 +197,6 @@ def _npy(value: str | bytes | np.ndarray) -> np.ndarray:
         raise ValueError(
             f"routed_experts of vLLM must be base64 of a .npy file: {error}"
         ) from error
-
-
-def _npy_text(array: np.ndarray) -> str:
-    stream = io.BytesIO()
-    np.save(stream, array, allow_pickle=False)
-    return base64.b64encode(stream.getvalue()).decode()
 
 
 def _hidden_layers(fingerprint: Fingerprint) -> int:

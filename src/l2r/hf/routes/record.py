@@ -5,35 +5,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from l2r.hf.routes.backward import in_backward, outside_of_graphs
+from l2r.hf.routes.backward import outside_of_graphs
 from l2r.hf.routes.calls import Calls, Inputs, Places, read_inputs
-from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, replaced, routed_layers
+from l2r.hf.routes.choices import Choices
+from l2r.hf.routes.fingerprint import Fingerprint
+from l2r.hf.routes.layers import replaced
 from l2r.hf.routes.routes import Routes
-from l2r.routers.observe import routed
-
-
-class _Seen:
-    """What the router of a layer chose in the call that runs."""
-
-    indices: Tensor | None = None
-    weights: Tensor | None = None
 
 
 class Recorder:
     """Routes of the calls of a model; see ``record``."""
 
     def __init__(self, model: nn.Module, *, weights: bool, tokenizer: Any) -> None:
-        self.fingerprint = fingerprint_of(model, tokenizer)
-        self._layers = routed_layers(model)
+        self._choices = Choices(model, tokenizer)
         self._keeps_weights = weights
-        self._seen = [_Seen() for _ in self._layers]
-        self._open = False
         self._inputs: Inputs | None = None
         self._calls = Calls()
         self._parts: list[tuple[Places, Tensor, Tensor | None]] = []
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Fingerprint of the model."""
+        return self._choices.fingerprint
 
     def routes(self) -> Routes:
         """All that was recorded so far; a token that was read twice has its last route.
@@ -59,77 +54,41 @@ class Recorder:
             weights = np.concatenate([part.float().cpu().numpy() for part in kept])[rows]
         return Routes(experts[rows], self.fingerprint, lengths, counts, token[rows], weights)
 
-    def forwards(self) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
-        """A forward that records for every router."""
-        pairs = zip(self._layers, self._seen, strict=True)
-        return {
-            (site.router, "forward"): self._recording(layer, site.router, seen)
-            for layer, seen in pairs
-            for site in layer.sites
-        }
-
     @outside_of_graphs
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the shape of a call."""
         self._inputs = read_inputs(model, args, kwargs)
-        for seen in self._seen:
-            seen.indices = seen.weights = None
-        self._open = True
+        self._choices.begin()
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep what the routers chose in a call."""
         inputs = self._inputs
         assert inputs is not None
-        experts, weights = [], []
-        for layer, seen in zip(self._layers, self._seen, strict=True):
-            if seen.indices is None or seen.weights is None:
-                raise ValueError(
-                    f"the router of layer {layer.layer} ({layer.sites[0].path}) was not called"
-                )
-            experts.append(seen.indices)
-            weights.append(seen.weights)
-        small = torch.uint8 if self.fingerprint.num_experts <= 256 else torch.int32
-        together = torch.stack([e.to(experts[0].device) for e in experts], dim=1).to(small)
-        kept = None
-        if self._keeps_weights:
-            kept = torch.stack([w.to(weights[0].device) for w in weights], dim=1)
+        experts = self._choices.experts()
         if self._calls.continues(inputs):
             places = self._calls.go_on(inputs)
         elif inputs.packed is not None:
             places = self._calls.begin_packed(inputs.packed)
         else:
-            columns = inputs.columns or len(together) // max(1, inputs.rows)
+            columns = inputs.columns or len(experts) // max(1, inputs.rows)
             places = self._calls.begin(inputs, columns)
-        if len(places.token) != len(together):
+        if len(places.token) != len(experts):
             raise ValueError(
                 f"routers must see every input of the model; it got {len(places.token)} and they "
-                f"saw {len(together)}"
+                f"saw {len(experts)}"
             )
-        self._parts.append((places, together, kept))
+        weights = self._choices.weights() if self._keeps_weights else None
+        self._parts.append((places, experts, weights))
 
     @outside_of_graphs
     def close(self, *call: Any) -> None:
         """Record nothing more, whether the call succeeded or not."""
-        self._open = False
+        self._choices.close()
 
-    def _recording(self, layer: RoutedLayer, router: nn.Module, seen: _Seen) -> Callable[..., Any]:
-        forward = router.forward
-
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if self._open:
-                _, weights, indices = routed(router, output)
-                if seen.indices is not None:
-                    raise ValueError(
-                        f"the router of layer {layer.layer} was called twice in a call"
-                    )
-                seen.indices, seen.weights = indices.detach(), weights.detach()
-            else:
-                _check_recomputed(layer)
-            return output
-
-        return recording
+    def forwards(self) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
+        """A forward that records for every router."""
+        return self._choices.forwards()
 
 
 @contextmanager
@@ -156,12 +115,3 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@outside_of_graphs
-def _check_recomputed(layer: RoutedLayer) -> None:
-    if not in_backward():
-        raise ValueError(
-            f"the router of layer {layer.layer} ran outside of a call of the model that is "
-            "recorded; pass the model that is called to record, compiled where it is"
-        )

@@ -1,0 +1,66 @@
+"""The experts that the tokens of one answer took, as vLLM gives them.
+
+Shape letters: T tokens of a forward, L layers with a router, K experts chosen per token.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from torch import Tensor
+
+from l2r.hf.routes import Fingerprint
+from l2r.hf.routes.choices import Choices
+from l2r.hf.routes.formats import all_layers, vllm_text
+from l2r.hf.routes.layers import fingerprint_of, replaced
+
+
+def routes_of(model: Any) -> Fingerprint | str:
+    """What the experts of a model's tokens are written with, or why they cannot be."""
+    try:
+        fingerprint = fingerprint_of(model)
+    except ValueError as error:
+        return str(error)
+    if fingerprint.hidden_layers is None:
+        return "the configuration of this model has no num_hidden_layers"
+    return fingerprint
+
+
+class RoutedTokens:
+    """Experts of a sequence's tokens, by position; the first ``start`` are left out."""
+
+    def __init__(self, fingerprint: Fingerprint, start: int) -> None:
+        self._fingerprint, self._start = fingerprint, start
+        self._parts: list[tuple[int, np.ndarray]] = []
+
+    def put(self, first: int, experts: Int[Tensor, "T L K"]) -> None:
+        """Experts of the tokens from position ``first`` on; what was there is replaced."""
+        self._parts.append((first, experts.cpu().numpy()))
+
+    def text(self, tokens: int) -> str:
+        """``routed_experts`` when the sequence has ``tokens``, of which the last is not forwarded.
+
+        Raises ValueError where another was not forwarded either.
+        """
+        f = self._fingerprint
+        kind = np.uint8 if f.num_experts <= 256 else np.uint16
+        experts = np.zeros((tokens - 1, len(f.layers), f.top_k), kind)
+        known = np.zeros(tokens - 1, bool)
+        for first, part in self._parts:
+            experts[first : first + len(part)] = part[: tokens - 1 - first]
+            known[first : first + len(part)] = True
+        if not known[self._start :].all():
+            missing = self._start + int(np.argmin(known[self._start :]))
+            raise ValueError(f"the experts of token {missing} were not recorded")
+        return vllm_text(all_layers(experts[self._start :], f))
+
+
+@contextmanager
+def noting(model: Any) -> Iterator[Choices]:
+    """What the routers choose in the forward that comes, or in each: ``begin`` before it."""
+    choices = Choices(model)
+    with replaced(choices.forwards()):
+        choices.begin()
+        yield choices

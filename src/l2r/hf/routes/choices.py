@@ -1,0 +1,107 @@
+"""What the routers of a model choose in a call of it.
+
+Shape letters: T inputs of a router, L layers with a router, K experts chosen per token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.hf.routes.backward import in_backward, outside_of_graphs
+from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, routed_layers
+from l2r.routers.observe import routed
+
+
+class _Chosen:
+    """What the router of a layer chose in the call that runs."""
+
+    indices: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class Choices:
+    """Experts that each router of a model chooses in one call.
+
+    ``forwards`` are put in the place of the routers' own, see ``replaced``. Raises ValueError for
+    a model without routers of ours or of a supported family.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        self.fingerprint = fingerprint_of(model, tokenizer)
+        self._layers = routed_layers(model)
+        self._chosen = [_Chosen() for _ in self._layers]
+        self._open = False
+
+    def forwards(self) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
+        """A forward that notes its choice for every router."""
+        pairs = zip(self._layers, self._chosen, strict=True)
+        return {
+            (site.router, "forward"): self._noting(layer, site.router, chosen)
+            for layer, chosen in pairs
+            for site in layer.sites
+        }
+
+    @outside_of_graphs
+    def begin(self) -> None:
+        """A call of the model begins: forget what was chosen before."""
+        for chosen in self._chosen:
+            chosen.indices = chosen.weights = None
+        self._open = True
+
+    @outside_of_graphs
+    def close(self) -> None:
+        """The call is over, whether it succeeded or not."""
+        self._open = False
+
+    def experts(self) -> Int[Tensor, "T L K"]:
+        """Experts of the whole call, uint8 up to 256 of them and int32 above.
+
+        Raises ValueError where a layer's router was not called.
+        """
+        small = torch.uint8 if self.fingerprint.num_experts <= 256 else torch.int32
+        return self._stacked("indices").to(small)
+
+    def weights(self) -> Float[Tensor, "T L K"]:
+        """Weights of the experts' outputs. Raises ValueError as ``experts``."""
+        return self._stacked("weights")
+
+    def _stacked(self, name: str) -> Tensor:
+        parts: list[Tensor] = []
+        for layer, chosen in zip(self._layers, self._chosen, strict=True):
+            part = getattr(chosen, name)
+            if part is None:
+                raise ValueError(
+                    f"the router of layer {layer.layer} ({layer.sites[0].path}) was not called"
+                )
+            parts.append(part)
+        return torch.stack([part.to(parts[0].device) for part in parts], dim=1)
+
+    def _noting(self, layer: RoutedLayer, router: nn.Module, chosen: _Chosen) -> Callable[..., Any]:
+        forward = router.forward
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self._open:
+                _, weights, indices = routed(router, output)
+                if chosen.indices is not None:
+                    raise ValueError(
+                        f"the router of layer {layer.layer} was called twice in a call"
+                    )
+                chosen.indices, chosen.weights = indices.detach(), weights.detach()
+            else:
+                _check_recomputed(layer)
+            return output
+
+        return noting
+
+
+@outside_of_graphs
+def _check_recomputed(layer: RoutedLayer) -> None:
+    if not in_backward():
+        raise ValueError(
+            f"the router of layer {layer.layer} ran outside of a call of the model that is "
+            "recorded; pass the model that is called to record, compiled where it is"
+        )

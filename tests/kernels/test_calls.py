@@ -12,7 +12,7 @@ from routing_cases import Case
 from torch import Tensor
 
 from l2r.kernels import checks, cpu, dispatch
-from l2r.kernels.contract import GIVEN, Score, Tensors
+from l2r.kernels.contract import Inputs, Results, Score, Tensors, all_tensors
 from l2r.kernels.native.build import library
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -45,12 +45,11 @@ def everything(case: Case, seed: int = 0) -> dict[str, Tensor]:
 
 def forward(given: dict[str, Any], top_k: int, name: str = "cpu", scoring: str = "sips") -> Tensors:
     """Results of the registered operation, absent ones as None."""
-    inputs = Tensors(**given)[:GIVEN]
+    inputs = Inputs(**given)
     constants = list(CASE.score()[1:])
-    made = torch.ops.l2r.route(*inputs, scoring, constants, top_k, False, name)
-    made = [None if tensor.dim() == 3 else tensor for tensor in made]
-    known = [a if b is None else b for a, b in zip(made, Tensors(**given)[5:], strict=True)]
-    return Tensors(*inputs[:5], *known)
+    results = torch.ops.l2r.route(*inputs, scoring, constants, top_k, False, name)
+    present = [None if tensor.dim() == 3 else tensor for tensor in results]
+    return all_tensors(inputs, Results(*present))
 
 
 def backward(tensors: Tensors, up: dict[str, Any], top_k: int, name: str = "cpu") -> list[Tensor]:
@@ -76,7 +75,7 @@ def test_right_calls_pass_forward_and_backward(name, stages, selects):
     top_k = 2 if selects else 0
     done = forward(given, top_k, name)
     grads = backward(done, upstream(done, given, top_k), top_k, name)
-    for key, grad in zip(Tensors._fields, grads, strict=False):
+    for key, grad in zip(Inputs._fields, grads, strict=True):
         assert grad.shape == (given[key].shape if key in given else (0, 0, 0))
 
 
@@ -179,7 +178,7 @@ def test_options_of_the_operation_are_checked():
     with pytest.raises(ValueError, match="backend must be one of cpu, triton; got 'cuda'"):
         forward(given, 0, "cuda")
     with pytest.raises(ValueError, match="constants must be 6 numbers; got"):
-        torch.ops.l2r.route(*Tensors(**given)[:GIVEN], "sips", [1.0, 2.0], 0, False, "cpu")
+        torch.ops.l2r.route(*Inputs(**given), "sips", [1.0, 2.0], 0, False, "cpu")
 
 
 BEYOND = [
@@ -353,7 +352,7 @@ def test_any_call_is_answered_or_refused(problem, damage, place):
         assert damage < 14
         return
     grads = backward(done, upstream(done, given, top_k), top_k)
-    shapes = dict(zip(Tensors._fields, [grad.shape for grad in grads], strict=False))
+    shapes = dict(zip(Inputs._fields, [grad.shape for grad in grads], strict=True))
     assert all(shapes[key] == tensor.shape for key, tensor in given.items())
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from routing_cases import STEPS, Case, cases, check_logits, check_route, leaves, route
 
 from l2r.kernels import cpu
-from l2r.kernels.contract import Score, Tensors
+from l2r.kernels.contract import Score, Sizes, Tensors
 from l2r.kernels.native.build import library
 
 quick = settings(
@@ -144,7 +144,7 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 def test_several_threads_give_the_right_sums(form: str, threads: int) -> None:
     torch.set_num_threads(threads)
     case = Case(300, 600, 16, 4, 2, 4)
-    assert cpu._threads((300, 600, 2, 16, 4, 4)) == threads
+    assert cpu._threads(Sizes(300, 600, 2, 16, 4)) == threads
     check_route("cpu", "cpu", case)
     torch.set_num_threads(1)
 
@@ -153,4 +153,4 @@ def test_compiled_code_is_for_the_memory_of_this_machine() -> None:
     x = torch.empty(3, 8, device="meta")  # as a GPU's, which the guard may send here
     for place, wanted in (("cpu", library() is not None), ("meta", False)):
         given = Tensors(torch.empty_like(x, device=place), torch.empty(2, 8, device=place))
-        assert cpu._compiled(given, (3, 8, 2, 0, 0)) is wanted
+        assert cpu._compiled(given, Sizes(3, 8, 2)) is wanted

@@ -9,7 +9,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from l2r.kernels import dispatch, operation, plain, tracing
-from l2r.kernels.contract import GIVEN, Score, Tensors
+from l2r.kernels.contract import Score, Tensors, inputs_of
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -52,7 +52,7 @@ def test_the_operation_passes_torch_opcheck(name: str, stage: str) -> None:
         }
         given, top_k = stages[stage]
         options = (SCORE[0], list(SCORE[1:]), top_k, top_k > 0, name)
-        opcheck(operation._route, (*given[:GIVEN], *options))
+        opcheck(operation._route, (*inputs_of(given), *options))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

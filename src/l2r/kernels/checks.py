@@ -1,7 +1,7 @@
-"""Refuses a call whose tensors do not fit together, before a kernel takes their addresses.
+"""Refuse a call whose tensors do not fit together, before a kernel takes their addresses.
 
-A decoded token feels every microsecond, so ``fits`` looks at sizes and devices without names;
-``walk`` is the same question by the letters of the sizes, and names what is wrong.
+A decoded token feels every microsecond, so ``fits`` compares sizes and devices only; ``walk``
+compares the same by the letters of the sizes, and its error names what is wrong.
 
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
 """
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from l2r.kernels.contract import GIVEN, MADE, SCORINGS, Score, Tensors
+from l2r.kernels.contract import SCORINGS, Options, Tensors, all_tensors, inputs_of
 
 DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LAYOUT = ("TD", "RD", "D", "NHR", "T", "TR", "TN", "T", "TK", "TK", "T")
@@ -37,8 +37,9 @@ def check(given: Tensors, top_k: int | None) -> None:
 
 # One function: what calls cost is more than what they would ask.
 def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
-    """Whether ``walk`` would find nothing."""
-    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
+    """Return whether ``walk`` would find nothing."""
+    x, weight, gain, anchors, query = given.x, given.weight, given.gain, given.anchors, given.query
+    rho_hat, logits = given.rho_hat, given.logits
     starts = (x is None) + (query is None) + (logits is None) == 2
     if not starts or (x is None) is not (weight is None):
         return False
@@ -74,7 +75,7 @@ def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
 
 
 def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
-    """Sizes by their letters; raises ValueError by name where ``given`` do not fit together."""
+    """Return sizes by their letters; raise ValueError by name where ``given`` do not fit."""
     sizes = _stages(given, top_k)
     if top_k is not None and not 1 <= top_k <= sizes["N"]:
         raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k={top_k}")
@@ -83,31 +84,26 @@ def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
     return sizes
 
 
-def check_operation(given: Tensors, rule: tuple[Any, ...]) -> None:
-    """``check``, and what only a call past ``dispatch`` can get wrong: dtypes, names, limits.
-
-    ``rule`` are the arguments of the operation after its tensors.
-    """
-    scoring, constants, top_k, _, backend = rule
+def check_operation(given: Tensors, options: Options, backend: str) -> None:
+    """``check``, and what only a call past ``dispatch`` can get wrong: dtypes, names, limits."""
+    scoring = options.score.scoring
     if scoring not in SCORINGS:
         raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
-    if len(constants) != len(Score._fields) - 1:
-        raise ValueError(f"constants must be {len(Score._fields) - 1} numbers; got {constants}")
     if backend not in ("cpu", "triton"):
         raise ValueError(f"backend must be one of cpu, triton; got {backend!r}")
     if given.rho_hat is not None and scoring != "sips":
         raise ValueError(f"rho_hat must be None for scoring={scoring!r}, which never reads it")
-    for label, tensor in zip(_LABELS, given[:GIVEN], strict=False):
+    for label, tensor in zip(_LABELS, inputs_of(given), strict=False):
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise ValueError(f"{label} must be of {allowed}; got {tensor.dtype}")
-    check(given, top_k or None)
+    check(given, options.top_k or None)
     if backend == "triton" and (reason := beyond_triton(given)):
         raise ValueError(reason)
 
 
 def beyond_triton(given: Tensors) -> str:
-    """Why the Triton kernels do not take these sizes; empty where they do."""
+    """Return the reason why the Triton kernels do not take these sizes; empty where they do."""
     sizes: dict[str, Any] = {}
     for letters, tensor in zip(_LAYOUT, given, strict=True):
         if tensor is not None:
@@ -121,17 +117,17 @@ def beyond_triton(given: Tensors) -> str:
     return ""
 
 
-def check_backward(tensors: Tensors, up: Tensors, rule: tuple[Any, ...]) -> None:
-    """Raise ValueError unless a backward gets what its forward gave, and gradients of that."""
-    x, _, gain, anchors, _, query, logits, *_ = tensors
-    given, top_k = Tensors(*tensors[:MADE]), rule[2]
-    if x is None and anchors is not None:
-        given = given._replace(query=query)
-    elif x is None:
-        given = given._replace(logits=logits)
-    check_operation(given, rule)
-    needed = {"query": x is not None or anchors is not None, "rstd": gain is not None}
-    needed["logits"] = anchors is not None or top_k > 0
+def check_backward(tensors: Tensors, up: Tensors, options: Options, backend: str) -> None:
+    """Raise ValueError unless a backward gets what its forward returned, and gradients of that."""
+    projects, scores, top_k = tensors.x is not None, tensors.anchors is not None, options.top_k
+    given = inputs_of(tensors)
+    if projects or not scores:
+        given = given._replace(query=None)
+    if projects or scores:
+        given = given._replace(logits=None)
+    check_operation(all_tensors(given), options, backend)
+    needed = {"query": projects or scores, "rstd": tensors.gain is not None}
+    needed["logits"] = scores or top_k > 0
     needed |= dict.fromkeys(("weights", "indices", "lse"), top_k > 0)
     for name, wanted in needed.items():
         tensor = getattr(tensors, name)
@@ -180,12 +176,18 @@ def check_indices(tensors: Tensors) -> None:
 
 
 def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
-    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
+    x, weight, anchors, query, logits = (
+        given.x,
+        given.weight,
+        given.anchors,
+        given.query,
+        given.logits,
+    )
     rules: list[tuple[str, Any, str, bool]] = [
         ("x", weight, "projection", x is not None),
-        ("x", gain, "gain", x is not None),
+        ("x", given.gain, "gain", x is not None),
         ("projection", x, "x", weight is not None),
-        ("query", rho_hat, "rho_hat", query is not None),
+        ("query", given.rho_hat, "rho_hat", query is not None),
         ("anchors", query, "query", x is not None or anchors is not None),
         ("x or query", anchors, "anchors", x is not None or query is not None),
     ]
@@ -210,7 +212,7 @@ def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
 
 
 def _sizes(tensors: Tensors, known: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by their letters; raises ValueError for one that differs or is 0, and for devices."""
+    """Return sizes by letter; raise ValueError for one that differs or is 0, and for devices."""
     sizes, device, first = dict(known), None, ""
     for label, letters, tensor in zip(_LABELS, _LAYOUT, tensors, strict=True):
         if tensor is None:

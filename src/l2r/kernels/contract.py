@@ -1,14 +1,14 @@
-"""What the forms of a router agree on: tensors and options of a call, two functions.
+"""The backend interface: tensors, options, two functions.
 
-A backend is a module with two functions, see ``Backend``. Both take a call in stages, project
-(x to query), score (query to logits) and select (logits to weights), of which any run of
-neighbors may be given; the tensors of the others are None.
+A backend is a module with the functions of ``Backend``. Both compute a call in stages, project
+(x to query), score (query to logits) and select (logits to weights). Any run of neighboring
+stages may be called; the tensors of the others are None. Tensors are used by name, never by
+position.
 
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
 """
 
-from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ SCORINGS: dict[str, int] = {"dot": 0, "cosine": 1, "sips": 2}  # as numbered in 
 class Score(NamedTuple):
     """Constants of a router's logits, in the order of the structure in ``native/router.h``.
 
-    gamma, beta, p: of phi and psi. eps: smallest length divided by. scale: multiplies the pooled
-    logits, one over the temperature. norm_eps: of the RMSNorm before the projection.
+    scoring: kind of the score. gamma, beta, p: constants of phi and psi. eps: smallest length
+    divided by. scale: factor of the pooled logits, one over the temperature. norm_eps: constant
+    of the RMSNorm before the projection.
     """
 
     scoring: Scoring = "dot"
@@ -37,10 +38,11 @@ DEFAULTS = Score()
 
 
 class Options(NamedTuple):
-    """What a call is told beside its tensors.
+    """Non-tensor arguments of a call.
 
-    top_k: experts to select; 0, no selection. normalize: the weights of a token sum to 1.
-    save: a forward keeps what only a backward needs. need_x: a backward makes the gradient of x.
+    score: constants of the logits. top_k: number of experts to select; 0 for no selection.
+    normalize: whether the weights of a token sum to 1. save: whether a forward keeps what only a
+    backward needs. need_x: whether a backward computes the gradient of x.
     """
 
     score: Score = DEFAULTS
@@ -51,13 +53,13 @@ class Options(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Inputs and results of a call, or the gradients of some, in the order of the C structure.
+    """Inputs and results of a call, or gradients of some, in the order of the C structure.
 
-    project: x [T, D], weight [R, D], maybe gain [D] to query [T, R] and, with a gain, one over
-    the RMS of every token. score: query, anchors [N, H, R], maybe rho_hat [T] to logits [T, N].
-    select: logits to weights and indices [T, K] and the log-sum-exp of the logits [T].
+    project: x [T, D], weight [R, D], maybe gain [D] to query [T, R] and, with a gain, rstd [T],
+    one over the RMS of every token. score: query, anchors [N, H, R], maybe rho_hat [T] to logits
+    [T, N]. select: logits to weights and indices [T, K] and lse [T], the log-sum-exp of the logits.
 
-    The first ``GIVEN`` may be given, those from ``MADE`` on may be made: query and logits both.
+    ``Inputs`` and ``Results`` name those that may be one or the other; query and logits are both.
     """
 
     x: Tensor | None = None
@@ -73,29 +75,92 @@ class Tensors(NamedTuple):
     lse: Tensor | None = None
 
 
-GIVEN: Final = 7
-MADE: Final = 5
+class Inputs(NamedTuple):
+    """Tensors that a call may be given, or their gradients."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    gain: Tensor | None = None
+    anchors: Tensor | None = None
+    rho_hat: Tensor | None = None
+    query: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """Tensors that a call may compute; None where its stage is absent."""
+
+    query: Tensor | None = None
+    logits: Tensor | None = None
+    rstd: Tensor | None = None
+    weights: Tensor | None = None
+    indices: Tensor | None = None
+    lse: Tensor | None = None
+
+
+NO_RESULTS = Results()
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, 0 where a stage is absent; under a compiler they may be symbols."""
+
+    tokens: Any
+    hidden: Any = 0
+    rank: Any = 0
+    experts: Any = 0
+    heads: Any = 0
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What the module of a backend has. Tensors are contiguous, on one device, T may be 0."""
+    """Functions of a backend's module. Tensors are contiguous, on one device; T may be 0."""
 
     def forward(self, given: Tensors, options: Options) -> Tensors:
-        """The given tensors and the results of their stages."""
+        """Return the given tensors together with the results of their stages."""
         ...
 
     def backward(self, tensors: Tensors, up: Tensors, options: Options) -> Tensors:
-        """Gradients of what ``forward`` was given, from its results and theirs; T is at least 1.
+        """Return the gradients of the inputs, from all tensors of the forward; T is at least 1.
 
-        ``up`` has those of the logits and weights, or of a query that is the last result. The
+        ``up``: gradients of the logits and weights, or of a query that is the last result. The
         gradient of given logits is fp32 whatever their dtype.
         """
         ...
 
 
+# Functions, not methods, which torch.compile cannot trace where jaxtyping checks them.
+def inputs_of(tensors: Tensors) -> Inputs:
+    """Return the inputs among the tensors of a call, or among their gradients."""
+    t = tensors
+    return Inputs(t.x, t.weight, t.gain, t.anchors, t.rho_hat, t.query, t.logits)
+
+
+def results_of(done: Tensors, given: Tensors) -> Results:
+    """Return the results of a call, without a query or logits that it was given."""
+    query = done.query if given.query is None else None
+    logits = done.logits if given.logits is None else None
+    return Results(query, logits, done.rstd, done.weights, done.indices, done.lse)
+
+
+def all_tensors(inputs: Inputs, results: Results = NO_RESULTS) -> Tensors:
+    """Return all tensors of a call."""
+    return Tensors(
+        x=inputs.x,
+        weight=inputs.weight,
+        gain=inputs.gain,
+        anchors=inputs.anchors,
+        rho_hat=inputs.rho_hat,
+        query=results.query if inputs.query is None else inputs.query,
+        logits=results.logits if inputs.logits is None else inputs.logits,
+        rstd=results.rstd,
+        weights=results.weights,
+        indices=results.indices,
+        lse=results.lse,
+    )
+
+
 def first_input(tensors: Tensors) -> Tensor:
-    """What the first stage reads; its rows are the tokens."""
+    """Return the input of the first stage; its rows are the tokens."""
     if tensors.x is not None:
         return tensors.x
     tensor = tensors.query if tensors.anchors is not None else tensors.logits
@@ -103,74 +168,37 @@ def first_input(tensors: Tensors) -> Tensor:
     return tensor
 
 
-def sizes_of(tensors: Tensors) -> tuple[Any, ...]:
-    """T, D, R, N and H, 0 where a stage is absent; under a compiler they may be symbols."""
-    x, weight, _, anchors, _, _, logits, *_ = tensors
+def sizes_of(tensors: Tensors) -> Sizes:
+    """Return the sizes of a call."""
     hidden = rank = experts = heads = 0
-    if x is not None:
-        hidden = x.shape[1]
-    if anchors is not None:
-        experts, heads, rank = anchors.shape
-    elif weight is not None:
-        rank = weight.shape[0]
-    elif logits is not None:
-        experts = logits.shape[1]
-    return first_input(tensors).shape[0], hidden, rank, experts, heads
-
-
-def in_one_stage(tensors: Tensors, options: Options) -> bool:
-    """Whether a call is one stage alone."""
-    return (tensors.x is not None) + (tensors.anchors is not None) + (options.top_k > 0) == 1
-
-
-def forward_in_stages(
-    forward: Callable[[Tensors, Options], Tensors], given: Tensors, options: Options
-) -> Tensors:
-    """``forward`` called for one stage after another."""
-    done, early = given, options._replace(top_k=0)
-    if given.x is not None:
-        projected = forward(Tensors(given.x, given.weight, given.gain), early)
-        done = done._replace(query=projected.query, rstd=projected.rstd)
-    if given.anchors is not None:
-        stage = Tensors(anchors=given.anchors, query=done.query, rho_hat=given.rho_hat)
-        done = done._replace(logits=forward(stage, early).logits)
-    if options.top_k:
-        chosen = forward(Tensors(logits=done.logits), options)
-        done = done._replace(weights=chosen.weights, indices=chosen.indices, lse=chosen.lse)
-    return done
-
-
-def backward_in_stages(
-    backward: Callable[[Tensors, Tensors, Options], Tensors],
-    tensors: Tensors,
-    up: Tensors,
-    options: Options,
-) -> Tensors:
-    """``backward`` called for one stage after another, the last first."""
-    x, weight, gain, anchors, rho_hat, query, logits, rstd, weights, indices, lse = tensors
-    early, grads = options._replace(top_k=0), up
-    if options.top_k:
-        stage = Tensors(logits=logits, weights=weights, indices=indices, lse=lse)
-        grads = backward(stage, grads, options)
-    if anchors is not None:
-        stage = Tensors(anchors=anchors, query=query, logits=logits, rho_hat=rho_hat)
-        grads = backward(stage, grads, early)
-    if x is None:
-        return grads
-    projected = backward(Tensors(x, weight, gain, query=query, rstd=rstd), grads, early)
-    return projected._replace(anchors=None if anchors is None else grads.anchors)
+    if tensors.x is not None:
+        hidden = tensors.x.shape[1]
+    if tensors.anchors is not None:
+        experts, heads, rank = tensors.anchors.shape
+    elif tensors.weight is not None:
+        rank = tensors.weight.shape[0]
+    elif tensors.logits is not None:
+        experts = tensors.logits.shape[1]
+    return Sizes(first_input(tensors).shape[0], hidden, rank, experts, heads)
 
 
 def empty(*shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialized memory for a result (sizes may be symbols); the tests fill it with NaN."""
+    """Allocate memory for a result (sizes may be symbols); tests fill it with NaN."""
     if dtype is None or dtype is like.dtype:
         return like.new_empty(*shape)  # half a microsecond less
     return like.new_empty(shape, dtype=dtype)
 
 
 def empty_results(given: Tensors, options: Options) -> Tensors:
-    """The tensors of a call with room for the results of its stages."""
-    x, weight, gain, anchors, rho_hat, query, logits, rstd, weights, indices, lse = given
+    """Allocate the results of a call; returned together with what was given."""
+    x, weight, gain, anchors, rho_hat = (
+        given.x,
+        given.weight,
+        given.gain,
+        given.anchors,
+        given.rho_hat,
+    )
+    query, logits, rstd, weights, indices, lse = given.query, given.logits, None, None, None, None
     tokens, save, top_k = first_input(given).shape[0], options.save, options.top_k
     if weight is not None and (save or anchors is None):
         query = empty(tokens, weight.shape[0], like=weight)
@@ -187,18 +215,18 @@ def empty_results(given: Tensors, options: Options) -> Tensors:
 
 
 def empty_grads(tensors: Tensors, options: Options) -> Tensors:
-    """Room for the gradients of what was given."""
+    """Allocate the gradients of the inputs."""
 
     def room(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
         return None if tensor is None else empty(*tensor.shape, like=tensor, dtype=dtype)
 
-    x, weight, gain, anchors, rho_hat, query, logits, *_ = tensors
+    t = tensors
     return Tensors(
-        room(x) if options.need_x else None,
-        room(weight),
-        room(gain),
-        room(anchors),
-        room(rho_hat),
-        room(query) if x is None and anchors is not None else None,
-        room(logits, torch.float32) if x is None and anchors is None else None,
+        x=room(t.x) if options.need_x else None,
+        weight=room(t.weight),
+        gain=room(t.gain),
+        anchors=room(t.anchors),
+        rho_hat=room(t.rho_hat),
+        query=room(t.query) if t.x is None and t.anchors is not None else None,
+        logits=room(t.logits, torch.float32) if t.x is None and t.anchors is None else None,
     )

@@ -12,16 +12,15 @@ from l2r.kernels import cpu_blocks as blocks
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
+    Sizes,
     Tensors,
-    backward_in_stages,
     empty_grads,
     empty_results,
     first_input,
-    forward_in_stages,
-    in_one_stage,
     sizes_of,
 )
 from l2r.kernels.native.build import library
+from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_stage
 
 # The structures of router.h in bytes, which ctypes passes as their address: half the time of
 # ctypes' own structures.
@@ -56,26 +55,25 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     return backward_in_stages(backward, tensors, up, options)
 
 
-def _compiled(tensors: Tensors, sizes: tuple[int, ...]) -> bool:
+def _compiled(tensors: Tensors, sizes: Sizes) -> bool:
     """Whether the compiled code takes these tensors and is not slower than torch's products."""
-    x, weight, _, anchors, rho_hat, query, logits, *_ = tensors
-    for tensor in (x, weight, anchors, query, logits):
+    t = tensors
+    for tensor in (t.x, t.weight, t.anchors, t.query, t.logits):
         if tensor is not None and tensor.dtype is not torch.float32:
             return False
-    tokens, _, rank, *_ = sizes
-    if rho_hat is not None or tokens == 0 or (rank > _MAX_RANK and tokens > blocks.FEW_TOKENS):
+    few = sizes.rank <= _MAX_RANK or sizes.tokens <= blocks.FEW_TOKENS
+    if t.rho_hat is not None or sizes.tokens == 0 or not few:
         return False
     return first_input(tensors).is_cpu and library() is not None
 
 
-def _run(name: str, sizes: tuple[int, ...], options: Options, *tensors: Tensors) -> None:
+def _run(name: str, sizes: Sizes, options: Options, *tensors: Tensors) -> None:
     """Call the compiled code: one pass over the tokens."""
     kernels = library()
     assert kernels is not None  # see _compiled
-    sizes = (*sizes, options.top_k)
     scoring, *constants = options.score
     failure = getattr(kernels, name)(
-        _sizes(*sizes),
+        _sizes(*sizes, options.top_k),
         _score(SCORINGS[scoring], *constants),
         _threads(sizes),
         options.normalize,
@@ -85,7 +83,7 @@ def _run(name: str, sizes: tuple[int, ...], options: Options, *tensors: Tensors)
         ],
     )
     if failure:
-        raise MemoryError(f"the router's kernel ran out of memory for T D R N H K {list(sizes)}")
+        raise MemoryError(f"the router's kernel ran out of memory for T D R N H {list(sizes)}")
 
 
 def _unreadable(tensor: Tensor, tensors: Tensors) -> int:
@@ -94,8 +92,7 @@ def _unreadable(tensor: Tensor, tensors: Tensors) -> int:
     raise ValueError(f"{name} must have memory; got a freed storage for {list(tensor.shape)}")
 
 
-def _threads(sizes: tuple[int, ...]) -> int:
-    """Threads worth starting: one for every 2**15 numbers."""
-    tokens, hidden, _, experts, heads, _ = sizes
-    work = tokens * (hidden + experts * max(1, heads))
-    return 1 if work < 2**16 else min(torch.get_num_threads(), tokens, work // 2**15)
+def _threads(sizes: Sizes) -> int:
+    """Number of threads worth starting: one for every 2**15 numbers."""
+    work = sizes.tokens * (sizes.hidden + sizes.experts * max(1, sizes.heads))
+    return 1 if work < 2**16 else min(torch.get_num_threads(), sizes.tokens, work // 2**15)

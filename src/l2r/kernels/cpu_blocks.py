@@ -46,7 +46,7 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
 
 
 def _project(given: Tensors, score: Score) -> Tensors:
-    x, weight, gain, *_ = given
+    x, weight, gain = given.x, given.weight, given.gain
     assert x is not None and weight is not None
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
@@ -86,7 +86,7 @@ def _best(logits: Tensor, top_k: int) -> Tensor:
 
 def _select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor:
     """Gradient of the logits [T, N], fp32."""
-    *_, logits, _, weights, indices, lse = tensors
+    logits, weights, indices, lse = tensors.logits, tensors.weights, tensors.indices, tensors.lse
     assert logits is not None and weights is not None and indices is not None and lse is not None
     if up.weights is None:
         assert up.logits is not None
@@ -103,7 +103,13 @@ def _select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tenso
 
 
 def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors:
-    x, weight, gain, _, _, query, _, rstd, *_ = tensors
+    x, weight, gain, query, rstd = (
+        tensors.x,
+        tensors.weight,
+        tensors.gain,
+        tensors.query,
+        tensors.rstd,
+    )
     assert x is not None and weight is not None and query is not None and up.query is not None
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
@@ -128,14 +134,15 @@ def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors
     if gain is not None:
         grad_gain = (grad_folded * weight).sum(dim=0).to(gain.dtype)
         grad_folded *= gain
-    return Tensors(grad_x if need_x else None, grad_folded.to(weight.dtype), grad_gain)
+    grad_weight = grad_folded.to(weight.dtype)
+    return Tensors(x=grad_x if need_x else None, weight=grad_weight, gain=grad_gain)
 
 
 class _Core:
     """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
 
     def __init__(self, tensors: Tensors, score: Score) -> None:
-        _, _, _, anchors, rho_hat, query, *_ = tensors
+        anchors, rho_hat, query = tensors.anchors, tensors.rho_hat, tensors.query
         assert anchors is not None and query is not None
         self.given, self.score = tensors, score
         self.experts, self.heads, self.rank = anchors.shape
@@ -198,7 +205,7 @@ class _Core:
 
     def _grads(self, grad_a: Tensor, grad_b: Tensor) -> Tensors:
         """Gradients of query, anchors and rho_hat, in their shapes and dtypes."""
-        _, _, _, anchors, rho_hat, query, *_ = self.given
+        anchors, rho_hat, query = self.given.anchors, self.given.rho_hat, self.given.query
         assert anchors is not None and query is not None
         grad_query, grad_rho = _query_side_backward(grad_a, self.query, self.rho_hat, self.score)
         grad_anchors = _anchor_side_backward(grad_b, self.anchors, self.score)

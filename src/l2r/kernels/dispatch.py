@@ -1,4 +1,4 @@
-"""The one place that chooses an implementation; every router calls these names.
+"""Choose an implementation; every router calls these functions.
 
 All implementations have the signatures and results of ``l2r.kernels.plain``: Triton kernels on a
 GPU, C++ or blocked code on a CPU, and plain code where neither applies (float64, functorch
@@ -36,7 +36,7 @@ def routing_query(
     score: Score = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    made = _fused(Tensors(x, projection, gain), score)
+    made = _fused(Tensors(x=x, weight=projection, gain=gain), score)
     return plain.routing_query(x, projection, gain, score) if made is None else made.query
 
 
@@ -77,7 +77,7 @@ def route_logits(
     x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    made = _fused(Tensors(x, *parts), score)
+    made = _fused(_whole(x, parts), score)
     return plain.route_logits(x, parts, score) if made is None else made.logits
 
 
@@ -90,14 +90,19 @@ def route(
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    made = _fused(Tensors(x, *parts), score, top_k, normalize)
+    made = _fused(_whole(x, parts), score, top_k, normalize)
     if made is None:
         return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
     return made.logits, made.weights, made.indices
 
 
+def _whole(x: Tensor, parts: KernelWeights) -> Tensors:
+    projection, gain, anchors = parts
+    return Tensors(x, projection, gain, anchors)
+
+
 class _Forced:
-    """Name of the implementation that ``implementation`` forces, None to choose."""
+    """Name of the implementation set by ``implementation``; None: by device."""
 
     name: str | None = None
 
@@ -127,7 +132,7 @@ def _named_for(tensor: Tensor) -> str | None:
 
 
 def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bool = False) -> Any:
-    """Results of the backend for the device of the first tensor; None where plain code must run.
+    """Return the results of the backend for the first tensor's device; None for plain code.
 
     Raises ValueError for tensors that do not fit together, in plain code as in the others.
     """

@@ -1,14 +1,14 @@
-"""A backend that is believed after a comparison with plain code, and replaced where it fails.
+"""Verify a backend against plain code before first use; else fall back to torch code.
 
 A GPU's kernels are compiled on the machine that runs them. Before the first call of a kind (device,
-dtypes, sizes but the number of tokens: what kernels are compiled for) the same kernels run forward
-and backward on a few fixed tokens. Where they differ from plain code in float64 by more than
-sqrt(eps) of the dtype, far above rounding and far below a wrong result, where they do not compile
-or do not fit, torch code runs instead, after one warning a process.
+dtypes, all sizes but the number of tokens: what kernels are compiled for) the same kernels run
+forward and backward on a few fixed tokens. torch code replaces them, with one warning per process,
+where they do not compile, do not fit, or differ from plain code in float64 by more than sqrt(eps)
+of the dtype: far above rounding and far below a wrong result.
 
-The comparison has a thread of its own, without autocast, modes, default device or compiler of the
-caller, and its own random numbers. Traced and fake calls never get here, captured ones are not
-compared. ``L2R_GUARD=off`` skips all of it.
+The comparison runs in a separate thread, without autocast, modes, default device or compiler of
+the caller, and with its own random numbers. Traced and fake calls never get here; captured calls
+are not compared. ``L2R_GUARD=off`` skips all of it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from l2r.functional import routing_probs, select_experts
 from l2r.kernels import plain
-from l2r.kernels.contract import GIVEN, Backend, Options, Tensors, first_input, sizes_of
+from l2r.kernels.contract import Backend, Options, Tensors, first_input, inputs_of, sizes_of
 
 _TOKENS = 17  # two blocks of the widest kernels, the second nearly empty
 _BY_TOKEN = {"x", "rho_hat", "query", "logits"}
@@ -34,7 +34,11 @@ _LEAST = 0.1  # what cancels to less, of gradients near 1, is the rounding of th
 
 
 class Verdict(NamedTuple):
-    """reason: why kernels are not used, empty if they are. error: the largest, over its limit."""
+    """Outcome of a comparison.
+
+    reason: cause of a fallback, empty where kernels are used. error: largest error over its limit.
+    seconds: duration of the comparison.
+    """
 
     reason: str = ""
     error: float = 0.0
@@ -45,7 +49,7 @@ verdicts: dict[tuple[object, ...], Verdict] = {}  # of this process, by kind of 
 
 
 class Guarded:
-    """The backend that ``load`` imports, or ``instead`` where that fails; ``contract.Backend``."""
+    """A ``contract.Backend``: the one that ``load`` imports, or the fallback ``instead``."""
 
     def __init__(self, load: Callable[[], Backend], instead: Backend) -> None:
         self.load, self.instead = load, instead
@@ -67,7 +71,7 @@ class Guarded:
 
 
 def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
-    """The kernels beside plain code on fixed tokens of the sizes and dtypes of ``like``."""
+    """Compare kernels with plain code on fixed tokens of the sizes and dtypes of ``like``."""
     start, draws = time.perf_counter(), torch.Generator().manual_seed(0)
     device = first_input(like).device
 
@@ -75,7 +79,7 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
         return torch.randn(shape, generator=draws, device="cpu").to(device, dtype)
 
     given = {}
-    for name, tensor in zip(Tensors._fields[:GIVEN], like, strict=False):
+    for name, tensor in inputs_of(like)._asdict().items():
         if tensor is not None:
             tokens = [_TOKENS] if name in _BY_TOKEN else []
             given[name] = draw(torch.Size([*tokens, *tensor.shape[len(tokens) :]]), tensor.dtype)
@@ -102,17 +106,16 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
 
 
 def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str, Tensor]:
-    """Results by name; weights of the ``chosen`` experts, since equal logits have two orders."""
-    x, weight, gain, anchors, rho_hat, query, logits, *_ = given
-    made = {}
-    if x is not None and weight is not None:
-        query = plain.routing_query(x, weight, gain, options.score)
+    """Return results by name; weights of the ``chosen`` experts, since equals have two orders."""
+    query, logits, made = given.query, given.logits, {}
+    if given.x is not None and given.weight is not None:
+        query = plain.routing_query(given.x, given.weight, given.gain, options.score)
         made = {"query": query}
-    if anchors is not None and query is not None:
-        logits = plain.anchor_logits(query, anchors, options.score, rho_hat)
+    if given.anchors is not None and query is not None:
+        logits = plain.anchor_logits(query, given.anchors, options.score, given.rho_hat)
         made = {"logits": logits}
     if chosen is not None and logits is not None:
-        probs, (top_k, normalize) = routing_probs(logits), options[1:3]
+        probs, top_k, normalize = routing_probs(logits), options.top_k, options.normalize
         weights = probs.gather(1, chosen.cpu())
         made["weights"] = weights / weights.sum(1, keepdim=True) if normalize else weights
         made["best"] = select_experts(probs.detach(), top_k, normalize=normalize)[0]
@@ -120,7 +123,7 @@ def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str,
 
 
 def _error(found: Tensor | None, wanted: Tensor, computed: list[torch.dtype]) -> float:
-    """Largest difference over the largest wanted entry, and over its limit; NaN counts as inf."""
+    """Return the largest difference over the largest wanted entry, over its limit; NaN is inf."""
     if found is None or found.shape != wanted.shape:
         return float("inf")
     wanted = wanted.detach()
@@ -162,11 +165,11 @@ def _message(reason: str, given: Tensors) -> str:
 
 
 def _kind(tensors: Tensors, options: Options) -> tuple[object, ...]:
-    """What kernels are compiled for: the same for a forward and its backward."""
-    _, weight, gain, anchors, rho_hat, *_ = tensors
-    first, parts = first_input(tensors), (weight, gain, anchors, rho_hat)
-    dtypes = [None if part is None else part.dtype for part in parts]
-    _, *sizes = sizes_of(tensors)
+    """Return what kernels are compiled for: the same for a forward and its backward."""
+    first, t = first_input(tensors), tensors
+    parameters = (t.weight, t.gain, t.anchors, t.rho_hat)
+    dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
+    sizes = sizes_of(tensors)._replace(tokens=0)
     rule = (options.score.scoring, options.top_k, options.normalize)
     return (first.device, first.dtype, *dtypes, *sizes, *rule)
 

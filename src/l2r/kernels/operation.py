@@ -1,19 +1,20 @@
 """A router, or any run of its stages, as one differentiable operation over the backends.
 
 ``l2r::route`` is registered with torch.library, with a fake (shapes only) and an analytic
-backward that is itself an operation, so torch.compile with fullgraph, activation checkpointing
-and CUDA graphs go through; compilers, dispatch modes and tensor subclasses get it. In plain eager
-mode an autograd function calls the same bodies, which spares 100 microseconds a call. The
-backward has no derivative: second derivatives need ``dispatch.implementation("plain")``.
+backward that is itself an operation, so that torch.compile with fullgraph, activation
+checkpointing and CUDA graphs work. Compilers, dispatch modes and tensor subclasses get it. In
+plain eager mode an autograd function calls the same bodies, which saves 100 microseconds a call.
+The backward has no derivative: second derivatives need ``dispatch.implementation("plain")``.
 
-Absent stages have None among the inputs. A registered operation must return tensors, so what is
-absent comes out of it empty, with more dimensions than any result.
+A registered operation takes and returns tensors and plain numbers only: ``_flat`` and
+``_unflattened`` convert options, and an absent result is an empty tensor with more dimensions than
+any result.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,117 +22,120 @@ from torch.autograd.function import Function, once_differentiable
 
 from l2r.kernels.checks import check_backward, check_indices, check_operation
 from l2r.kernels.contract import (
-    GIVEN,
-    MADE,
     Backend,
+    Inputs,
     Options,
+    Results,
     Score,
     Tensors,
+    all_tensors,
     empty_grads,
     empty_results,
     first_input,
+    inputs_of,
+    results_of,
 )
 from l2r.kernels.guard import Guarded
 
 _ABSENT = (0, 0, 0)
-_ALL = len(Tensors._fields)
-_UP = ("up_query", "up_logits", "up_weights")
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
 
 @cache
 def backend(name: str) -> Backend:
-    """A backend by its name among ``BACKENDS``; Triton's gives way to torch code where it fails."""
+    """Return a backend by its name among ``BACKENDS``; Triton's falls back to torch code."""
     load: Callable[[], Any] = cache(lambda: importlib.import_module(BACKENDS[name]))
     return Guarded(load, backend("cpu")) if name == "triton" else load()
 
 
-def run(name: str, watched: bool, given: Tensors, options: Options) -> Any:
-    """Results of the given stages; differentiable where an input wants gradients.
+class Upstream(NamedTuple):
+    """Gradients of the differentiable results."""
 
-    ``watched`` says whether a compiler, a mode or a subclass must see the registered operation.
+    query: Tensor | None
+    logits: Tensor | None
+    weights: Tensor | None
+
+
+def run(name: str, watched: bool, given: Tensors, options: Options) -> Tensors:
+    """Compute the given stages; differentiable where an input requires gradients.
+
+    watched: whether a compiler, a mode or a subclass must see the registered operation.
     """
-    inputs = given[:GIVEN]
+    inputs = inputs_of(given)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if not (watched or grad):
-        # Past the operation: decoding a token feels every microsecond of the call.
+        # Without the operation: a decoded token feels every microsecond of the call.
         return backend(name).forward(_dense(given), options)
-    score, top_k, normalize, *_ = options
-    call = _route if watched else _eager
-    made = call(*inputs, score.scoring, list(score[1:]), top_k, normalize, name)
-    return Tensors(*given[:MADE], *made)
+    if not watched:
+        return all_tensors(inputs, Results(*_eager(*inputs, options, name)))
+    results = _route(*inputs, *_flat(options), name)
+    return all_tensors(inputs, Results(*[_present(tensor) for tensor in results]))
 
 
 def _dense(tensors: Tensors) -> Tensors:
     return Tensors(*[None if tensor is None else tensor.contiguous() for tensor in tensors])
 
 
-def _made(given: Tensors, done: Tensors) -> tuple[Tensor | None, ...]:
-    """What the stages made, None for what was given."""
-    pairs = zip(given[MADE:], done[MADE:], strict=True)
-    return tuple([made if before is None else None for before, made in pairs])
-
-
-def _forward(*inputs: Any) -> tuple[Tensor | None, ...]:
-    scoring, constants, top_k, normalize, name = inputs[GIVEN:]
-    given = Tensors(*inputs[:GIVEN])
-    check_operation(given, inputs[GIVEN:])
+def _forward(given: Tensors, options: Options, name: str) -> Results:
+    check_operation(given, options, name)
     given = _dense(given)
-    options = Options(Score(scoring, *constants), top_k, normalize, save=True)
-    return _made(given, backend(name).forward(given, options))
+    return results_of(backend(name).forward(given, options._replace(save=True)), given)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    given, ctx.options = Tensors(*inputs[:GIVEN]), inputs[GIVEN:]
-    made = [None if tensor is None or tensor.dim() == len(_ABSENT) else tensor for tensor in output]
-    query, logits, _, weights, *_ = made
-    results = {id(query if logits is None else logits), id(weights)}
+def _setup(ctx: Any, inputs: Inputs, results: Results, outputs: Iterable[Tensor | None]) -> None:
+    """Save what the backward reads; logits, or a query that is the last result, have gradients.
+
+    outputs: what the operation returns, the empty tensors of absent results included.
+    """
+    last = results.query if results.logits is None else results.logits
+    differentiable = {id(last), id(results.weights)}
     ctx.set_materialize_grads(False)
-    fixed = [tensor for tensor in output if tensor is not None and id(tensor) not in results]
-    ctx.mark_non_differentiable(*fixed)
-    pairs = zip(given[MADE:], made, strict=True)
-    known = [after if before is None else before for before, after in pairs]
-    ctx.save_for_backward(*given[:MADE], *known)
+    ctx.mark_non_differentiable(
+        *[tensor for tensor in outputs if tensor is not None and id(tensor) not in differentiable]
+    )
+    ctx.save_for_backward(*all_tensors(inputs, results))
 
 
-def _input_grads(run_backward: Callable[..., Any], ctx: Any, grads: Any) -> tuple[Any, ...]:
-    """Gradients of all inputs of the operation."""
-    query, logits, _, weights, *_ = grads
-    rest = [None] * len(ctx.options)
-    if query is None and logits is None and weights is None:
-        return (*[None] * GIVEN, *rest)
-    needed, tensors = ctx.needs_input_grad[:GIVEN], ctx.saved_tensors
-    found = run_backward(*tensors, query, logits, weights, *ctx.options, needed[0])
-    found = [grad if need else None for grad, need in zip(found, needed, strict=True)]
-    if found[-1] is not None:  # of given logits
-        found[-1] = found[-1].to(tensors[GIVEN - 1].dtype)
-    return (*found, *rest)
-
-
-def _backward(*inputs: Any) -> tuple[Tensor | None, ...]:
-    query, logits, weights, scoring, constants, top_k, normalize, name, need_x = inputs[_ALL:]
-    tensors, up = Tensors(*inputs[:_ALL]), Tensors(query=query, logits=logits, weights=weights)
-    check_backward(tensors, up, inputs[_ALL + len(_UP) : -1])
+def _backward(
+    tensors: Tensors, upstream: Upstream, options: Options, name: str, need_x: bool
+) -> Inputs:
+    up = Tensors(**upstream._asdict())
+    check_backward(tensors, up, options, name)
     check_indices(tensors)
-    tensors = _dense(tensors)
-    options = Options(Score(scoring, *constants), top_k, normalize, need_x=need_x)
+    tensors, options = _dense(tensors), options._replace(save=False, need_x=need_x)
     if first_input(tensors).shape[0] == 0:
         grads = empty_grads(tensors, options)
-        return tuple([None if grad is None else grad.zero_() for grad in grads[:GIVEN]])
-    return backend(name).backward(tensors, _dense(up), options)[:GIVEN]
+        return Inputs(*[None if grad is None else grad.zero_() for grad in inputs_of(grads)])
+    return inputs_of(backend(name).backward(tensors, _dense(up), options))
+
+
+def _wanted(grads: Inputs, needed: Iterable[bool], tensors: Tensors) -> list[Tensor | None]:
+    """Gradients that autograd asked for, in the dtypes of the inputs."""
+    if grads.logits is not None and tensors.logits is not None:
+        grads = grads._replace(logits=grads.logits.to(tensors.logits.dtype))
+    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
 class _Eager(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        made = _forward(*inputs)
-        _setup(ctx, inputs, made)
-        return made
+    def forward(ctx: Any, *flat: Any) -> Any:
+        *inputs, options, name = flat
+        ctx.options, ctx.name = options, name
+        given = Inputs(*inputs)
+        results = _forward(all_tensors(given), options, name)
+        _setup(ctx, given, results, results)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _input_grads(_backward, ctx, grads)
+        found, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
+        up = Upstream(found.query, found.logits, found.weights)
+        if up == (None, None, None):
+            return (*[None] * len(needed), None, None)
+        tensors = Tensors(*ctx.saved_tensors)
+        own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
+        return (*_wanted(own, needed, tensors), None, None)
 
 
 _eager: Callable[..., Any] = _Eager.apply
@@ -140,51 +144,99 @@ _eager: Callable[..., Any] = _Eager.apply
 # --- the same, registered -------------------------------------------------------------------
 
 
-def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> Any:
-    """Tensors that count as absent in the place of None."""
+def _flat(options: Options) -> tuple[str, list[float], int, bool]:
+    """Options as types of a registered operation."""
+    score = options.score
+    return score.scoring, list(score[1:]), options.top_k, options.normalize
+
+
+def _unflattened(scoring: Any, constants: list[float], top_k: int, normalize: bool) -> Options:
+    """Options from ``_flat``; raise ValueError for another number of constants."""
+    if len(constants) != len(Score._fields) - 1:
+        raise ValueError(f"constants must be {len(Score._fields) - 1} numbers; got {constants}")
+    return Options(Score(scoring, *constants), top_k, normalize, save=True)
+
+
+def _forward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Options, str]:
+    *inputs, scoring, constants, top_k, normalize, name = flat
+    options = _unflattened(scoring, constants, top_k, normalize)
+    return all_tensors(Inputs(*inputs)), options, name
+
+
+def _backward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Upstream, Options, str, bool]:
+    *tensors, query, logits, weights, scoring, constants, top_k, normalize, name, need_x = flat
+    options = _unflattened(scoring, constants, top_k, normalize)
+    return Tensors(*tensors), Upstream(query, logits, weights), options, name, need_x
+
+
+def _filled(tensors: Iterable[Tensor | None], like: Tensor) -> Any:
+    """The tensors, with an empty one in place of None."""
     return tuple(like.new_empty(_ABSENT) if tensor is None else tensor for tensor in tensors)
 
 
-def _schema(inputs: Sequence[str], more: str, results: int) -> str:
+def _present(tensor: Tensor) -> Tensor | None:
+    """A result of a registered operation, None in place of an empty one."""
+    return None if tensor.dim() == len(_ABSENT) else tensor
+
+
+def _schema(inputs: Iterable[str], more: str, results: Iterable[str]) -> str:
     tensors = ", ".join(f"Tensor? {name}" for name in inputs)
     options = "str scoring, float[] constants, int top_k, bool normalize, str backend"
-    return f"({tensors}, {options}{more}) -> ({', '.join(['Tensor'] * results)})"
+    return f"({tensors}, {options}{more}) -> ({', '.join(['Tensor' for _ in results])})"
 
 
 @torch.library.custom_op(
-    "l2r::route", mutates_args=(), schema=_schema(Tensors._fields[:GIVEN], "", 6)
+    "l2r::route", mutates_args=(), schema=_schema(Inputs._fields, "", Results._fields)
 )
-def _route(*inputs: Any) -> Any:
-    return _filled(_forward(*inputs), first_input(Tensors(*inputs[:GIVEN])))
+def _route(*flat: Any) -> Any:
+    given, options, name = _forward_arguments(flat)
+    return _filled(_forward(given, options, name), first_input(given))
 
 
 @_route.register_fake
-def _(*inputs: Any) -> Any:
-    given, options = Tensors(*inputs[:GIVEN]), Options(top_k=inputs[-3], save=True)
-    check_operation(given, inputs[GIVEN:])
-    return _filled(_made(given, empty_results(given, options)), first_input(given))
+def _(*flat: Any) -> Any:
+    given, options, name = _forward_arguments(flat)
+    check_operation(given, options, name)
+    return _filled(results_of(empty_results(given, options), given), first_input(given))
 
 
 @torch.library.custom_op(
     "l2r::route_backward",
     mutates_args=(),
-    schema=_schema((*Tensors._fields, *_UP), ", bool need_x", 7),
+    schema=_schema(
+        (*Tensors._fields, *[f"up_{name}" for name in Upstream._fields]),
+        ", bool need_x",
+        Inputs._fields,
+    ),
 )
-def _route_backward(*inputs: Any) -> Any:
-    return _filled(_backward(*inputs), first_input(Tensors(*inputs[:_ALL])))
+def _route_backward(*flat: Any) -> Any:
+    tensors, up, options, name, need_x = _backward_arguments(flat)
+    return _filled(_backward(tensors, up, options, name, need_x), first_input(tensors))
 
 
 @_route_backward.register_fake
-def _(*inputs: Any) -> Any:
-    tensors, (query, logits, weights) = Tensors(*inputs[:_ALL]), inputs[_ALL : _ALL + len(_UP)]
-    up = Tensors(query=query, logits=logits, weights=weights)
-    check_backward(tensors, up, inputs[_ALL + len(_UP) : -1])
-    grads = empty_grads(tensors, Options(need_x=inputs[-1]))
-    return _filled(grads[:GIVEN], first_input(tensors))
+def _(*flat: Any) -> Any:
+    tensors, up, options, name, need_x = _backward_arguments(flat)
+    check_backward(tensors, Tensors(**up._asdict()), options, name)
+    grads = empty_grads(tensors, options._replace(need_x=need_x))
+    return _filled(inputs_of(grads), first_input(tensors))
 
 
-def _through_op(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    return _input_grads(_route_backward, ctx, grads)
+def _registered_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *given, scoring, constants, top_k, normalize, name = inputs
+    ctx.flat = scoring, constants, top_k, normalize, name
+    _setup(ctx, Inputs(*given), Results(*[_present(tensor) for tensor in output]), output)
 
 
-_route.register_autograd(_through_op, setup_context=_setup)
+def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    found, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
+    up = Upstream(found.query, found.logits, found.weights)
+    rest = [None] * len(ctx.flat)
+    if up == (None, None, None):
+        return (*[None] * len(needed), *rest)
+    tensors = Tensors(*ctx.saved_tensors)
+    own = Inputs(*_route_backward(*tensors, *up, *ctx.flat, Inputs(*needed).x))
+    return (*_wanted(own, needed, tensors), *rest)
+
+
+_route.register_autograd(_registered_backward, setup_context=_registered_setup)

@@ -18,14 +18,12 @@ from l2r.kernels.contract import (
     Options,
     Score,
     Tensors,
-    backward_in_stages,
     empty_grads,
     empty_results,
     first_input,
-    forward_in_stages,
-    in_one_stage,
     sizes_of,
 )
+from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_stage
 from l2r.kernels.triton import backward as kernels
 from l2r.kernels.triton.forward import forward_kernel
 
@@ -35,11 +33,12 @@ _PARTIAL_NUMBERS = 2**21  # most numbers that the partial sums of one launch hol
 
 
 class Call(NamedTuple):
-    """What a kernel is told beside its tensors and T.
+    """Arguments of a kernel other than its tensors and T.
 
-    D: hidden size. N: experts. K: experts to select. score: with the scoring by its number in
-    ``SCORINGS``. That, and H anchors per expert, a rank of R in RP lanes and whether to normalize,
-    is known when a kernel is compiled.
+    D: hidden size. N: number of experts. K: number of experts to select. score: constants of the
+    logits, the scoring by its number in ``SCORINGS``. H: anchors per expert. R: rank, in RP lanes.
+    NORMALIZE: whether weights sum to 1. The scoring and the last four are known when a kernel is
+    compiled.
     """
 
     D: int
@@ -53,18 +52,26 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> "Call":
-        """What the kernels of a call are told."""
-        _, hidden, rank, experts, heads = sizes_of(tensors)
-        scoring: Any = tl.constexpr(SCORINGS[options.score.scoring])
-        fixed = max(1, heads), max(1, rank), _lanes(rank), options.normalize
-        score = options.score._replace(scoring=scoring)
-        return cls(hidden, experts, options.top_k, score, *map(tl.constexpr, fixed))
+        """Build the arguments for the kernels of a call."""
+        sizes, fixed = sizes_of(tensors), tl.constexpr
+        score = options.score._replace(scoring=fixed(SCORINGS[options.score.scoring]))
+        return cls(
+            D=sizes.hidden,
+            N=sizes.experts,
+            K=options.top_k,
+            score=score,
+            H=fixed(max(1, sizes.heads)),
+            R=fixed(max(1, sizes.rank)),
+            RP=fixed(_lanes(sizes.rank)),
+            NORMALIZE=fixed(options.normalize),
+        )
 
 
 def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages, in one launch where they fit; see ``contract.Backend``."""
-    tokens, _, rank, experts, _ = sizes_of(given)
-    if not in_one_stage(given, options) and not _one_launch(rank, experts):
+    sizes = sizes_of(given)
+    tokens, experts = sizes.tokens, sizes.experts
+    if not in_one_stage(given, options) and not _one_launch(sizes.rank, experts):
         return forward_in_stages(forward, given, options)
     done = empty_results(given, options._replace(save=True))
     if tokens == 0:
@@ -95,10 +102,10 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
 
 def _forward_blocks(given: Tensors, top_k: int) -> dict[str, int]:
     """Block sizes of a forward launch: of tokens, hidden and experts; and its warps."""
-    _, hidden, rank, experts, _ = sizes_of(given)
-    project, row = given.x is not None, _power(experts, 16)
+    sizes = sizes_of(given)
+    hidden, project, row = sizes.hidden, given.x is not None, _power(sizes.experts, 16)
     columns = row if top_k or project else min(row, 64)
-    if _lanes(rank) >= 16 and (project or given.anchors is not None):
+    if _lanes(sizes.rank) >= 16 and (project or given.anchors is not None):
         warps = 4 if columns <= 256 else 8
         return {"BT": 16, "BD": min(_power(hidden, 16), 64), "BN": columns, "num_warps": warps}
     width, tokens = 16, max(1, min(2048 // columns, 16))
@@ -122,21 +129,21 @@ def _select_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) ->
 
 def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
     assert given.anchors is not None
-    tokens, _, rank, experts, heads = sizes_of(given)
-    lanes = _lanes(rank)
+    sizes = sizes_of(given)
+    tokens, anchors, lanes = sizes.tokens, sizes.experts * sizes.heads, _lanes(sizes.rank)
     rows, most = (16, 64) if lanes >= 16 else (8, 256)
-    columns = min(_power(experts * heads, 16), most)
+    columns = min(_power(anchors, 16), most)
     grid = (triton.cdiv(tokens, rows),)
     kernels.query_backward_kernel[grid](given, up, grads, call, tokens, BT=rows, BC=columns)
     columns, rows = min(columns, 64), 32
-    blocks = triton.cdiv(experts * heads, columns)
+    blocks = triton.cdiv(anchors, columns)
     partial, per_split = _partial_sums(tokens, rows, blocks, given.anchors)
     splits = len(partial)
     kernels.anchors_backward_kernel[(blocks, splits)](
         given, up, partial, call, tokens, per_split, BT=rows, BC=columns
     )
-    columns = max(1, min(_power(experts * heads, 1) // _REDUCERS, 32))
-    grid, together = (triton.cdiv(experts * heads, columns),), _at_once(splits, columns * lanes)
+    columns = max(1, min(_power(anchors, 1) // _REDUCERS, 32))
+    grid, together = (triton.cdiv(anchors, columns),), _at_once(splits, columns * lanes)
     kernels.anchors_reduce_kernel[grid](
         given, grads, partial, call, splits, BC=columns, BS=together
     )
@@ -144,8 +151,8 @@ def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> 
 
 def _project_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
     assert given.weight is not None
-    tokens, hidden, rank, *_ = sizes_of(given)
-    lanes = _lanes(rank)
+    sizes = sizes_of(given)
+    tokens, hidden, lanes = sizes.tokens, sizes.hidden, _lanes(sizes.rank)
     width, rows = min(_power(hidden, 16), 64 if lanes >= 16 else 256), 16
     blocks = triton.cdiv(hidden, width)
     partial, per_split = _partial_sums(tokens, rows, blocks, given.weight)

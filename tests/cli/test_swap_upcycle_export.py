@@ -68,6 +68,29 @@ def test_swap_refuses_bad_input_in_one_line(l2r, checkpoint, tmp_path, options, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["used.txt"]
 
 
+@pytest.mark.parametrize("selection", ["family", "router"])
+def test_swap_without_options_takes_the_setting_that_the_evidence_prefers(
+    l2r, checkpoint, tmp_path, selection
+):
+    """Where the family selects, it decides about normalized weights too."""
+    code, _, _ = l2r("swap", checkpoint, "--selection", selection, "--out", tmp_path / "out")
+    assert code == 0
+    sizes = {"num_experts": 8, "hidden_size": 32, "top_k": 2}
+    router = load_pretrained(tmp_path / "out").model.layers[0].mlp.gate
+    assert {name: getattr(router, name) for name in sizes} == sizes
+    expected = L2RConfig.for_experts(**sizes)
+    assert router.config == replace(expected, normalize_weights=selection == "router")
+
+
+def test_swap_takes_the_preset_with_other_options(l2r, checkpoint, tmp_path):
+    out = tmp_path / "out"
+    assert l2r("swap", checkpoint, "preset=evidence", "rank=2", "--out", out)[0] == 0
+    config = load_pretrained(out).model.layers[0].mlp.gate.config
+    assert (config.rank, config.heads, config.gamma) == (2, 4, 4.0)
+    line = l2r("swap", checkpoint, "preset=best", "--out", tmp_path / "new").refusal()
+    assert "preset must be evidence; got preset='best'" in line
+
+
 def test_swap_needs_a_folder_to_write(l2r, checkpoint):
     code, _, err = l2r("swap", checkpoint)
     assert code == 2 and "Missing option '--out'" in err

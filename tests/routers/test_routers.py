@@ -430,3 +430,25 @@ def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, defaul
     wide = torch.promote_types(default, torch.float32)
     assert {t.dtype for t in (*router.parameters(), *router.buffers())} == {wide}
     assert plain.state_dict().keys() == router.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "rank", "heads"),
+    [(2, 8, 4), (64, 8, 4), (65, 16, 2), (255, 16, 2), (256, 32, 1), (4096, 32, 1)],
+)
+def test_the_setting_for_a_number_of_experts_keeps_its_numbers_per_expert(num_experts, rank, heads):
+    sizes = {"num_experts": num_experts, "hidden_size": 128, "top_k": 2}
+    config = L2RConfig.for_experts(**sizes)
+    assert config == L2RConfig(gamma=4.0, rank=rank, heads=heads, normalize_weights=True)
+    anchors = build_router(config, **sizes).anchors
+    assert anchors.shape == (num_experts, heads, rank) and anchors[0].numel() == 32
+
+
+def test_the_setting_for_experts_builds_where_sizes_are_small_and_names_impossible_ones():
+    small = {"num_experts": 300, "hidden_size": 8, "top_k": 1}
+    config = L2RConfig.for_experts(**small)
+    assert (config.rank, config.normalize_weights) == (8, False)
+    build_router(config, **small)
+    for name, value in (("num_experts", 0), ("hidden_size", 0), ("top_k", 301)):
+        with pytest.raises(ValueError, match=f"top_k <= num_experts; got .*{name}={value}"):
+            L2RConfig.for_experts(**{**small, name: value})

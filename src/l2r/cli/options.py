@@ -1,12 +1,9 @@
 """Options and arguments that several commands have: one name, one meaning, declared once."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from l2r.routers import RouterConfig
 
 
 def _device(name: str) -> str:
@@ -18,7 +15,9 @@ def _device(name: str) -> str:
 Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
 RouterChanges = Annotated[
     list[str] | None,
-    typer.Argument(help="router.kind=l2r_sips rank=8 ...: the new router (default: l2r_sips)."),
+    typer.Argument(
+        help="router.kind=l2r_sips rank=8 ...: the new router (default: preset=evidence)."
+    ),
 ]
 Recipe = Annotated[str, typer.Argument(help="Packaged recipe (see l2r train --list) or YAML path.")]
 NEW_FOLDER = typer.Option("--out", help="New folder for the checkpoint.")
@@ -52,19 +51,22 @@ TrustRemoteCode = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]
 
 
-def read_router(changes: Sequence[str] | None) -> "RouterConfig":
-    """The router that ``router.kind=xmoe rank=8 ...`` describes: l2r_sips unless it says another.
+def read_router(changes: Sequence[str] | None) -> dict[str, Any]:
+    """Options of a router section from ``router.kind=xmoe rank=8 ...``, checked.
 
     Raises ValueError for unknown names, fields and values.
     """
     from l2r.routers import RouterConfig
+    from l2r.routers.preset import preset_router
     from l2r.training.recipes.changes import read_change
 
-    options: dict[str, Any] = {"kind": "l2r_sips"}
-    for change in changes or ():
-        field, value = read_change(change)
-        options[field.removeprefix("router.")] = value
-    return RouterConfig.from_dict(options)
+    options = dict(read_change(change) for change in changes or ())
+    options = {field.removeprefix("router."): value for field, value in options.items()}
+    if "preset" in options:
+        preset_router(options, num_experts=64, hidden_size=2**20, top_k=2)  # any sizes: for errors
+    else:
+        RouterConfig.from_dict({"kind": "l2r_sips", **options})
+    return options
 
 
 def read_layers(text: str | None) -> list[int] | None:

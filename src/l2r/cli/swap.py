@@ -52,7 +52,8 @@ def swap(
     """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
 
     Prints what stands in every layer; with --fit, agreement with the old routers and perplexity
-    before, after the swap and after the fit, on text that the fit has not seen.
+    before, after the swap and after the fit, on text that the fit has not seen. Without options the
+    new routers are those of L2RConfig.for_experts.
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
@@ -63,10 +64,11 @@ def swap(
     from l2r.hf.checkpoints.loading import load_model, load_tokenizer
     from l2r.hf.checkpoints.placement import Placement
     from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
-    from l2r.hf.swap.sites import router_sites
+    from l2r.hf.swap.preferred import preferred_router
+    from l2r.hf.swap.sites import router_sites, select_sites
     from l2r.hf.swap.swap import UNTRAINED, replace_routers
 
-    config = read_router(changes)
+    options = read_router(changes)
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     placement = Placement(dtype, device, device_map, say)
@@ -81,6 +83,9 @@ def swap(
         save = partial(save_model, model)
     before = router_sites(model)
     chosen, result = read_layers(layers), None
+    config = preferred_router(
+        model, select_sites(model, chosen)[0], selection=selection, options=options
+    )
     if fit is None:
         replace_routers(model, config, layers=chosen, selection=selection)
         done = "untrained routers into {}; its other weights are unchanged. Train it before use."

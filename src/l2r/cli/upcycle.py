@@ -60,10 +60,12 @@ def upcycle(
     from l2r.hf.checkpoints.hub import local_checkpoint
     from l2r.hf.checkpoints.placement import Placement
     from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
+    from l2r.hf.swap.preferred import preferred_router
+    from l2r.hf.swap.sites import select_sites
     from l2r.training.fit import FitOptions
     from l2r.training.upcycle import JointOptions
 
-    config = read_router(changes)
+    router = read_router(changes)
     options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
     if out is not None:
         check_new_folder(out)
@@ -73,6 +75,8 @@ def upcycle(
         placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
+    chosen = read_layers(layers)
+    config = preferred_router(model, select_sites(model, chosen)[0], options=router)
     result = fit_to_old(
         folder,
         model,
@@ -85,7 +89,7 @@ def upcycle(
         batch_size=batch_size,
         options=options,
         joint=joint,
-        layers=read_layers(layers),
+        layers=chosen,
     )
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))

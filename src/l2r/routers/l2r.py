@@ -44,6 +44,25 @@ class L2RConfig(AnchorConfig):
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
         return cls(**PRESETS[name])
 
+    @classmethod
+    def for_experts(cls, *, num_experts: int, hidden_size: int, top_k: int) -> "L2RConfig":
+        """Choose rank and anchors by the number of experts, as the evidence so far prefers.
+
+        SIPS, gamma 4, weights normalized. Up to 64 experts: rank 8, 4 anchors, the best of 15
+        settings at 16 experts (study ``screen``; judged in ``decision``, at 64 in ``experts-64``).
+        From 256 on: rank 32, 1 anchor (plan ``experts-256``: registered, see docs/evidence.md).
+        In between: rank 16, 2 anchors, which no study has tried; 32 numbers an expert, as before
+        and after. The rank is at most ``hidden_size``. With ``top_k`` 1 weights stay as they are.
+        All were found without a z-loss and for language. Raises ValueError for impossible sizes.
+        """
+        if min(num_experts, hidden_size, top_k) < 1 or top_k > num_experts:
+            raise ValueError(
+                "num_experts, hidden_size and top_k must be >= 1, top_k <= num_experts; got "
+                f"num_experts={num_experts}, hidden_size={hidden_size}, top_k={top_k}"
+            )
+        rank, heads = (8, 4) if num_experts <= 64 else (16, 2) if num_experts < 256 else (32, 1)
+        return cls(gamma=4.0, rank=min(rank, hidden_size), heads=heads, normalize_weights=top_k > 1)
+
 
 @register_router("l2r_dot", scoring="dot")
 @register_router("l2r_cosine", scoring="cosine")

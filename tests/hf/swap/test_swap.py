@@ -1,6 +1,7 @@
 """swap_routers: the family's rules stay, only the scoring changes."""
 
 import copy
+import dataclasses
 import pickle
 import runpy
 import sys
@@ -21,7 +22,12 @@ from l2r.hf.checkpoints.family_check import (
     sample_tokens,
     tiny_model,
 )
-from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
 from l2r.hf.models.checkpointing import checkpoint_activations
 from l2r.hf.swap import families, swap_routers
 from l2r.hf.swap.families import FAMILIES, TINY
@@ -333,7 +339,7 @@ def test_a_wrapper_without_a_configuration_is_refused_before_anything_changes():
     assert not any(isinstance(module, Router) for module in model.modules())
 
 
-@pytest.mark.parametrize("config", [None, "l2r_sips", {"kind": "l2r_sips"}, L2RConfig])
+@pytest.mark.parametrize("config", ["l2r_sips", {"kind": "l2r_sips"}, L2RConfig])
 def test_a_config_of_another_type_is_named(config):
     with pytest.raises(ValueError, match=r"config must be a RouterConfig such as L2RConfig\(\)"):
         swap_routers(tiny_model(FAMILIES["olmoe"]), config)
@@ -345,3 +351,20 @@ def test_layers_that_are_no_list_of_indices_are_named(layers):
     with pytest.raises(ValueError, match="layers must be None or a list of at least one index"):
         swap_routers(model, CONFIG, layers=layers)
     assert not hasattr(model.config, "l2r_swap")
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_without_a_config_the_sizes_decide_and_the_family_keeps_its_rule(name):
+    model = swap_routers(tiny_model(FAMILIES[name]))
+    for site in router_sites(model):
+        expected = dataclasses.replace(L2RConfig.for_experts(**site.sizes), normalize_weights=False)
+        assert site.router.config == expected and site.selection.family == name
+
+
+def test_without_a_config_our_own_routers_normalize_and_images_take_the_papers():
+    (site, *_) = router_sites(swap_routers(own_olmoe()))
+    assert site.router.config == L2RConfig.for_experts(**site.sizes)
+    assert site.router.config.normalize_weights
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 2}
+    vit = L2rViTForImageClassification(L2rViTConfig(**sizes, image_size=8, patch_size=4))
+    assert router_sites(swap_routers(vit))[0].router.config == L2RConfig()

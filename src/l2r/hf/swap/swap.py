@@ -15,6 +15,7 @@ from torch import nn
 
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig
 from l2r.hf.swap.model_types import mark, unmark
+from l2r.hf.swap.preferred import preferred_router
 from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
 from l2r.routers import Router, RouterConfig
 
@@ -35,14 +36,15 @@ class UntrainedRoutersWarning(UserWarning):
 
 def swap_routers(
     model: M,
-    config: RouterConfig,
+    config: RouterConfig | None = None,
     *,
     layers: Sequence[int] | None = None,
     selection: str = "family",
 ) -> M:
     """Replace the routers of ``model`` in place by fresh ones built from ``config``.
 
-    A model whose routers are already ours can be swapped again.
+    ``config`` None takes the setting that the evidence so far prefers for the model's sizes,
+    ``L2RConfig.for_experts``. A model whose routers are already ours can be swapped again.
     ``layers`` are indices of decoder layers; None means every layer that has a router.
     ``selection="family"`` keeps the family's own, including its selection bias with the values
     it has; "router" lets the new router select as it does in our own models.
@@ -64,13 +66,13 @@ def swap_routers(
 
 def replace_routers(
     model: M,
-    config: RouterConfig,
+    config: RouterConfig | None = None,
     *,
     layers: Sequence[int] | None = None,
     selection: str = "family",
 ) -> M:
     """Do what ``swap_routers`` does, without its warning."""
-    if not isinstance(config, RouterConfig):
+    if config is not None and not isinstance(config, RouterConfig):
         raise ValueError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
     if not hasattr(model, "config"):
         raise ValueError(
@@ -78,6 +80,8 @@ def replace_routers(
             f"{type(model).__name__}; pass the model inside"
         )
     sites = select_sites(model, layers)
+    if config is None:
+        config = preferred_router(model, sites[0], selection=selection)
     for site in sites:
         router = new_router(site, config, selection)
         # a router that was never fitted has nothing to teach

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from l2r.routers.config import make_config, options_of
+from l2r.routers.preset import KIND
 from l2r.runs.reading import parse_yaml
 
 # What a recipe says of its images, by section; it says nothing of others.
@@ -22,11 +23,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -
 
     Another router keeps the options off their defaults that it reads as well; a length of training
     replaces one in another unit; of other images than built-in ones, sizes and statistics are
-    open until they are read. ``place`` is the section that both are, e.g. ``training``.
+    open until they are read. A preset replaces the router section below it and sets ``losses.z`` to
+    0 where ``above`` does not give it. ``place`` is the section that both are, e.g. ``training``.
     """
     merged = dict(below) if place else _for_images(below, above)
-    if place == "router" and "kind" in below and "kind" in above:
-        merged = _for_kind(merged, above["kind"])
+    if place == "router":
+        merged = _for_router(merged, above)
+    if not place:
+        above = _with_losses(above)
     given = {f"{place}.{name}" for name, value in above.items() if value is not None}
     if given & set(LENGTHS):
         merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTHS}
@@ -77,6 +81,26 @@ def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str,
         else value
         for name, value in below.items()
     }
+
+
+def _for_router(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a router section under another one."""
+    if "preset" in above:
+        return {}  # it gives every option
+    if "kind" not in above:
+        return below
+    if "preset" in below and above["kind"] != KIND:
+        below = {"kind": KIND, **below}
+        del below["preset"]
+    return _for_kind(below, above["kind"]) if "kind" in below else below
+
+
+def _with_losses(above: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A preset of the router was found without a z-loss and goes without, unless told otherwise."""
+    router, losses = above.get("router"), above.get("losses") or {}
+    if not isinstance(router, dict) or "preset" not in router or not isinstance(losses, dict):
+        return above
+    return {**above, "losses": {"z": 0.0, **losses}}
 
 
 def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:

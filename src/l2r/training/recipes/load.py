@@ -56,7 +56,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     values, given = _read(name), dict(_values(name))
     given.pop("base", None)
     # Router and images first: what is given for them holds for the new ones, wherever it stands.
-    first = ("router.kind=", "data.images=")
+    first = ("router.kind=", "router.preset=", "data.images=")
     for change in sorted(changes, key=lambda change: not change.startswith(first)):
         field, value = read_change(change)
         values, given = set_field(values, field, value), set_field(given, field, value)

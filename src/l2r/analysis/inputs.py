@@ -48,8 +48,8 @@ class Subject:
         return device_of(self.model)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-        """One forward pass; ``targets`` are not for the model."""
-        known = {name: value for name, value in inputs.items() if name != "targets"}
+        """One forward pass; ``targets`` and ``domain`` are not for the model."""
+        known = {name: v for name, v in inputs.items() if name not in ("targets", "domain")}
         return model(**known, **self.options)
 
 

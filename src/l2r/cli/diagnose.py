@@ -1,9 +1,9 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,12 +17,6 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
-
-if TYPE_CHECKING:
-    from l2r.analysis.diagnostics.choices import Choices
-    from l2r.analysis.diagnostics.reading import Batch
-    from l2r.analysis.inputs import Subject
-    from l2r.runs.diagnosis import Diagnosis
 
 
 def diagnose(
@@ -79,104 +73,57 @@ def diagnose(
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
-    from l2r.analysis.diagnostics.choices import ChoiceLog
-    from l2r.analysis.diagnostics.collect import collect
+    from l2r.analysis.conductor import Extent, diagnose_checkpoint, earlier_checkpoints
     from l2r.analysis.diagnostics.diagnose import Settings
-    from l2r.analysis.diagnostics.diagnose import diagnose as measure
-    from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
-    from l2r.analysis.inputs import open_subject
+    from l2r.analysis.diagnostics.over_time import of_diagnoses
     from l2r.cli.console import progress_bars
-    from l2r.hf.checkpoints.hub import local_checkpoint
     from l2r.hf.checkpoints.placement import Placement
     from l2r.report.diagnosis import write_diagnosis
+    from l2r.report.patches import write_patch_page
     from l2r.report.text_view import text_sections
     from l2r.runs.atomic import make_folder
 
-    sizes = {"instances": instances, "length": length, "batch-size": batch_size}
-    _check_sizes(**sizes, gain=gain)
-    earlier = training_checkpoints(checkpoints) if over_time else []
-    placement = Placement(dtype, device, device_map, say)
-    settings, views, texts = Settings(sigma=sigma, seed=seed, certify=certify), {}, {}
+    settings = Settings(sigma=sigma, seed=seed, certify=certify)
+    extent = Extent(
+        batch_size, sample, threshold, gain=gain, text=text, patches=12, settings=settings
+    )
+    one_run = over_time and len(checkpoints) == 1
+    earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
+    placement, views, texts = Placement(dtype, device, device_map, say), {}, {}
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
-        subject = open_subject(
-            local_checkpoint(checkpoint, revision=revision, code=trust_remote_code),
-            data,
-            placement=placement,
-            instances=instances,
-            length=length,
-            report=say,
-            trust_remote_code=trust_remote_code,
-        )
-        model: Any = subject.model
-        log, batches = ChoiceLog(), partial(subject.batches, batch_size, subject.device)
-        traced = text != 0 and subject.images is None
-        trace = _trace(model, subject, text) if traced else None
         with progress_bars() as bars:
-            records = collect(
-                model,
-                batches(),
-                domains=subject.domains,
-                threshold=threshold,
-                sample=sample,
-                seed=seed,
-                run=subject.run,
-                reducers=[log, trace] if trace else [log],
-                report=partial(bars, f"{name}: data", total=-(-subject.items // batch_size)),
+            found = diagnose_checkpoint(
+                checkpoint,
+                data,
+                instances=instances,
+                length=length,
+                extent=extent,
+                earlier=earlier,
+                placement=placement,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                report=partial(_progress, bars, name),
+                say=say,
             )
-        choices = log.choices()
-        few = spread(batches(), subject.items, gain, batch_size) if gain else []
-        with progress_bars() as bars:
-            diagnosis = measure(
-                records,
-                domains=subject.domains,
-                settings=settings,
-                choices=choices,
-                gain=routing_gain(model, few, batch_loss) if few else None,
-                report=partial(bars, f"{name}: layers", total=len(records)),
-            )
-            if trace is not None:
-                counted = partial(bars, f"{name}: text", total=len(records))
-                texts[name] = trace.result(subject.tokenizer, counted)
-                texts[name].save(folder / "text.npz")
-        if subject.images is not None:
-            typer.echo(f"patches: {_patches(folder, model, subject.images)}", err=as_json)
-        if earlier:
-            with progress_bars() as bars:
-                done = partial(bars, f"{name}: checkpoints", total=len(earlier))
-                diagnosis.info["over_time"] = within_run(earlier, subject, batches, choices, done)
-        diagnosis.info["checkpoint"] = checkpoint
-        diagnosis.save(folder)
-        views[name] = diagnosis
+        found.save(folder)
+        views[name] = found.diagnosis
+        if found.text is not None:
+            texts[name] = found.text
+        if found.patches is not None:
+            patches = write_patch_page(folder, found.patches, found.model)
+            typer.echo(f"patches: {patches}", err=as_json)
     if over_time and not earlier:
-        diagnosis.info["over_time"] = of_list(views)
-        diagnosis.save(folder)
+        found.diagnosis.info["over_time"] = of_diagnoses(views)
+        found.diagnosis.save(folder)
     page = out / "index.html"
     write_diagnosis(views, page, opening=text_sections(texts, page))
     _show(views, as_json)
     typer.echo(f"page: {page}", err=as_json)
 
 
-def _check_sizes(**options: int) -> None:
-    for option, value in options.items():
-        least = 0 if option == "gain" else 1
-        if value < least:
-            raise ValueError(f"{option} must be >= {least}; got {value}")
-
-
-def _trace(model: Any, subject: Any, tokens: int) -> Any:
-    from l2r.analysis.diagnostics.text_routing import TextTrace
-
-    return TextTrace(model, domains=subject.domains, tokens=tokens)
-
-
-def _patches(folder: Path, model: Any, images: Any) -> Path:
-    """The page of what each patch of a few images chose."""
-    from l2r.analysis.diagnostics.patches import validation_patches
-    from l2r.report.patches import write_patch_page
-
-    routing = validation_patches(model, images, count=12)
-    return write_patch_page(folder, routing, type(model).__name__)
+def _progress(bars: Callable[..., None], name: str, what: str, done: int, total: int) -> None:
+    bars(f"{name}: {what}", done, total)
 
 
 def _show(views: Any, as_json: bool) -> None:
@@ -195,54 +142,3 @@ def names(checkpoints: list[str]) -> dict[str, str]:
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
     raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
-
-
-def training_checkpoints(checkpoints: Sequence[str]) -> list[Path]:
-    """Checkpoints that training left in the run given alone; none where several are given.
-
-    Raises ValueError for one thing alone that has no more than one.
-    """
-    from l2r.runs.folder import RunFolder
-
-    if len(checkpoints) > 1:
-        return []
-    found = RunFolder(checkpoints[0]).complete_checkpoints()
-    if len(found) < 2:
-        raise ValueError(
-            "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
-            f"checkpoint.every and checkpoint.keep); {checkpoints[0]} has {len(found)}"
-        )
-    return found
-
-
-def within_run(
-    folders: Sequence[Path],
-    subject: "Subject",
-    batches: "Callable[[], Iterator[Batch]]",
-    last: "Choices",
-    report: Callable[[int], None],
-) -> dict[str, Any]:
-    """Saturation over training checkpoints; their weights replace those of the subject."""
-    from l2r.analysis.diagnostics.choices import choices_of
-    from l2r.analysis.diagnostics.over_time import saturation
-    from l2r.training.checkpoint import load_weights
-
-    found = {}
-    for number, folder in enumerate(folders, start=1):
-        step = load_weights(folder, subject.model)
-        found[step] = choices_of(subject.model, batches(), subject.run).experts
-        report(number)
-    return saturation(found, last.experts)
-
-
-def of_list(views: "Mapping[str, Diagnosis]") -> dict[str, Any]:
-    """Saturation over the checkpoints given, against the last of them."""
-    from l2r.analysis.diagnostics.over_time import saturation
-    from l2r.runs.diagnosis import same_tokens
-
-    *_, last = views.values()
-    other = [name for name, view in views.items() if not same_tokens(view, last)]
-    if other:
-        raise ValueError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
-    experts = {name: view.by_layer("experts") for name, view in views.items()}
-    return saturation(experts, last.by_layer("experts"))

@@ -4,15 +4,15 @@ Training and serving differ in their arithmetic; routers that are close to a tie
 experts. Routers themselves stay in fp32, as in a bf16 load (hf/models/olmoe.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.reading import Batch
+from l2r.analysis.diagnostics.reading import Batch, Run
 from l2r.routers import Captured, Router, capture
 from l2r.routers.observe import evaluating
 
@@ -40,7 +40,7 @@ def flips(
     model: nn.Module,
     other: nn.Module,
     batches: Iterable[Batch],
-    run: Callable[[nn.Module, Batch], Any],
+    run: Run,
 ) -> Flips:
     """Compare the experts that two models choose for the same batches.
 
@@ -50,9 +50,9 @@ def flips(
     with evaluating(model), evaluating(other):
         for batch in batches:
             with capture(model) as first:
-                run(model, batch)
+                run(model, dict(batch))
             with capture(other) as second:
-                run(other, batch)
+                run(other, dict(batch))
             changed = _changed(first, second)
             decisions += int(changed.sum())
             tokens += int(changed.any(dim=0).sum())

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from l2r.analysis.diagnostics.choices import Experts
+from l2r.runs.diagnosis import Diagnosis, same_tokens
 from l2r.stats.agreement import Overlap, overlap, overlap_by_chance
 
 
@@ -31,3 +32,16 @@ def saturation(
         if None not in chance:
             result[f"{name}_by_chance"] = [layer[side] for layer in chance if layer is not None]
     return result
+
+
+def of_diagnoses(views: Mapping[str, Diagnosis]) -> dict[str, list[Any]]:
+    """Saturation over diagnosed checkpoints, by name, against the last of them.
+
+    Raises ValueError where they did not read the same tokens.
+    """
+    *_, last = views.values()
+    other = [name for name, view in views.items() if not same_tokens(view, last)]
+    if other:
+        raise ValueError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
+    experts = {name: view.by_layer("experts") for name, view in views.items()}
+    return saturation(experts, last.by_layer("experts"))

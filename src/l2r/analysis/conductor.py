@@ -1,0 +1,195 @@
+"""Conduct a diagnosis: one pass over the data for all reducers, then gain, layers and text."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from l2r.analysis.diagnostics.choices import ChoiceLog, Choices, choices_of
+from l2r.analysis.diagnostics.collect import collect
+from l2r.analysis.diagnostics.diagnose import Settings, diagnose
+from l2r.analysis.diagnostics.over_time import saturation
+from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
+from l2r.analysis.diagnostics.text_routing import TOKENS, TextTrace
+from l2r.analysis.inputs import Subject, open_subject
+from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.checkpoints.loading import FLOAT32
+from l2r.hf.checkpoints.placement import Placement
+from l2r.runs.diagnosis import Diagnosis
+from l2r.runs.folder import RunFolder
+from l2r.runs.patches import PatchRouting
+from l2r.runs.text_routing import TextRouting
+
+Report = Callable[[str, int, int], None]  # what is being done, and how much of how much is done
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes of a diagnosis.
+
+    batch_size: sequences or images at a time. sample: tokens kept for noise and figures.
+    threshold: margin below which a decision is low. gain: sequences (of images up to 2,048) whose
+    loss is also taken with other experts; 0 for none. text: tokens of a text that are kept one by
+    one; 0 for none. patches: images whose patches are kept; 0 for none. settings: noise and
+    certificates.
+    """
+
+    batch_size: int = 8
+    sample: int = 2048
+    threshold: float = 0.2
+    gain: int = 16
+    text: int = TOKENS
+    patches: int = 12
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("gain", 0)):
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise ValueError(f"{option} must be >= {least}; got {getattr(self, name)}")
+
+
+class Diagnosed(NamedTuple):
+    """A diagnosis, with the routing of its text or of its images, and the class of the model."""
+
+    diagnosis: Diagnosis
+    text: TextRouting | None
+    patches: PatchRouting | None
+    model: str
+
+    def save(self, folder: Path) -> None:
+        """Write diagnosis.json and diagnosis.safetensors, text.npz or patches.npz.
+
+        The numbers come last, so that they never stand there without the rest.
+        """
+        run = RunFolder(folder)
+        if self.text is not None:
+            self.text.save(run.text)
+        if self.patches is not None:
+            self.patches.save(run.patches)
+        self.diagnosis.save(folder)
+
+
+def diagnose_checkpoint(
+    checkpoint: str | Path,
+    data: str | None = None,
+    *,
+    instances: int = 64,
+    length: int = 256,
+    extent: Extent | None = None,
+    earlier: Sequence[Path] = (),
+    placement: Placement = FLOAT32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Report = _silent,
+    say: Callable[[str], None] = _silent,
+) -> Diagnosed:
+    """Diagnose a checkpoint: a folder, a run folder or a hub id with its ``revision``.
+
+    ``data`` is what ``open_subject`` reads, ``instances`` rows of ``length`` tokens, or as many
+    images. ``say`` gets a line about the data, ``report`` the progress; ``earlier`` is that of
+    ``diagnose_subject``.
+
+    Raises ValueError for a folder without a model, data that does not fit and sizes below 1.
+    """
+    for name, value in (("instances", instances), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1; got {value}")
+    subject = open_subject(
+        local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code),
+        data,
+        placement=placement,
+        instances=instances,
+        length=length,
+        report=say,
+        trust_remote_code=trust_remote_code,
+    )
+    found = diagnose_subject(subject, extent, earlier=earlier, report=report)
+    found.diagnosis.info["checkpoint"] = str(checkpoint)
+    return found
+
+
+def diagnose_subject(
+    subject: Subject,
+    extent: Extent | None = None,
+    *,
+    earlier: Sequence[Path] = (),
+    report: Report = _silent,
+) -> Diagnosed:
+    """Diagnose an opened model on its data.
+
+    ``earlier``: checkpoints of the same training run, whose choices are compared with those of
+    the model (``over_time`` in the diagnosis). Their weights replace the model's.
+    """
+    sizes = extent or Extent()
+    model: Any = subject.model
+    batches = partial(subject.batches, sizes.batch_size, subject.device)
+    trace = None
+    if sizes.text and subject.images is None:
+        trace = TextTrace(model, domains=subject.domains, tokens=sizes.text)
+    log = ChoiceLog()
+    total = -(-subject.items // sizes.batch_size)
+    records = collect(
+        model,
+        batches(),
+        domains=subject.domains,
+        threshold=sizes.threshold,
+        sample=sizes.sample,
+        seed=sizes.settings.seed,
+        run=subject.run,
+        reducers=[log] if trace is None else [log, trace],
+        report=lambda done: report("data", done, total),
+    )
+    choices, layers = log.choices(), len(records)
+    gain = None
+    if sizes.gain:
+        few = spread(batches(), subject.items, sizes.gain, sizes.batch_size)
+        gain = routing_gain(model, few, batch_loss)
+    diagnosis = diagnose(
+        records,
+        domains=subject.domains,
+        settings=sizes.settings,
+        choices=choices,
+        gain=gain,
+        report=lambda done: report("layers", done, layers),
+    )
+    text = patches = None
+    if trace is not None:
+        text = trace.result(subject.tokenizer, lambda done: report("text", done, layers))
+    if subject.images is not None and sizes.patches:
+        from l2r.analysis.diagnostics.patches import validation_patches  # needs image packages
+
+        patches = validation_patches(model, subject.images, sizes.patches)
+    if earlier:
+        diagnosis.info["over_time"] = _saturation(earlier, subject, sizes, choices, report)
+    return Diagnosed(diagnosis, text, patches, type(model).__name__)
+
+
+def earlier_checkpoints(run: str | Path) -> list[Path]:
+    """Checkpoints that training left in a run. Raises ValueError where there are fewer than two."""
+    found = RunFolder(run).complete_checkpoints()
+    if len(found) < 2:
+        raise ValueError(
+            "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
+            f"checkpoint.every and checkpoint.keep); {run} has {len(found)}"
+        )
+    return found
+
+
+def _saturation(
+    folders: Sequence[Path], subject: Subject, sizes: Extent, last: Choices, report: Report
+) -> dict[str, Any]:
+    from l2r.training.checkpoint import load_weights
+
+    experts = {}
+    for number, folder in enumerate(folders, start=1):
+        step = load_weights(folder, subject.model)
+        batches = subject.batches(sizes.batch_size, subject.device)
+        experts[step] = choices_of(subject.model, batches, subject.run).experts
+        report("checkpoints", number, len(folders))
+    return saturation(experts, last.experts)

@@ -1,0 +1,64 @@
+"""A trained run with the validation data of its own recipe, as a subject of a diagnosis."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l2r.analysis.inputs import Subject
+from l2r.hf.checkpoints import load_causal_lm, load_image_classifier
+from l2r.machine import pick_device
+from l2r.training.recipes.load import AnyRecipe
+from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.task import Task, build_task
+
+
+def open_run(folder: Path, recipe: AnyRecipe) -> Subject:
+    """Final model of a run, with the instances that its recipe validates on.
+
+    Raises ValueError where the folder holds no model.
+    """
+    model, tokenizer = load_final(folder, recipe)
+    model = model.to(pick_device("auto"))
+    rows = recipe.evaluation.max_batches * recipe.evaluation.batch_size
+    return validation_subject(model, build_task(recipe, _silent), recipe, rows, tokenizer)
+
+
+def load_final(folder: Path, recipe: AnyRecipe) -> tuple[nn.Module, Any]:
+    """Final model of a run, and the tokenizer of a language model."""
+    if isinstance(recipe, VisionRecipe):
+        return load_image_classifier(folder), None
+    return load_causal_lm(folder)
+
+
+def validation_subject(
+    model: nn.Module, task: Task, recipe: AnyRecipe, rows: int, tokenizer: Any = None
+) -> Subject:
+    """A model with ``rows`` validation instances of a task, chosen as for validation.
+
+    Text has the domains of its files, images their classes.
+    """
+    data: Any = task
+    if isinstance(recipe, VisionRecipe):
+        from l2r.training.image_input import ImageInput  # text needs no image package
+
+        images = ImageInput(data.validation, data.recipe.data)
+        batches = partial(images.batches, rows)
+        return Subject(model, batches, rows, images.domains, {}, images)
+    dataset = data.validation
+    chosen = data.choose_rows(dataset, rows)
+
+    def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        for part in np.array_split(chosen, max(1, len(chosen) // size)):
+            yield {name: value.to(device) for name, value in dataset.rows(part).items()}
+
+    options = {"use_cache": False}
+    return Subject(model, text_batches, rows, dataset.domains, options, tokenizer=tokenizer)
+
+
+def _silent(line: str) -> None:
+    del line

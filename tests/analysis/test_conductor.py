@@ -1,0 +1,107 @@
+"""A conducted diagnosis is what its parts give alone, from one pass over the data."""
+
+import numpy as np
+import pytest
+import torch
+
+from l2r.analysis import Extent, diagnose_checkpoint, diagnose_subject
+from l2r.analysis.diagnostics.choices import choices_of
+from l2r.analysis.diagnostics.collect import collect
+from l2r.analysis.diagnostics.diagnose import Settings, diagnose
+from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
+from l2r.analysis.diagnostics.text_routing import TextTrace
+from l2r.analysis.inputs import Subject
+from l2r.runs.diagnosis import read_diagnosis
+from l2r.runs.text_routing import TextRouting
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+from tests.analysis.diagnostics.models import batches, ours, stock
+
+SETTINGS = Settings(certify=2, repeats=2)
+
+
+def subject(model, count=2):
+    data = batches(count)
+    return Subject(model, lambda size, device: iter(data), 4 * count, ("one", "two"), {})
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_every_part_is_what_it_gives_alone(make):
+    model, data = make(), batches(2)
+    given = subject(model)
+    extent = Extent(4, 16, text=8, gain=8, settings=SETTINGS)
+    got = diagnose_subject(given, extent)
+    records = collect(model, data, domains=given.domains, sample=16)
+    gain = routing_gain(model, spread(data, 8, 8, 4), batch_loss)
+    choices = choices_of(model, data, given.run)
+    expected = diagnose(
+        records, domains=given.domains, settings=SETTINGS, choices=choices, gain=gain
+    )
+    assert got.diagnosis.layers == expected.layers
+    assert got.diagnosis.info["model"] == expected.info["model"]
+    trace = TextTrace(model, domains=given.domains, tokens=8)
+    collect(model, data, domains=given.domains, reducers=[trace])
+    np.testing.assert_array_equal(got.text.experts, trace.result(None).experts)
+    assert got.patches is None and got.model == type(model).__name__
+
+
+def test_the_data_are_read_once_for_all_reducers():
+    model, passes = ours(), []
+    data = batches(3)
+
+    def counted(size, device):
+        passes.append(size)
+        return iter(data)
+
+    given = Subject(model, counted, 12, ("one", "two"), {})
+    diagnose_subject(given, Extent(4, 16, gain=0, text=8, settings=SETTINGS))
+    assert passes == [4]
+
+
+def test_a_checkpoint_is_opened_diagnosed_and_saved_with_its_progress(tmp_path):
+    model, folder, data = stock(), tmp_path / "model", tmp_path / "data"
+    model.save_pretrained(folder)
+    documents = {"one": [list(range(2, 42))], "two": [list(range(20, 60))]}
+    write_token_files(data, documents, tokenizer=TokenizerIdentity("none", 64, 0))
+    steps = []
+    found = diagnose_checkpoint(
+        folder,
+        str(data),
+        instances=4,
+        length=10,
+        extent=Extent(2, 8, gain=2, text=0, settings=SETTINGS),
+        report=lambda what, done, total: steps.append((what, done, total)),
+    )
+    assert steps == [("data", 1, 2), ("data", 2, 2), ("layers", 1, 2), ("layers", 2, 2)]
+    found.save(tmp_path / "out")
+    assert read_diagnosis(tmp_path / "out").info["checkpoint"] == str(folder)
+    assert found.text is None and not (tmp_path / "out" / "text.npz").exists()
+    found._replace(text=diagnose_subject(subject(model), Extent(4, 8, text=4)).text).save(tmp_path)
+    assert TextRouting.read(tmp_path / "text.npz").domains.tolist() == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"instances": 0}, "instances must be >= 1; got 0"),
+        ({"length": 0}, "length must be >= 1; got 0"),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_loaded(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        diagnose_checkpoint("nowhere", **sizes)
+
+
+def test_a_batch_size_below_one_and_a_gain_below_zero_are_refused():
+    with pytest.raises(ValueError, match="batch-size must be >= 1; got 0"):
+        Extent(batch_size=0)
+    with pytest.raises(ValueError, match="gain must be >= 0; got -1"):
+        Extent(gain=-1)
+
+
+def test_a_model_is_left_in_its_mode():
+    model = ours()
+    model.train()
+    diagnose_subject(subject(model), Extent(4, 8, text=0, gain=0, settings=SETTINGS))
+    assert model.training and not any(module._forward_hooks for module in model.modules())
+    assert torch.is_grad_enabled()

@@ -31,10 +31,24 @@ def describe_machine() -> dict[str, Any]:
 
 
 def pick_device(name: str) -> str:
-    """``auto`` is a GPU where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """A device of this machine; ``auto`` is a GPU where there is one.
+
+    Raises ValueError for a name that is no device, and for a device that is not here.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:0; got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        here = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+        raise ValueError(f"device must be auto or cpu here, {here} found; got {name!r}")
+    try:
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"device must be one of this machine; got {name!r}") from None
+    return name
 
 
 def available_memory() -> int:

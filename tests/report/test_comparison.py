@@ -104,13 +104,13 @@ def test_columns_are_those_of_every_run(ended, tmp_path):
 
 
 def test_the_page_says_what_each_run_saw_and_has(ended, tmp_path):
-    _, page = write_report(ended, tmp_path / "page.html")
+    _, (page, *_) = write_report(ended, tmp_path / "page.html")
     assert "2 run(s) of a model with 1,000 parameters, 61,440 tokens each." in page.read_text()
     others = [
         made_run(tmp_path / "linear", until=110),
         made_run(tmp_path / "wide", parameters=2500),
     ]
-    _, page = write_report([*others, *ended], tmp_path / "page.html")
+    _, (page, *_) = write_report([*others, *ended], tmp_path / "page.html")
     text = page.read_text()
     assert "4 run(s) of a model with 1,000 to 2,500 parameters, 56,320 to 61,440 tokens each." in (
         text
@@ -120,10 +120,10 @@ def test_the_page_says_what_each_run_saw_and_has(ended, tmp_path):
 
 def test_the_same_batches_are_claimed_of_runs_of_one_recipe_only(ended, tmp_path):
     words = "sees the same batches"
-    _, page = write_report(ended, tmp_path / "page.html")
+    _, (page, *_) = write_report(ended, tmp_path / "page.html")
     assert words in page.read_text()
     other = made_run(tmp_path / "other", seed=1)
-    _, page = write_report([*ended, other], tmp_path / "page.html")
+    _, (page, *_) = write_report([*ended, other], tmp_path / "page.html")
     assert words not in page.read_text()
 
 

@@ -93,6 +93,8 @@ def test_no_other_table_prints_a_best_value():
     """A new one needs its directions here."""
     marking = set()
     for path in Path(l2r.report.__file__).parent.glob("*.py"):
+        if path.name == "tables.py":  # where the word is of the language, not a direction
+            continue
         calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
         marking |= {path.name for call in calls for word in call.keywords if word.arg == "best"}
     assert marking == {"comparison.py", "diagnosis.py", "paper_tables.py"}

@@ -10,29 +10,16 @@ from typer.main import get_command
 
 from l2r import __version__
 
-# Each module has a function of its name, whose docstring is the help, or a group of commands; heavy
-# dependencies are imported inside the function.
-COMMANDS = (
-    "train",
-    "compare",
-    "sweep",
-    "report",
-    "bench",
-    "params",
-    "swap",
-    "families",
-    "upcycle",
-    "export",
-    "serve",
-    "doctor",
-    "data",
-    "eval",
-    "diagnose",
-    "check",
-    "landscape",
-    "plan",
-    "evidence",
-)
+# By panel of the help. Each module has a function of its name, whose docstring is the help, or a
+# group of commands; heavy dependencies are imported inside the function.
+PANELS = {
+    "Inspect": ("diagnose", "check", "landscape", "report"),
+    "Change": ("swap", "upcycle", "export", "serve", "families"),
+    "Train": ("train", "compare", "sweep", "eval", "data"),
+    "Study": ("evidence",),
+    "Machine": ("doctor", "bench", "params", "plan"),
+}
+COMMANDS = tuple(name for names in PANELS.values() for name in names)
 
 # Of click, or of the copy of click that newer versions of typer hold.
 _UsageError: Any = typer.BadParameter.__base__
@@ -47,7 +34,7 @@ def build_app() -> typer.Typer:
         name="l2r",
         help="Low-rank and Lipschitz-controlled routing for mixture-of-experts.",
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
 
@@ -60,12 +47,13 @@ def build_app() -> typer.Typer:
     ) -> None:
         """What holds for every command."""
 
-    for name in COMMANDS:
-        command = getattr(importlib.import_module(f"l2r.cli.{name}"), name)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name)(command)
+    for panel, names in PANELS.items():
+        for name in names:
+            command = getattr(importlib.import_module(f"l2r.cli.{name}"), name)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=panel)
+            else:
+                app.command(name, rich_help_panel=panel)(command)
     return app
 
 
@@ -73,9 +61,9 @@ def main(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    words = sys.argv[1:] if args is None else args
+    words, group = sys.argv[1:] if args is None else args, get_command(build_app())
     try:
-        code = get_command(build_app())(args=words, prog_name="l2r", standalone_mode=False)
+        code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
         path = "l2r" if where is None else where.command_path
@@ -85,7 +73,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     except (ValueError, OSError, MemoryError, OverflowError, RecursionError) as error:
         if os.environ.get("L2R_TRACEBACK"):
             raise
-        typer.echo(f"error: {one_line(error)}", err=True)
+        typer.echo(f"error: {with_option(one_line(error), group, words)}", err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         typer.echo(f"error: {missing_package(error)}", err=True)
@@ -100,6 +88,16 @@ def main(args: list[str] | None = None) -> NoReturn:
 def one_line(error: Exception | str) -> str:
     """A message on a single line; operating-system errors keep their path."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def with_option(message: str, group: Any, words: list[str]) -> str:
+    """``out must be a new folder`` as ``--out must be ...``, where the command has the option."""
+    command = group
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    name, space, rest = message.partition(" ")
+    options = {p.name: max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")}
+    return f"{options.get(name.replace('-', '_'), name)}{space}{rest}"
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Device
+from l2r.cli.options import AsJson, Device, Open
 
 
 def bench(
@@ -18,6 +18,7 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Time what this machine does: router, memory, scaling, moe, step or inference.
@@ -28,7 +29,7 @@ def bench(
     """
     from rich.console import Console
 
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_pages, print_table
     from l2r.cost.benchmarks import run_bench
     from l2r.cost.benchmarks.results import Settings, save
     from l2r.report.performance import bench_table, write_bench_page
@@ -39,4 +40,5 @@ def bench(
     print_table(bench_table(result), as_json=as_json)
     if out is not None:
         save(result, out)
-        write_bench_page(result, out / f"{name}.html")
+        page = write_bench_page(result, out / f"{name}.html")
+        print_pages([page], show=open_, err=as_json)

@@ -3,14 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     AsJson,
+    Checkpoint,
     Device,
     DeviceMap,
     Dtype,
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.")],
+    checkpoint: Checkpoint,
     data: Annotated[
         str | None,
         typer.Option(
@@ -83,8 +85,11 @@ def check(
         faults, warnings = counted(count["fault"], "fault"), counted(count["warning"], "warning")
         rest = f"{count['skipped']} skipped, of {len(findings)} checks"
         typer.echo(f"{checkpoint}: {faults}, {warnings}, {rest}")
+        console = Console()
         for finding in findings:
-            typer.echo(str(finding))
+            line = str(finding)  # one line each, which a terminal would break inside of words
+            width = console.width if console.is_terminal else len(line)
+            typer.echo(fill(line, width, subsequent_indent=" " * 8))
     if count["fault"]:
         raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from l2r.cli.experiment import Launch, diagnose_all, end, run_all
-from l2r.cli.options import AsJson, Changes, Seeds
+from l2r.cli.options import AsJson, Changes, Open, Seeds
 
 
 def compare(
@@ -20,6 +20,7 @@ def compare(
         Path | None, typer.Option(help="Folder of the runs (default: runs/FOLDER).")
     ] = None,
     launch: Launch = None,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every recipe of a packaged folder on the same batches and compare routers.
@@ -28,7 +29,7 @@ def compare(
 
     Example: l2r compare demo training.steps=100 --routers linear,l2r_sips
     """
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import first_seeds, write_report
     from l2r.studies.cells import folder_cells
 
@@ -39,7 +40,7 @@ def compare(
     if runs:
         shown = first_seeds(runs)
         diagnose_all(outcome for outcome in finished if outcome.run in shown)
-        table, page = write_report(runs, root / "report.html")
+        table, pages = write_report(runs, root / "report.html")
         print_table(table, as_json=as_json)
-        typer.echo(f"report: {page}", err=as_json)
+        print_pages(pages, show=open_, err=as_json)
     end(failed, cells)

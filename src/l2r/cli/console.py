@@ -1,10 +1,13 @@
 """Printing tables: for people with rich, for programs as JSON."""
 
 import json
-from collections.abc import Callable, Iterator
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,21 +19,50 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from l2r.report.tables import Table
+from l2r.report.tables import NUMBER, Table
 
 
 def print_table(table: Table, *, as_json: bool = False) -> None:
-    """Print a table on standard output; with ``as_json`` as a list of records."""
+    """Print a table on standard output: its verdict, then at most six columns.
+
+    With ``as_json`` all columns, as a list of records. The width is that of the terminal, COLUMNS
+    or 80 characters.
+    """
     if as_json:
         typer.echo(json.dumps(table.records(), indent=2))
         return
-    grid = RichTable(title=table.title, caption=table.caption or None, title_justify="left")
-    for position, column in enumerate(table.columns):
-        grid.add_column(column, justify="left" if position == 0 else "right")
-    for row in table.rows:
-        grid.add_row(*(table.show(value) for value in row))
-    width = None if Console().is_terminal else 200
-    Console(width=width, markup=False, emoji=False).print(grid)
+    console, brief = Console(markup=False, emoji=False, highlight=False), table.brief()
+    if brief.verdict:
+        console.print(brief.verdict, end="\n\n")
+    grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    cells = [[brief.show(value) for value in row] for row in brief.rows]
+    for position, column in enumerate(brief.columns):
+        own = [row[position] for row in cells]
+        whole = position > 0 and all(cell == "-" or NUMBER.match(cell) for cell in own)
+        grid.add_column(
+            column,
+            justify="right" if whole else "left",
+            overflow="fold",
+            min_width=max(map(len, own), default=1) if whole else None,
+        )
+    for row in cells:
+        grid.add_row(*row)
+    for part in (brief.title, grid, brief.caption):
+        if part:
+            console.print(part)
+
+
+def print_text(text: str) -> None:
+    """Print a sentence on standard output, broken between words."""
+    Console(markup=False, emoji=False, highlight=False).print(text)
+
+
+def print_pages(pages: Sequence[Path], *, show: bool = False, err: bool = False) -> None:
+    """Name every page that was written, with its path; ``show`` opens the first in the browser."""
+    for page in pages:
+        typer.echo(f"page: {page}", err=err)
+    if show and pages and not webbrowser.open(pages[0].resolve().as_uri()):
+        typer.echo("no browser was found to open the page", err=True)
 
 
 @contextmanager

@@ -153,7 +153,8 @@ def _token_table(manifests: "dict[str, Manifest]") -> Table:
         (name, *chain.from_iterable((*d[name], 100 * d[name][1] / total) for d, total in counts))
         for name in counts[0][0]
     ]
-    return Table("Tokens", tuple(columns), tuple(rows), digits=2)
+    few = tuple(column for column in columns if not column.endswith("documents"))
+    return Table("Tokens", tuple(columns), tuple(rows), digits=2, few=few)
 
 
 def _plan_table(plan: "ShardPlan") -> Table:

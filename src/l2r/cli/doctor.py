@@ -41,7 +41,12 @@ def doctor(
     checks = run_checks()
     rows = tuple((c.name, c.status, c.detail) for c in checks)
     caption = "fallback: works, in the form named. missing: optional. failed: exit code 1."
-    table = Table("l2r doctor", ("check", "status", "detail"), rows, caption=caption)
+    count = {status: sum(c.status == status for c in checks) for status in (FAILED, FALLBACK)}
+    verdict = (
+        f"{count[FAILED]} of {len(checks)} checks failed; {count[FALLBACK]} run in another form."
+    )
+    columns = ("check", "status", "detail")
+    table = Table("l2r doctor", columns, rows, caption=caption, verdict=verdict)
     print_table(table, as_json=as_json)
     if any(check.status == FAILED for check in checks):
         raise typer.Exit(1)

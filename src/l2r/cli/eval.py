@@ -15,6 +15,7 @@ from l2r.cli.options import (
     Dtype,
     Revision,
     TrustRemoteCode,
+    existing,
 )
 
 # What the checkpoints of one kind, or text, can do nothing with.
@@ -29,7 +30,10 @@ def eval(
     context: typer.Context,
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(help="Runs, Hugging Face folders or hub ids of language or image models."),
+        typer.Argument(
+            help="Runs, Hugging Face folders or hub ids of language or image models.",
+            callback=existing,
+        ),
     ],
     *,
     text: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from l2r.cli.experiment import say
-from l2r.cli.options import AsJson
+from l2r.cli.options import AsJson, Open
 
 if TYPE_CHECKING:
     from l2r.runs.study import CellResult
@@ -41,6 +41,7 @@ def evidence(
         bool, typer.Option("--judge-only", help="Train nothing: judge the results there are.")
     ] = False,
     share: Annotated[int, typer.Option(hidden=True, help="Only run cells, at most so many.")] = 0,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a registered plan over several seeds: every contrast ends better, worse, equivalent or
@@ -50,8 +51,8 @@ def evidence(
 
     Example: l2r evidence paper --hours 3
     """
-    from l2r.cli.console import print_table
-    from l2r.report.evidence import main_table, write_study
+    from l2r.cli.console import print_pages, print_table
+    from l2r.report.evidence import main_table, terminal_table, write_study
     from l2r.studies.judging import Places, results_of, study_of
     from l2r.studies.study import run_share
     from l2r.studies.study_plan import read_plan
@@ -70,9 +71,10 @@ def evidence(
     if not judge_only:
         found = _run(registered, plan, most, hours, processes, places, (results, out))
     study = study_of(registered, found)
-    print_table(main_table(study), as_json=as_json)
+    print_table(main_table(study) if as_json else terminal_table(study), as_json=as_json)
     page, text = write_study(study, out / registered.name, results / registered.name)
-    say(f"{registered.state}\nwritten: {page}, {text}")
+    say(registered.state)
+    print_pages([page, text], show=open_, err=True)
 
 
 def _run(

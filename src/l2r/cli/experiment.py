@@ -48,13 +48,18 @@ def run_all(
 
 def diagnose_all(outcomes: "Iterable[Outcome]") -> None:
     """A diagnosis of every run; one that cannot be made is named and left out."""
+    from l2r.cli.console import progress_bars
     from l2r.studies.measure import diagnose_run
 
-    for outcome in outcomes:
-        try:
-            diagnose_run(outcome.run, outcome.cell.recipe)
-        except (ValueError, OSError) as error:
-            say(f"no diagnosis of {outcome.run.name}: {' '.join(str(error).split())}")
+    todo = list(outcomes)
+    with progress_bars() as bars:
+        for done, outcome in enumerate(todo):
+            bars("diagnoses", done, len(todo), outcome.run.name)
+            try:
+                diagnose_run(outcome.run, outcome.cell.recipe)
+            except (ValueError, OSError) as error:
+                say(f"no diagnosis of {outcome.run.name}: {' '.join(str(error).split())}")
+        bars("diagnoses", len(todo), len(todo), "")
 
 
 def end(failed: dict[str, str], cells: "Sequence[Cell]") -> None:

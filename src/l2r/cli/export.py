@@ -7,8 +7,8 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     NEW_FOLDER,
+    Checkpoint,
     DeviceMap,
     Dtype,
     Revision,
@@ -17,7 +17,7 @@ from l2r.cli.options import (
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}, of a model with our routers.")],
+    checkpoint: Checkpoint,
     out: Annotated[Path, NEW_FOLDER],
     *,
     form: Annotated[

@@ -34,10 +34,22 @@ def families(
     for result in results:
         outcome = [getattr(result, column) for column in COLUMNS[1:]]
         rows.append((result.family, *("yes" if works else "no" for works in outcome)))
-    table = Table("Router swap by model family", COLUMNS, tuple(rows))
+    whole = sum(all(cell == "yes" for cell in row[1:]) for row in rows)
+    verdict = f"{whole} of {len(rows)} families pass every check."
+    table = Table("Router swap by model family", COLUMNS, tuple(rows), verdict=verdict)
     if write is not None:
         write_text(write, _page(table))
-    print_table(table, as_json=as_json)
+    print_table(table if as_json else _short(table), as_json=as_json)
+
+
+def _short(table: Table) -> Table:
+    """The checks that each family passes and fails, in three columns."""
+    rows = []
+    for name, *cells in table.rows:
+        failed = [c for c, cell in zip(table.columns[1:], cells, strict=True) if cell != "yes"]
+        rows.append((name, f"{len(cells) - len(failed)} of {len(cells)}", ", ".join(failed) or "-"))
+    columns = ("family", "checks passed", "failed")
+    return Table(table.title, columns, tuple(rows), verdict=table.verdict)
 
 
 def _page(table: Table) -> str:

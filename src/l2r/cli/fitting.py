@@ -64,6 +64,16 @@ def fit_to_old(
         )
 
 
+def _verdict(result: "FitReport") -> str:
+    """Perplexity at the ends, and the mean agreement."""
+    (first, before), *_, (last, after) = result.perplexity.items()
+    agreed = sum(layer.agreement for layer in result.layers) / max(1, len(result.layers))
+    return (
+        f"Perplexity {before:.2f} ({first}), {after:.2f} ({last}); the new routers choose "
+        f"{agreed:.0%} of the old routers' experts."
+    )
+
+
 def fit_tables(result: "FitReport", kind: str) -> tuple[Table, Table]:
     """Agreement and divergence per layer; perplexity per stage."""
     columns = ("layer", "agreement drawn", "agreement fitted", "KL drawn", "KL fitted")
@@ -75,6 +85,7 @@ def fit_tables(result: "FitReport", kind: str) -> tuple[Table, Table]:
         f"{kind}: agreement with the old routers",
         columns,
         tuple(rows),
+        verdict=_verdict(result),
         caption="Share of a token's experts that old and new router both choose; held-out text.",
     )
     stages = tuple(result.perplexity.items())

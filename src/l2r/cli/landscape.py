@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import Revision, TrustRemoteCode
+from l2r.cli.options import Open, Revision, TrustRemoteCode, existing
 from l2r.report.page import Section
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
@@ -15,7 +15,10 @@ _DRAWS = 8
 def landscape(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face folder, run or hub id whose anchors to take (rank 2)."),
+        typer.Argument(
+            help="Hugging Face folder, run or hub id whose anchors to take (rank 2).",
+            callback=existing,
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Of the checkpoint's routers, from 0 (default: all).")
@@ -25,6 +28,7 @@ def landscape(
     ] = 0,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
+    open_: Open = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -36,6 +40,7 @@ def landscape(
     Example: l2r landscape --out landscape.html
     """
     from l2r.analysis.diagnostics.landscape import anchors_of, drawn_anchors
+    from l2r.cli.console import print_pages
     from l2r.report.explorer import write_explorer
 
     if not 0 < reach < float("inf"):
@@ -57,7 +62,7 @@ def landscape(
         sets, figures = anchors_of(model, layer), []
         title = f"Score explorer: {Path(checkpoint).resolve().name}"
     path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
-    typer.echo(f"wrote {path}")
+    print_pages([path], show=open_)
 
 
 def _paper_figures(reach: float) -> list[Section]:

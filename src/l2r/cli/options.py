@@ -1,15 +1,27 @@
 """Options and arguments that several commands have: one name, one meaning, declared once."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from l2r.runs.spelling import existing_path
+
 
 
 def _device(name: str) -> str:
     from l2r.machine import pick_device
 
     return pick_device(name)
+
+
+def existing(checkpoint: Any) -> Any:
+    """The folder whose name spells the same, where the one named is missing."""
+    if isinstance(checkpoint, str | Path):
+        found = existing_path(checkpoint)
+        return checkpoint if found == Path(checkpoint) else type(checkpoint)(found)
+    return checkpoint and [existing(one) for one in checkpoint]
 
 
 Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
@@ -48,6 +60,20 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Run the Python code that the checkpoint's folder brings."
     ),
 ]
+Checkpoint = Annotated[
+    Path, typer.Argument(help=f"{CHECKPOINT}.", callback=existing, show_default=False)
+]
+Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        help="Hugging Face folders, run folders or hub ids, compared in order.",
+        callback=existing,
+    ),
+]
+Runs = Annotated[
+    Path, typer.Argument(help="Run folder, or a folder of run folders.", callback=existing)
+]
+Open = Annotated[bool, typer.Option("--open", help="Open the page in the browser.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]
 
 

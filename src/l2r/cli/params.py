@@ -6,6 +6,8 @@ import typer
 
 from l2r.cli.options import AsJson
 
+_ACROSS = 5  # numbers of heads beside each other on a terminal
+
 
 def params(
     hidden_size: Annotated[int, typer.Option(help="Hidden size d.")] = 2048,
@@ -56,7 +58,13 @@ def params(
         for rank in rank_list
         for head in head_list
     }
-    print_table(parameter_table(cells, linear, cost=cost), as_json=as_json)
+    if as_json:
+        print_table(parameter_table(cells, linear, cost=cost), as_json=True)
+        return
+    for start in range(0, len(head_list), _ACROSS):
+        shown = head_list[start : start + _ACROSS]
+        part = {at: count for at, count in cells.items() if at[1] in shown}
+        print_table(parameter_table(part, linear, cost=cost))
 
 
 def _positive(name: str, text: str) -> list[int]:

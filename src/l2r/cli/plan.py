@@ -36,7 +36,7 @@ def plan(
     """
     from rich.console import Console
 
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_table, print_text
     from l2r.cost.planning.choose import Assumptions, make_plan
     from l2r.cost.planning.hardware import find_gpu
     from l2r.cost.planning.records import plan_records
@@ -63,16 +63,4 @@ def plan(
         return
     for table in (memory_table(records), flops_table(records), scale_table(records)):
         print_table(table)
-    best, above = records["best"], records["above"]
-    peak = (best["simulated"] or best["formula"]) / 1e9
-    typer.echo(f"{records['reason']}.")
-    form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours
-    hours = "" if best["hours"] is None else f", {best['hours']:.1f} hours"
-    typer.echo(
-        f"{form}training.micro_batch={best['micro_batch']} "
-        f"training.activation_checkpointing={str(best['checkpointing']).lower()}: {peak:.1f} GB, "
-        f"{best['tokens_per_second']:,.0f} tokens/s{hours}"
-    )
-    if above and not above["fits"]:
-        larger = (above["simulated"] or above["formula"]) / 1e9
-        typer.echo(f"does not fit: micro_batch {above['micro_batch']}, {larger:.1f} GB")
+    print_text(f"{records['reason']}.")

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson
+from l2r.cli.options import AsJson, Open, Runs
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Run folder, or a folder of run folders.")],
+    folder: Runs,
     out: Annotated[Path | None, typer.Option(help="Page (default: FOLDER/report.html).")] = None,
     bench: Annotated[
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
@@ -18,6 +18,7 @@ def report(
         bool, typer.Option("--watch", help="Write it anew as the run goes, until it is finished.")
     ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks at a watched run.")] = 10,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report page of a run folder, or of all runs inside a folder.
@@ -26,7 +27,7 @@ def report(
 
     Example: l2r report runs/demo --out runs/demo/report.html
     """
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import in_paper_order, write_report
     from l2r.report.performance import bench_section, read_bench
     from l2r.runs.folder import RunFolder, find_runs
@@ -44,6 +45,6 @@ def report(
             with files_of(folder):
                 write_report(runs, path, more=speed, reload=interval)
     with files_of(folder):
-        table, page = write_report(runs, path, more=speed)
+        table, pages = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)
-    typer.echo(f"report: {page}", err=as_json)
+    print_pages(pages, show=open_, err=as_json)

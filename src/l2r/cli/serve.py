@@ -1,16 +1,15 @@
 """``l2r serve``: a checkpoint behind an OpenAI-compatible server."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from l2r.cli.experiment import say
-from l2r.cli.options import CHECKPOINT, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
+from l2r.cli.options import Checkpoint, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
 
 
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
+    checkpoint: Checkpoint,
     *,
     name: Annotated[
         str | None, typer.Option(help="Model name in requests (default: the folder's name).")

@@ -10,9 +10,9 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     NEW_FOLDER,
     AsJson,
+    Checkpoint,
     Device,
     DeviceMap,
     Dtype,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def swap(
-    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
+    checkpoint: Checkpoint,
     changes: RouterChanges = None,
     *,
     out: Annotated[Path, NEW_FOLDER],
@@ -137,4 +137,7 @@ def _table(model: Any, before: "list[Site]", kind: str) -> Table:
                 str(router.selection) if kept else "own",
             )
         )
-    return Table("Routers", columns, tuple(rows))
+    changed = sum(row[3] != "kept" for row in rows)
+    few = ("old router", "router", "old parameters", "parameters", "selection")
+    verdict = f"{changed} of {len(rows)} routers are {kind} now."
+    return Table("Routers", columns, tuple(rows), few=few, verdict=verdict)

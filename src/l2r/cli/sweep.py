@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from l2r.cli.experiment import Launch, diagnose_all, end, run_all
-from l2r.cli.options import AsJson, Changes, Recipe, Seeds
+from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def sweep(
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
     ] = True,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every cell of a grid with every seed and print the ablation tables. The same
@@ -38,7 +39,7 @@ def sweep(
 
     Example: l2r sweep demo/l2r-sips --grid router.rank=2,8,32 --seeds 3 training.steps=100
     """
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_pages, print_table
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
     from l2r.studies.cells import grid_cells, read_grid
@@ -61,10 +62,10 @@ def sweep(
         if as_json:
             print_table(sweep_table(rows), as_json=True)
         else:
-            for table in [*map(ablation_table, found), all_rows_table(rows)]:
+            for table in [all_rows_table(rows), *map(ablation_table, found)]:
                 print_table(table)
         page = write_sweep_page(rows, root / "report.html", failed=failed)
-        typer.echo(f"report: {page}", err=as_json)
+        print_pages([page], show=open_, err=as_json)
     end(failed, cells)
 
 

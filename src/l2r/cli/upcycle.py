@@ -9,10 +9,10 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     NEW_FOLDER,
     AsJson,
     BatchSize,
+    Checkpoint,
     Device,
     DeviceMap,
     Dtype,
@@ -26,7 +26,7 @@ from l2r.cli.options import (
 
 
 def upcycle(
-    checkpoint: Annotated[Path, typer.Argument(help=f"{CHECKPOINT}.")],
+    checkpoint: Checkpoint,
     changes: RouterChanges = None,
     layers: Layers = None,
     data: Annotated[

@@ -10,6 +10,7 @@ from l2r.report.curves import line_panels, mean_curve
 from l2r.report.paper_tables import seeds_caption, show_count
 from l2r.report.style import layout
 from l2r.report.tables import Table
+from l2r.report.verdicts import of_arms
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
 from l2r.stats.statistics import Interval, mean_interval
@@ -62,6 +63,7 @@ _TASKS = {
 _PERCENT = (*_TASKS.values(), "Top-1", "Top-5")
 _LOSSES = {"train_ce": "train CE", "validation_ce": "val CE", "balance": "balance loss"}
 COLUMNS = (*_PERCENT, *_LOSSES.values())
+_FEW = ("Router params", "Top-1", "val CE", "Overall", "train CE", "balance loss")
 _NAMES = {"router.rank": "rank", "router.heads": "heads", "router.kind": "router"}
 _HEADS = {"router.rank": "Rank", "router.heads": "H", "router.kind": "Router"}
 
@@ -147,7 +149,8 @@ def ablation_table(ablation: Ablation) -> Table:
         rows.append((str(row.settings[ablation.field]), *size, *numbers))
     head = _HEADS.get(ablation.field, ablation.field)
     columns = (head, *(["Router params"] if sizes else []), *shown)
-    return Table(ablation.title, columns, tuple(rows), caption=_caption(ablation.rows, sizes=sizes))
+    caption = _caption(ablation.rows, sizes=sizes)
+    return Table(ablation.title, columns, tuple(rows), caption=caption, few=_FEW)
 
 
 def all_rows_table(rows: Sequence[Row]) -> Table:
@@ -160,6 +163,8 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
             (row.label, _size(row), *(show_number(row, column) for column in shown)) for row in rows
         ),
         caption=_caption(rows),
+        few=_FEW,
+        verdict=of_arms({row.label: row.runs for row in rows}).says,
     )
 
 

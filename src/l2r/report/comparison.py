@@ -13,7 +13,8 @@ from l2r.report.paper_tables import accuracy_table
 from l2r.report.patches import patch_sections
 from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
-from l2r.report.text_view import text_sections
+from l2r.report.text_view import text_page_of, text_sections
+from l2r.report.verdicts import of_runs
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
@@ -31,6 +32,8 @@ _ROUTING = (
     ("load entropy", "entropy", "max"),
     ("routing gain", "routing_gain", "max"),
 )
+
+_FEW = ("top1", "CE mean", "stability", "load entropy", "routing gain", "router params", "steps")
 
 _CAPTION = (
     "CE: validation cross-entropy in nats per token; top1, top5: share of validation images whose "
@@ -124,6 +127,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
         caption=" ".join([*notes, _CAPTION]),
         best=tuple((name, better) for name, better in columns if better),
         unranked=frozenset(range(len(runs))) - ranked,
+        few=_FEW,
     )
 
 
@@ -133,14 +137,15 @@ def write_report(
     *,
     more: Sequence[Section] = (),
     reload: float | None = None,
-) -> tuple[Table, Path]:
-    """Write the page of one run or several; the first table of it, and the path.
+) -> tuple[Table, list[Path]]:
+    """Write the page of one run or several; its first table, and the pages: itself, its text.
 
     Repeats with other seeds count in the accuracies alone; ``more`` goes before the facts. The
     page of a run that goes on looks for a newer one every ``reload`` seconds.
     """
     runs = first_seeds(every)
-    tables = [*accuracy_over_seeds(every), comparison_table(runs)]
+    first, *others = [*accuracy_over_seeds(every), comparison_table(runs)]
+    tables = [replace(first, verdict=of_runs(in_paper_order(every)).says), *others]
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
@@ -171,7 +176,7 @@ def write_report(
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
     write_page(path, title=title, summary=summary, sections=sections, reload=reload)
-    return tables[0], path
+    return tables[0], [path, *([text_page_of(path)] if texts else [])]
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:

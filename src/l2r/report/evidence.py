@@ -16,6 +16,7 @@ from l2r.report.evidence_figures import (
 )
 from l2r.report.page import Section, write_page
 from l2r.report.tables import Table
+from l2r.report.verdicts import of_study
 from l2r.runs.atomic import write_text
 from l2r.runs.study import ScreenDesign, Study
 from l2r.stats.contrasts import Judged, detectable, estimate
@@ -49,7 +50,14 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     columns = tuple(_COLUMNS[c] for c in kept)
     rows = [tuple(row[c] for c in kept) for row in rows]
     title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
-    return Table(title, columns, tuple(rows), caption=_METHOD if primary is None else "")
+    return Table(
+        title,
+        columns,
+        tuple(rows),
+        caption=_METHOD if primary is None else "",
+        few=("difference", "p", "verdict", "seeds that decide"),
+        verdict=of_study(study).says,
+    )
 
 
 def precision_table(study: Study) -> Table:
@@ -93,6 +101,12 @@ def main_table(study: Study) -> Table:
     return contrast_table(study) if study.judged or not study.screens else _proposals(study)
 
 
+def terminal_table(study: Study) -> Table:
+    """The primary contrasts where there are any; else ``main_table``."""
+    primary = any(j.contrast.primary for j in study.judged)
+    return contrast_table(study, primary=True) if primary else main_table(study)
+
+
 def _proposals(study: Study) -> Table:
     """What each screen proposes, by its fit and by what was run."""
     rows = []
@@ -104,7 +118,12 @@ def _proposals(study: Study) -> Table:
         words = ", ".join(f"{f} {v}" for f, v in zip(screen.levels, cell, strict=True))
         rows.append((name, words, change, _words(best), statistics.fmean(ran[best])))
     columns = ("screen", "best by the fit", "change from all first levels", "best that was run")
-    return Table("Proposed: least validation CE", (*columns, "its validation CE"), tuple(rows))
+    return Table(
+        "Proposed: least validation CE",
+        (*columns, "its validation CE"),
+        tuple(rows),
+        verdict=of_study(study).says,
+    )
 
 
 def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from l2r.report.tables import Table
+from l2r.report.verdicts import of_accuracies
 from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.stats.statistics import Interval, share_interval
 
 # (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
 Counts = tuple[tuple[int, int, int, int], int, int]
+_FEW_TASKS = ("Overall", "MMLU", "HSwag", "BoolQ", "PIQA")
 _ENDS = ("95% from", "95% to")
 # A number, lower and upper end of its 95% interval.
 Estimate = tuple[float, float, float]
@@ -32,7 +34,10 @@ def parameter_table(
         (rank, *(show_count(cells[rank, head], linear) for head in heads)) for rank in ranks
     )
     columns = ("rank r \\ heads H", *(str(head) for head in heads))
-    return Table(title, columns, rows, caption=caption)
+    less = sum(count < linear for count in cells.values())
+    what = "multiply-adds" if cost else "parameters"
+    verdict = f"Fewer {what} than the linear router in {less} of {len(cells)} settings."
+    return Table(title, columns, rows, caption=caption, verdict=verdict)
 
 
 def size_table(sizes: Mapping[str, tuple[str, int, int, int, int]]) -> Table:
@@ -95,7 +100,7 @@ def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Tab
         tuple(rows),
         caption=seeds_caption(seeds),
         digits=2,
-        best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")),
+        best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")) if seeds != [1] else (),
     )
 
 
@@ -121,7 +126,15 @@ def downstream_table(
     caption = "MMLU is the mean of its four groups, Overall the mean of all eight tasks."
     if differences:
         caption += " Differences are over the same documents, by pairs."
-    return Table("Downstream accuracy (%)", ("Model", *columns), tuple(cells), caption, digits=1)
+    return Table(
+        "Downstream accuracy (%)",
+        ("Model", *columns),
+        tuple(cells),
+        caption,
+        digits=1,
+        few=(*_FEW_TASKS, *columns),
+        verdict=of_accuracies(rows, points),
+    )
 
 
 def images_table(record: Mapping[str, Any]) -> Table:
@@ -140,6 +153,10 @@ def images_table(record: Mapping[str, Any]) -> Table:
             *((label, *end, None, None, None) for label, end in zip(_ENDS, ends, strict=True)),
         ),
         digits=2,
+        verdict=(
+            f"{name}: {accuracies[0]:.1f}% of {images} images right, "
+            f"95% interval {ends[0][0]:.1f} to {ends[1][0]:.1f}."
+        ),
     )
 
 

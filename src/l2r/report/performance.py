@@ -20,6 +20,9 @@ AXES = {
 }
 _TIMES = ("median_us", "median_ms", "step_ms", "latency_ms", "peak_mib")
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "mib": "peak MiB"}
+_FEW = (
+    "contender", "shape", "size", "phase", "axis", "value", "tokens", *_TIMES, "ratio",
+)  # fmt: skip
 _DASHES = {"forward": "solid", "forward+backward": "dash"}
 
 
@@ -30,7 +33,33 @@ def bench_table(bench: Mapping[str, Any]) -> Table:
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
     rows = tuple(tuple(record[column] for column in columns) for record in records)
     caption = f"{bench['note']} {place}".strip()
-    return Table(f"Benchmark: {bench['name']}", columns, rows, caption=caption, digits=3)
+    few = tuple(column for column in columns if column in _FEW)
+    return Table(
+        f"Benchmark: {bench['name']}",
+        columns,
+        rows,
+        caption=caption,
+        digits=3,
+        few=few,
+        verdict=of_bench(bench),
+    )
+
+
+def of_bench(bench: Mapping[str, Any]) -> str:
+    """Which contender is fastest, or smallest, in how many of the groups."""
+    best: dict[str, int] = {}
+    for group in groups(bench):
+        own = [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]
+        cost = next((name for name in _TIMES if own and name in own[0]), None)
+        if cost is not None:
+            least = str(min(own, key=lambda record: record[cost])["contender"])
+            best[least] = best.get(least, 0) + 1
+    if not best:
+        return "Nothing was measured."
+    leader = max(best, key=lambda name: best[name])
+    what = "Smallest" if bench["name"] == "memory" else "Fastest"
+    many = f"in {best[leader]} of {sum(best.values())} groups" if sum(best.values()) > 1 else "here"
+    return f"{what} {many}: {leader}. Times are of this machine alone."
 
 
 def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median_us") -> go.Figure:

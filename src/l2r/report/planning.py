@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from l2r.report.tables import Table
+from l2r.report.verdicts import of_plan
 
 Record = Mapping[str, Any]
 _MEMORY = {
@@ -36,7 +37,8 @@ def memory_table(plan: Record) -> Table:
         "for tensors. Parts are by formula, and not all there at one time, so the peak is less "
         "than their sum."
     )
-    return Table("Memory", columns, tuple(body), caption=caption, digits=2)
+    verdict = of_plan(plan).says
+    return Table("Memory", columns, tuple(body), caption=caption, digits=2, verdict=verdict)
 
 
 def flops_table(plan: Record) -> Table:
@@ -78,7 +80,8 @@ def scale_table(plan: Record) -> Table:
         f"{plan['imbalance']:g} where experts are split. A step takes the longer of arithmetic and "
         "gradients with weights, then tokens. Sent: by one GPU in a step."
     )
-    return Table("Over numbers of GPUs", columns, rows, caption=caption, digits=2)
+    few = ("form", "GB per GPU", "tokens/s", "hours", "bottleneck")
+    return Table("Over numbers of GPUs", columns, rows, caption=caption, digits=2, few=few)
 
 
 def _name(row: Record) -> str:

@@ -3,10 +3,10 @@
 import html
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-_NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
+NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,9 @@ class Table:
     """Columns and rows of plain values; floats are shown with ``digits`` decimals.
 
     ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold where
-    rows differ. Rows whose number is in ``unranked`` are compared with no other.
+    rows differ. Rows whose number is in ``unranked`` are compared with no other. ``few`` names the
+    columns, most important first, that stand beside the first one where six have room (``brief``).
+    ``verdict`` is the sentence that a terminal prints before the table.
     """
 
     title: str
@@ -24,6 +26,8 @@ class Table:
     digits: int = 4
     best: tuple[tuple[str, str], ...] = ()
     unranked: frozenset[int] = frozenset()
+    few: tuple[str, ...] = ()
+    verdict: str = ""
 
     def records(self) -> list[dict[str, Any]]:
         """Rows as dictionaries, values unrounded."""
@@ -39,6 +43,33 @@ class Table:
             return f"{value:.{self.digits}f}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
+    def brief(self, most: int = 6) -> "Table":
+        """The same in at most ``most`` columns with at most three decimals, for a terminal.
+
+        The first column stays, then those of ``few`` that hold a value, in the table's order; the
+        caption then says how many others there are.
+        """
+        digits = min(self.digits, 3)
+        if len(self.columns) <= most and not self.few:
+            return replace(self, digits=digits)
+        held = [
+            c
+            for c, n in zip(self.columns, range(len(self.columns)), strict=True)
+            if any(self.show(row[n]) != "-" for row in self.rows)
+        ]
+        wanted = [c for c in self.few or self.columns[1:] if c in held and c != self.columns[0]]
+        kept = {self.columns[0], *wanted[: most - 1]}
+        places = [n for n, column in enumerate(self.columns) if column in kept]
+        left = len(self.columns) - len(places)
+        return replace(
+            self,
+            columns=tuple(self.columns[n] for n in places),
+            rows=tuple(tuple(row[n] for n in places) for row in self.rows),
+            caption=f"{left} more columns: --json, or the page." if left else self.caption,
+            digits=digits,
+            best=(),
+        )
+
     def to_html(self) -> str:
         """HTML table element."""
         best = self._best_values()
@@ -49,7 +80,7 @@ class Table:
             for column, value in zip(self.columns, row, strict=True):
                 text = html.escape(self.show(value))
                 marked = ranked and column in best and text == self.show(best[column])
-                kind = " class='number'" if _NUMBER.match(text) else ""
+                kind = " class='number'" if NUMBER.match(text) else ""
                 cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
         caption = f"<p class='caption'>{prose(self.caption)}</p>" if self.caption else ""

@@ -1,5 +1,6 @@
 """The table of checkpoints on chosen text."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,22 @@ def text_table(losses: Records, differences: Records) -> Table:
         "Model", "Text", "documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte",
         "standard error", "95% from", "95% to",
     )  # fmt: skip
-    return Table("Loss on text", columns, tuple(rows), caption)
+    few = ("Text", "perplexity", "bits/byte", "95% from", "95% to")
+    verdict = _verdict(losses, differences) + (_OTHER_TOKENS if others else "")
+    return Table("Loss on text", columns, tuple(rows), caption, few=few, verdict=verdict)
+
+
+def _verdict(losses: Records, differences: Records) -> str:
+    """Bits per byte of one checkpoint, or how many differences from the first exclude 0."""
+    texts = [(n, t, v["bits_per_byte"] or {}) for n, of in losses.items() for t, v in of.items()]
+    if not differences:
+        name, text, bits = texts[-1]
+        span = f", 95% interval {bits['low']:.3f} to {bits['high']:.3f}" if "low" in bits else ""
+        return f"{name} on {text}: {bits.get('value', math.nan):.3f} bits per byte{span}."
+    every = [v["bits_per_byte"] or {} for of in differences.values() for v in of.values()]
+    known = [bits for bits in every if bits.get("low") is not None]
+    apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in known)
+    return f"Of {len(every)} differences from {texts[0][0]} in bits per byte, {apart} exclude 0."
 
 
 def _numbers(values: Mapping[str, Any]) -> tuple[float | None, ...]:

@@ -28,7 +28,7 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
     if not texts:
         return []
     shown = dict(list(texts.items())[:_MOST])
-    page = write_text_page(shown, path.with_name(f"{path.stem}-text.html"))
+    page = write_text_page(shown, text_page_of(path))
     names = ", ".join(shown)
     more = f" (the first {_MOST} of {len(texts)})" if len(texts) > _MOST else ""
     text = (
@@ -36,6 +36,11 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
         "a token to see its experts, choose an expert to see what it serves."
     )
     return [Section("Text and experts", text, [Link(page.name, "Open the text")])]
+
+
+def text_page_of(path: Path) -> Path:
+    """The text page that stands beside the page ``path``."""
+    return path.with_name(f"{path.stem}-text.html")
 
 
 def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from l2r.runs.router_names import PAPER_ROUTERS
+from l2r.runs.spelling import known_as
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -107,7 +108,7 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
         if name not in fields:
             allowed = options_of(kind)
             raise ValueError(
-                f"{kind!r} has no option {name!r}{nearest(name, allowed)}; "
+                f"{kind!r} has no option {name!r}{nearest(name, [*allowed, 'kind'])}; "
                 f"it takes: {', '.join(allowed)}"
             )
     for name, value in entry.fixed.items():
@@ -132,7 +133,9 @@ def options_of(kind: str) -> list[str]:
 
 
 def registered(kind: str) -> Registered:
-    """Entry of a name in ``ROUTERS``; raises ValueError for an unknown one."""
+    """Entry of a name in ``ROUTERS``, in either spelling; raises ValueError for an unknown one."""
+    if isinstance(kind, str):
+        kind = known_as(kind, ROUTERS)
     if not isinstance(kind, str) or kind not in ROUTERS:
         hint, names = nearest(str(kind), ROUTERS), ", ".join(router_names())
         raise ValueError(f"unknown router {kind!r}{hint}; known: {names}")

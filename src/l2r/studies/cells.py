@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from l2r.routers import router_names
-from l2r.routers.config import nearest, options_of
+from l2r.routers.config import ROUTERS, nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.reading import parse_yaml
+from l2r.runs.spelling import known_as
 from l2r.training.recipes.changes import LENGTHS, set_field
 from l2r.training.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
 from l2r.training.recipes.packaged import packaged_recipes
@@ -58,7 +59,8 @@ def folder_cells(
                 raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
     known = [kind for kind in router_names() if kind in found]
     known += [router for router in found if router not in known]
-    for router in routers or ():
+    routers = [known_as(router, known) for router in routers or ()]
+    for router in routers:
         if router not in known:
             raise ValueError(f"routers must be among {', '.join(known)}; got {router!r}")
     arms = [_with_seeds(r, found[r], seeds, first_unmarked=True) for r in routers or known]
@@ -83,7 +85,7 @@ def read_grid(axes: Sequence[str]) -> Grid:
             ) from error
         if not values or None in values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"grid {field} needs different values, at least one; got {text!r}")
-        grid[field] = values
+        grid[field] = [known_as(str(v), ROUTERS) for v in values] if field == _KIND else values
     lengths = [field for field in grid if field in LENGTHS]
     if len(lengths) > 1:
         raise ValueError(f"grid names {' and '.join(lengths)}, which replace each other; give one")

@@ -57,7 +57,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_line(
     l2r, checkpoint, tmp_path, monkeypatch
 ):
     port = free_port()
-    assert "num_blocks is for continuous" in l2r("serve", checkpoint, "--num-blocks", 4).refusal()
+    assert "--num-blocks is for continuous" in l2r("serve", checkpoint, "--num-blocks", 4).refusal()
     assert "checkpoint must be a folder" in l2r("serve", tmp_path / "none").refusal()
     with socket.create_server(("localhost", port)):
         assert "Address already in use" in l2r("serve", checkpoint, "--port", port).refusal()

@@ -23,6 +23,7 @@ from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
 from l2r.engines.serve.sequence import Step
 from l2r.engines.serve.worker import Worker
 from l2r.hf.routes import Fingerprint
+from l2r.runs.spelling import same_name
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ async def _answer(
     form: type[Answer],
 ) -> Response:
     asked = parse(kind, await _body(request, served.limits))
-    if asked.model not in (None, served.name):
+    if asked.model is not None and not same_name(asked.model, served.name):
         message = f"model must be {served.name!r}; got {asked.model[:100]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
     if asked.echoes and not served.worker.echoes:

@@ -7,8 +7,9 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import ValidationError
 
-from l2r.routers.config import nearest
+from l2r.routers.config import ROUTERS, nearest, options_of
 from l2r.runs.reading import read_yaml
+from l2r.runs.spelling import known_as
 from l2r.training.recipes.changes import merge, read_change, set_field
 from l2r.training.recipes.packaged import packaged_recipes, settings
 from l2r.training.recipes.schema import LanguageRecipe
@@ -26,10 +27,11 @@ def recipe_names() -> list[str]:
 
 def recipes_in(folder: str) -> list[str]:
     """Packaged recipes directly inside ``folder``. Raises ValueError when there are none."""
+    folders = {name.rpartition("/")[0] for name in recipe_names()}
+    folder = known_as(folder, folders)
     names = [name for name in recipe_names() if name.rpartition("/")[0] == folder]
     if not names:
-        folders = sorted({name.rpartition("/")[0] for name in recipe_names()})
-        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(folders)}")
+        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(sorted(folders))}")
     return names
 
 
@@ -38,6 +40,7 @@ def recipe_header(name: str) -> str:
 
     Raises ValueError for an unknown recipe.
     """
+    name = known_as(name, packaged_recipes())
     if name not in packaged_recipes():
         raise _unknown(name)
     return packaged_recipes()[name].header
@@ -97,6 +100,7 @@ def _read(name: str, depth: int = 0) -> dict[str, Any]:
 
 
 def _values(name: str) -> dict[str, Any]:
+    name = known_as(name, packaged_recipes())
     if name.endswith((".yaml", ".yml")):
         return _file_values(Path(name))
     if name in packaged_recipes():
@@ -118,6 +122,18 @@ def _unknown(name: str) -> ValueError:
     return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
 
 
+def full_name(field: str, kind: Any) -> str:
+    """A hint for a field without its section: `` (did you mean 'router.rank'?)``, or nothing."""
+    if "." in field or not hasattr(kind, "model_fields"):
+        return ""
+    routers = set[str]().union(*map(options_of, ROUTERS))
+    found = [f"router.{field}"] if field in routers else []
+    for section, hint in get_type_hints(kind).items():
+        if hasattr(hint, "model_fields") and field in hint.model_fields:
+            found.append(f"{section}.{field}")
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
 def first_problem(error: ValidationError, kind: Any) -> str:
     """The first problem of a pydantic error in one line, with the nearest name if one is wrong.
 
@@ -131,7 +147,8 @@ def first_problem(error: ValidationError, kind: Any) -> str:
         for part in place[:-1]:
             parts = get_args(section)  # of list[X] or dict[str, X], whose X it is
             section = parts[-1] if parts else get_type_hints(section)[part]
-        return f"unknown field {where}{nearest(place[-1], get_type_hints(section))}"
+        hint = nearest(place[-1], get_type_hints(section))
+        return f"unknown field {where}{full_name(where, kind) or hint}"
     message = problem["msg"].removeprefix("Value error, ")
     given = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
     return f"{where}: {message}{given}" if where else f"{message}{given}"

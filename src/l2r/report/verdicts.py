@@ -1,0 +1,193 @@
+"""What a result says in one sentence: the same one on the terminal and at the head of a page."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from l2r.runs.diagnosis import Diagnosis
+from l2r.runs.folder import SEED_MARK, RunFolder
+from l2r.runs.progress import read_progress
+from l2r.runs.study import Study
+from l2r.stats.contrasts import estimate
+
+
+class Verdict(NamedTuple):
+    """says: the sentence. cannot: what the same numbers do not show, for a page."""
+
+    says: str
+    cannot: str = ""
+
+
+_ONE_SEED = (
+    "Whether the order would hold with another seed: `--seeds 5` runs more. Routers have their "
+    "recipe's settings and were not tuned alike."
+)
+_SEEDS = "Other sizes, data and budgets. Routers have their recipe's settings, not tuned alike."
+_LEVEL = 0.05
+# field of a validation record -> its name, its digits, and whether less is better
+_JUDGED = {
+    "ce/mean": ("validation CE", 3, True),
+    "top1": ("top-1 accuracy", 3, False),
+    "ce": ("validation CE", 3, True),
+}
+
+
+def of_runs(runs: Sequence[RunFolder]) -> Verdict:
+    """What ended runs show about their arms; runs that differ in the seed alone are one arm."""
+    arms: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        arms.setdefault(run.name.partition(SEED_MARK)[0], []).append(run)
+    return of_arms(arms)
+
+
+def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
+    """What the ended runs of each arm show, by its name; the first arm is the reference."""
+    ended = {name: [r for r in runs if read_progress(r).ended] for name, runs in arms.items()}
+    last = {name: _results(runs) for name, runs in ended.items() if _results(runs)}
+    if not last:
+        return Verdict("No run is finished: nothing is compared yet.", _ONE_SEED)
+    every = [record for by_seed in last.values() for record in by_seed.values()]
+    held = [field for field in _JUDGED if all(field in record for record in every)]
+    if not held:
+        return Verdict("The finished runs share no validation result: nothing is compared.")
+    name, digits, less = _JUDGED[held[0]]
+    seeds = sorted(set[int].intersection(*(set(by_seed) for by_seed in last.values())))
+    values = {arm: [float(last[arm][s][held[0]]) for s in seeds] for arm in last}
+    if not seeds:
+        return Verdict("The finished runs have no seed in common: nothing is compared.")
+    if len(values) == 1:
+        ((arm, own),) = values.items()
+        mean = sum(own) / len(own)
+        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.", _ONE_SEED)
+    if len(seeds) == 1:
+        order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
+        first, rest = order[0], order[-1]
+        return Verdict(
+            f"One seed ranks nothing: {name} runs from {values[first][0]:.{digits}f} ({first}) to "
+            f"{values[rest][0]:.{digits}f} ({rest}).",
+            _ONE_SEED,
+        )
+    return Verdict(_against_first(values, name, less), _SEEDS)
+
+
+def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
+    """The last validation of each run by its seed."""
+    found = {run.read_recipe().get("seed", 0): run.read_metrics("validation")[-1:] for run in runs}
+    return {seed: records[0] for seed, records in found.items() if records}
+
+
+def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
+    """Paired differences from the first arm, at 5% over all of them (Bonferroni)."""
+    base, *others = values
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
+    for arm in others:
+        gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
+        interval = estimate(gaps).interval(_LEVEL / len(others))
+        if interval.low <= 0 <= interval.high:
+            found["not shown to differ"].append(arm)
+        else:
+            found["better" if (interval.mean < 0) == less else "worse"].append(arm)
+    parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in found.items() if arms]
+    what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
+    return f"{what}: {'; '.join(parts)}."
+
+
+def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
+    """Experts that are ever first in each checkpoint, and what the choice of experts is worth."""
+    first = {name: ever_first(view) for name, view in views.items()}
+    low = min(first, key=lambda name: min(first[name]))
+    experts = len(views[low].array(0, "top1"))
+    least, most = min(first[low]), max(first[low])
+    span = str(least) if least == most else f"{least} to {most}"
+    layers = "in its layer" if len(first[low]) == 1 else "by layer"
+    many = f"Fewest of {len(views)}: " if len(views) > 1 else ""
+    says = f"{many}{low} ever puts {span} of {experts} experts first {layers}."
+    gains = {n: v.numbers().get("routing_gain") for n, v in views.items()}
+    if all(gain is not None for gain in gains.values()):
+        worst = min(gains, key=lambda name: gains[name] or 0.0)
+        whose = f" ({worst}, the least)" if len(views) > 1 else ""
+        says += f" Random experts instead would cost {gains[worst]:.3f} nats{whose}."
+    return Verdict(
+        says,
+        "Which router is better: that takes several seeds of each. The numbers are of the text or "
+        "images read here; raw margins of different scorings have different units.",
+    )
+
+
+def ever_first(view: Diagnosis) -> list[int]:
+    """By layer, the number of experts that some token chose first."""
+    return [int((use > 0).sum()) for use in view.by_layer("top1")]
+
+
+def of_study(study: Study) -> Verdict:
+    """Verdicts of the primary contrasts of a plan, counted."""
+    cannot = "Anything outside its plan: other sizes, data, budgets and settings."
+    if not study.results:
+        return Verdict("Nothing was run yet.", cannot)
+    primary = [j for j in study.judged if j.contrast.primary]
+    if not study.judged:
+        return Verdict(
+            "A screen: it proposes what to test next and decides nothing.",
+            f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
+        )
+    if study.seeds < study.least:
+        return Verdict(
+            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} are complete.", cannot
+        )
+    counts: dict[str, list[str]] = {}
+    for j in primary or study.judged:
+        pair = f"{j.contrast.first} against {j.contrast.second}"
+        counts.setdefault(j.verdict, []).append(pair)
+    kind = "primary contrast" if primary else "contrast"
+    total = len(primary or study.judged)
+    parts = [f"{len(pairs)} {verdict}{_named(pairs)}" for verdict, pairs in counts.items()]
+    open_ = " The stopping rule asks for more seeds." if study.open else ""
+    plural = "s" if total > 1 else ""
+    return Verdict(f"Of {total} {kind}{plural}: {'; '.join(parts)}.{open_}", cannot)
+
+
+def of_plan(plan: Mapping[str, Any]) -> Verdict:
+    """What to run, whether it fits, and how long it takes."""
+    best, above = plan["best"], plan["above"]
+    peak = (best["simulated"] or best["formula"]) / 1e9
+    form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours
+    hours = "" if best["hours"] is None else f", {_duration(best['hours'])}"
+    fits = "Fits" if best["fits"] else "Does not fit"
+    says = (
+        f"{fits} {best['gpus']} x {plan['gpu']['name']}: {form}"
+        f"training.micro_batch={best['micro_batch']} "
+        f"training.activation_checkpointing={str(best['checkpointing']).lower()}: {peak:.1f} GB "
+        f"per GPU, {best['tokens_per_second']:,.0f} tokens/s{hours}."
+    )
+    if above and not above["fits"]:
+        larger = (above["simulated"] or above["formula"]) / 1e9
+        says += f" micro_batch {above['micro_batch']} does not: {larger:.1f} GB."
+    return Verdict(says, "Times on your machine: they follow from stated rates, not from a run.")
+
+
+def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[str, Any]]) -> str:
+    """Accuracy of one checkpoint, or how many differences from the first exclude 0."""
+    if not differences:
+        ((name, found),) = overall.items()
+        known = [(c, v) for c, v in found.items() if v is not None]
+        if not known:
+            return f"{name}: no task has a result."
+        column, (mean, low, high) = known[-1]
+        return f"{name}: {column} {mean:.1f}%, 95% interval {low:.1f} to {high:.1f}."
+    every = [v for by_column in differences.values() for v in by_column.values() if v is not None]
+    apart = sum(low > 0 or high < 0 for _, low, high in every)
+    return (
+        f"Of {len(every)} differences from {next(iter(overall))}, {apart} exclude 0 (95%, paired "
+        f"by document, not adjusted; {0.05 * len(every):.1f} would by chance)."
+    )
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
+def _named(pairs: Sequence[str]) -> str:
+    return f" ({pairs[0]})" if len(pairs) == 1 else ""
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'' if count == 1 else 's'}"

@@ -1,0 +1,38 @@
+"""Names with hyphens and with underscores: one spelling is accepted for the other."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def same_name(first: str, second: str) -> bool:
+    """Whether names differ in hyphens and underscores alone: ``l2r-sips`` and ``l2r_sips``."""
+    return first.replace("-", "_") == second.replace("-", "_")
+
+
+def known_as(name: str, known: Iterable[str]) -> str:
+    """The entry of ``known`` that ``name`` spells; ``name`` itself where none or several do."""
+    names = set(known)
+    alike = {other for other in names if same_name(name, other)}
+    return next(iter(alike)) if name not in names and len(alike) == 1 else name
+
+
+def existing_path(path: str | Path) -> Path:
+    """``path``, or where it is missing, the path beside it whose names spell the same.
+
+    Every part is looked for in the folder before it; ``path`` itself where one has no match.
+    """
+    given = Path(path)
+    if given.exists():
+        return given
+    found = Path(given.anchor)
+    parts = given.parts[1:] if given.anchor else given.parts
+    for part in parts:
+        if not found.is_dir():
+            return given
+        name = (
+            part if (found / part).exists() else known_as(part, (p.name for p in found.iterdir()))
+        )
+        found /= name
+        if not found.exists():
+            return given
+    return found

@@ -17,13 +17,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
 What `l2r COMMAND --help` says, on one page, made by `python scripts/pages/commands_page.py`.
-Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1` shows where it was found); an interrupted
+Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1` shows its origin); an interrupted
 command ends with 130; nothing that was written is lost by either.
 
-Tables have at most six columns at 80 characters, after a verdict; `--json` has every column. Commands
-that write a page name it, and `--open` shows it in the browser. `l2r_sips` and `l2r-sips` are one
-name everywhere. `l2r --install-completion` completes commands and options in bash, zsh, fish and
-PowerShell.
+Tables have at most six columns at 80 characters, after a verdict; `--json` has every column. Every
+page that is written is named, and `--open` shows it in the browser. `l2r_sips` and `l2r-sips` are
+one name everywhere. `l2r --install-completion` completes commands and options in bash, zsh, fish
+and PowerShell.
 """
 
 

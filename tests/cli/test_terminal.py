@@ -53,7 +53,7 @@ def test_a_table_fits_80_characters(command, narrow):
     narrow(*command)
 
 
-def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, tmp_path):
+def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, text_folder):
     """Train, compare, report, sweep, diagnose, swap, upcycle and eval, in the smallest sizes."""
     routers = ("--routers", "linear,l2r-sips")
     first = narrow("compare", "demo", *tiny_changes, *routers)
@@ -67,15 +67,18 @@ def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, 
     grid = ("--grid", "router.rank=2,4", "--no-usage")
     assert narrow("sweep", "demo/l2r_sips", *grid, *tiny_changes)[0].startswith("One seed ranks")
     few = ("--instances", 4, "--length", 16, "--certify", 2, "--gain", 2, "--sample", 32)
-    text = ("--data", tmp_path / "text")
-    (tmp_path / "text").mkdir()
-    for number in range(4):
-        (tmp_path / "text" / f"{number}.txt").write_text("cat dog bird fish " * 60)
+    text = ("--data", text_folder)
     narrow("diagnose", "runs/demo/linear", "runs/demo/l2r_sips", *few, *text)
     narrow("swap", "runs/demo/linear", "--out", "swapped")
     small = ("--tokens", 400, "--held-out", 200, "--length", 16, "--updates", 1)
     narrow("upcycle", "runs/demo/linear", *small, *text)
-    narrow("eval", "runs/demo/linear", "runs/demo/l2r_sips", "--text", tmp_path / "text" / "0.txt")
+    narrow(
+        "eval",
+        "runs/demo/linear",
+        "runs/demo/l2r_sips",
+        "--text",
+        text_folder / "animals" / "0.txt",
+    )
 
 
 def test_the_table_of_families_counts_checks(capsys, monkeypatch):

@@ -9,7 +9,6 @@ import typer
 from l2r.runs.spelling import existing_path
 
 
-
 def _device(name: str) -> str:
     from l2r.machine import pick_device
 

@@ -13,7 +13,7 @@ from l2r import __version__
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
 # group of commands; heavy dependencies are imported inside the function.
 PANELS = {
-    "Inspect": ("diagnose", "check", "landscape", "report"),
+    "Inspect": ("diagnose", "check", "mismatch", "landscape", "report"),
     "Change": ("swap", "upcycle", "export", "serve", "families"),
     "Train": ("train", "compare", "sweep", "eval", "data"),
     "Study": ("evidence",),

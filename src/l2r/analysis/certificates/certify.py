@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from l2r.analysis.certificates.anchor_bounds import Moments
@@ -70,6 +70,31 @@ def certify_first(router: nn.Module, x: Float[Tensor, "T D"]) -> Float[Tensor, "
     form = routing_map(router)
     parts = _decisions(form, router, x)
     return torch.cat([_radii(form, part, logits, one) for part, logits, one, _ in parts]) * SHRINK
+
+
+@torch.no_grad()
+def holds_within(
+    router: nn.Module, x: Float[Tensor, "T D"], distance: Float[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Whether no change of a token's input up to ``distance`` changes its set of k experts.
+
+    True where the certified radius, without the geometry of rank 2, exceeds the distance; one
+    evaluation of the bound instead of the search for the radius. Raises ValueError for the same
+    routers.
+    """
+    form = routing_map(router)
+    held, done = [], 0
+    for part, logits, _, inside in _decisions(form, router, x):
+        reach = distance[done : done + len(part)].double() / SHRINK
+        done += len(part)
+        if inside.all() or isinstance(form, LinearMap):
+            held.append(_radii(form, part, logits, inside) > reach)
+            continue
+        local = _Local.of(form, part)
+        gaps = logits[:, :, None] - logits[:, None, :]
+        bound = _least(local.lower_bound(gaps, reach), inside)
+        held.append((bound > 0) & (reach < local.max_radius))
+    return torch.cat(held)
 
 
 def _decisions(

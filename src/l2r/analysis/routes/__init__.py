@@ -1,0 +1,1 @@
+"""Routes that differ: the same weights in other arithmetic, another checkpoint, another engine."""

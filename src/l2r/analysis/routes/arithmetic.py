@@ -1,0 +1,81 @@
+"""The same model in other arithmetic: bf16 parameters, weights rounded to 8 bits.
+
+Routers keep their precision in all of them, as in a bf16 load of ours. Rounded weights are kept in
+the dtype of the model, so that rounding is all that changes.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2r.hf.routes.layers import routed_layers
+from l2r.routers import Router
+
+ARITHMETICS = ("bf16", "int8", "fp8")
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+
+
+def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
+    """Copy of a model in bf16, int8 or fp8.
+
+    bf16: all parameters but the routers'. int8: weights of linear layers and of experts, each
+    output channel divided by its largest absolute value / 127, rounded to whole numbers and
+    multiplied back; embeddings and the output layer stay. fp8: the same with float8 e4m3, by
+    the largest absolute value / 448.
+
+    Raises ValueError for another name and for a model without a supported router.
+    """
+    if name not in ARITHMETICS:
+        raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
+    copy = deepcopy(model)
+    routers = [site.router for layer in routed_layers(copy) for site in layer.sites]
+    kept = {parameter for router in routers for parameter in router.parameters()}
+    if name == "bf16":
+        for parameter in copy.parameters():
+            if parameter not in kept:
+                parameter.data = parameter.data.bfloat16()
+        for router in routers:
+            if not isinstance(router, Router):
+                _compute_wide(router)
+    else:
+        for weight, inputs in _weights(copy):
+            if weight not in kept:
+                weight.data = rounded(weight.data, name, inputs)
+    return copy
+
+
+def rounded(weight: Tensor, name: str, inputs: int = -1) -> Tensor:
+    """A weight rounded to int8 or fp8 by output channel; ``inputs``: the dimension summed over."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=inputs, keepdim=True).clamp_min(1e-30) / _LARGEST[name]
+    steps = wide / scale
+    steps = steps.round() if name == "int8" else steps.to(torch.float8_e4m3fn).float()
+    return (steps * scale).to(weight.dtype)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """Weights of linear layers and of experts, and the dimension that a product sums over."""
+    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if module is not embeddings:
+                yield module.weight, -1
+            continue
+        inputs = -2 if getattr(module, "is_transposed", False) else -1
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 3:
+                yield parameter, inputs
+
+
+def _compute_wide(router: nn.Module) -> None:
+    """Let a family's own router take inputs of half precision with its own wider weights."""
+    forward: Any = router.forward
+
+    def wide(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, weights, indices = forward(hidden.float(), *args, **kwargs)
+        return logits, weights.to(hidden.dtype), indices
+
+    router.forward = wide

@@ -1,0 +1,254 @@
+"""Two runs of the same tokens: which experts differ, which decisions could not, and what it costs.
+
+A decision, a token in a layer, is certified when its certified radius exceeds the measured change
+of the router's input plus an allowance for the router's own rounding, hidden size * 2^-23 * the
+norm of the input. It is only spoken of where both routers have the same parameters.
+
+Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen per token, V words.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.analysis.certificates.attack import decision_gap
+from l2r.analysis.certificates.certify import holds_within
+from l2r.hf.routes.layers import fingerprint_of
+from l2r.hf.routes.record import record
+from l2r.hf.routes.replay import replay
+from l2r.hf.routes.routes import Routes
+from l2r.hf.swap.sites import running_sites
+from l2r.routers.observe import evaluating, hooked, routed
+from l2r.runs.mismatch import NO_STATEMENT
+
+_EPS = torch.finfo(torch.float32).eps
+
+
+class Reading(NamedTuple):
+    """One run. routes: experts of its sequences. inputs [T, D] and gaps [T] of every router:
+    smallest logit of the chosen experts minus largest of the others. logits [B, S, V]."""
+
+    routes: Routes
+    inputs: list[Float[Tensor, "T D"]]
+    gaps: list[Float[Tensor, " T"]]
+    logits: Float[Tensor, "B S V"]
+
+
+@torch.no_grad()
+def read(model: nn.Module, ids: Int[Tensor, "B S"], routes: Routes | None = None) -> Reading:
+    """Run rows of tokens without padding, with the experts of ``routes`` where they are given."""
+    sites = running_sites(model)
+    inputs: list[Tensor] = []
+    gaps: list[Tensor] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        logits, _, indices = routed(module, output)
+        inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, indices, True)
+        inputs.append(args[0].detach().reshape(len(logits), -1))
+        gaps.append(decision_gap(logits.double(), inside).float())
+
+    with evaluating(model), ExitStack() as stack:
+        stack.enter_context(hooked({site.router: see for site in sites}))
+        if routes is not None:
+            stack.enter_context(replay(model, routes))
+        recorder = stack.enter_context(record(model))
+        output: Any = model(input_ids=ids, use_cache=False)
+    return Reading(recorder.routes(), inputs, gaps, output.logits.float())
+
+
+class Comparison:
+    """Sums over batches of a model and what it is compared with, by token; see ``arrays``.
+
+    Raises ValueError where the two do not have the same layers, experts, k and model type.
+    """
+
+    def __init__(self, model: nn.Module, other: nn.Module | None = None) -> None:
+        self.fingerprint = fingerprint_of(model)
+        self._model, self._other = model, other
+        self._routers = [site.router for site in running_sites(model)]
+        self._alike = [False] * len(self._routers)
+        if other is not None:
+            fingerprint_of(other).check(self.fingerprint)
+            pairs = zip(self._routers, running_sites(other), strict=True)
+            self._alike = [_equal(router, site.router) for router, site in pairs]
+        nothing = "the other side's inputs of the router are not known"
+        differ = "the two routers have other parameters"
+        remark = nothing if other is None else differ
+        self.remarks = ["" if alike else remark for alike in self._alike]
+        self.lengths: list[int] = []  # of the sequences read
+        self._parts: dict[str, list[np.ndarray]] = {}
+
+    def with_model(self, ids: Int[Tensor, "B S"]) -> None:
+        """Compare rows of tokens with the other model, with its own experts and with replayed."""
+        assert self._other is not None
+        first, second = read(self._model, ids), read(self._other, ids)
+        again = read(self._other, ids, first.routes)
+        self._keep(first, second.routes, ids)
+        moved, held = [], []
+        for layer in range(len(self._routers)):
+            change, certified = self._change(layer, first.inputs[layer], second.inputs[layer])
+            moved.append(change)
+            held.append(certified)
+        own, replayed = _log_probs(second.logits, ids), _log_probs(again.logits, ids)
+        before = _log_probs(first.logits, ids)
+        self._add(
+            moved=torch.stack(moved),
+            certified=torch.stack(held),
+            own=own - before,
+            replayed=replayed - before,
+            kl_own=_divergence(first.logits, second.logits),
+            kl_replayed=_divergence(first.logits, again.logits),
+        )
+
+    def with_routes(
+        self,
+        ids: Int[Tensor, "B S"],
+        routes: Routes,
+        log_probs: Float[Tensor, "B S"] | None = None,
+    ) -> None:
+        """Compare rows of tokens with recorded routes.
+
+        log_probs: of each row's next token as the other side gave them, NaN where it gave none.
+        Without them what is compared is this model with the routes and with its own experts.
+        """
+        first = read(self._model, ids)
+        self._keep(first, routes, ids)
+        again = read(self._model, ids, routes)
+        before, after = _log_probs(first.logits, ids), _log_probs(again.logits, ids)
+        layers, none = len(self._routers), torch.full((ids.numel(),), torch.nan)
+        if log_probs is None:
+            costs = {"own": after - before, "replayed": none}
+            divergence = _divergence(first.logits, again.logits)
+        else:
+            other = log_probs.flatten().cpu()
+            costs, divergence = {"own": other - before, "replayed": other - after}, none
+        self._add(
+            moved=none.expand(layers, -1),
+            certified=torch.full((layers, ids.numel()), NO_STATEMENT),
+            kl_own=divergence,
+            kl_replayed=none,
+            **costs,
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of ``runs.mismatch.Mismatch`` by name, over all tokens.
+
+        Raises ValueError before the first batch.
+        """
+        if not self._parts:
+            raise ValueError("tokens to compare must be at least one row; got none")
+        by_layer = ("experts", "other_experts", "gap", "moved", "certified")
+        return {
+            name: np.concatenate(parts, axis=1 if name in by_layer else 0)
+            for name, parts in self._parts.items()
+        }
+
+    def _change(self, layer: int, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Relative change [T] of a router's input, and 1, 0 or NO_STATEMENT of each decision."""
+        wide = x.double()
+        distance = torch.linalg.vector_norm(wide - other.to(wide.device).double(), dim=1)
+        size = torch.linalg.vector_norm(wide, dim=1)
+        held = torch.full((len(x),), NO_STATEMENT)
+        if self._alike[layer]:
+            allowance = x.shape[1] * _EPS * (size + distance)
+            try:
+                certified = holds_within(self._routers[layer], x.float(), distance + allowance)
+                held = certified.to(held.dtype).cpu()
+            except ValueError as error:
+                self._alike[layer] = False
+                self.remarks[layer] = str(error)
+        return (distance / size.clamp_min(1e-30)).float().cpu(), held
+
+    def _keep(self, first: Reading, other: Routes, ids: Tensor) -> None:
+        other.fingerprint.check(self.fingerprint)
+        wanted = [ids.shape[1]] * ids.shape[0]
+        if other.lengths.tolist() != wanted:
+            raise ValueError(
+                "routes must be of the tokens that are read; their sequences have "
+                f"{other.lengths.tolist()!s:.60} tokens and the rows {wanted!s:.60}"
+            )
+        self.lengths += wanted
+        self._add(
+            tokens=ids.flatten(),
+            experts=_by_layer(first.routes),
+            other_experts=_by_layer(other),
+            gap=torch.stack([gap.cpu() for gap in first.gaps]),
+        )
+
+    def _add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._parts.setdefault(name, []).append(value.detach().cpu().numpy())
+
+
+def compare_models(
+    model: nn.Module,
+    other: nn.Module,
+    batches: Iterable[Int[Tensor, "B S"]],
+    report: Callable[[int], object] = lambda rows_done: None,
+) -> Comparison:
+    """Compare two models over batches of rows; ``report`` takes the rows that are done."""
+    comparison, done = Comparison(model, other), 0
+    for ids in batches:
+        comparison.with_model(ids)
+        done += len(ids)
+        report(done)
+    return comparison
+
+
+def compare_routes(
+    model: nn.Module,
+    routes: Routes,
+    rows: Sequence[Int[Tensor, " S"]],
+    log_probs: Sequence[Float[Tensor, " S"]] | None = None,
+    report: Callable[[int], object] = lambda rows_done: None,
+) -> Comparison:
+    """Compare a model with routes of sequences of any length, one at a time.
+
+    Raises ValueError where routes and rows are not as many.
+    """
+    if len(routes) != len(rows):
+        raise ValueError(
+            f"routes must be of the tokens that are read; they have {len(routes)} sequences and "
+            f"there are {len(rows)} rows"
+        )
+    comparison = Comparison(model)
+    for number, (row, part) in enumerate(zip(rows, routes, strict=True)):
+        given = None if log_probs is None else log_probs[number][None]
+        comparison.with_routes(row[None], part, given)
+        report(number + 1)
+    return comparison
+
+
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = dict(one.state_dict()), dict(other.state_dict())
+    return pairs[0].keys() == pairs[1].keys() and all(
+        torch.equal(value, pairs[1][name].to(value.device)) for name, value in pairs[0].items()
+    )
+
+
+def _by_layer(routes: Routes) -> Int[Tensor, "L T K"]:
+    """Experts of every token, -1 where it has no route."""
+    padded, mask = routes.padded()
+    return padded[mask].transpose(0, 1).to(torch.int32)
+
+
+def _log_probs(logits: Float[Tensor, "B S V"], ids: Int[Tensor, "B S"]) -> Float[Tensor, " T"]:
+    """Log-probability of the next token, NaN at the end of each row."""
+    values = torch.full(ids.shape, torch.nan)
+    next_ids = ids[:, 1:, None].to(logits.device)
+    values[:, :-1] = logits[:, :-1].log_softmax(dim=-1).gather(-1, next_ids)[..., 0].cpu()
+    return values.flatten()
+
+
+def _divergence(
+    logits: Float[Tensor, "B S V"], other: Float[Tensor, "B S V"]
+) -> Float[Tensor, " T"]:
+    """KL(reference, other) of the next token's distribution, in nats."""
+    first = logits.double().log_softmax(dim=-1)
+    second = other.to(logits.device).double().log_softmax(dim=-1)
+    return (first.exp() * (first - second)).sum(dim=-1).flatten().float().cpu()

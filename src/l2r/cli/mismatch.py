@@ -1,0 +1,195 @@
+"""``l2r mismatch``: which experts the same weights choose elsewhere, and what it costs."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from l2r.cli.experiment import say
+from l2r.cli.options import (
+    CHECKPOINT,
+    AsJson,
+    BatchSize,
+    Device,
+    Dtype,
+    Revision,
+    TrustRemoteCode,
+)
+
+if TYPE_CHECKING:
+    from l2r.analysis.inputs import Subject
+    from l2r.analysis.routes.compare import Comparison
+    from l2r.hf.checkpoints.placement import Placement
+    from l2r.runs.mismatch import Mismatch
+
+
+def mismatch(
+    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}: the reference.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, int8 or fp8: the same weights in that arithmetic; another checkpoint; a "
+            "file of routes of the same tokens; vllm: answers of a server, see --answers."
+        ),
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="With --against vllm: completions with routed_experts, one a line."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="File for the reference's routes, to compare with on another machine."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="File or folder of text, or token files (default: held-out text)."),
+    ] = None,
+    instances: Annotated[int, typer.Option(help="Rows of text over all domains.", min=1)] = 32,
+    length: Annotated[int, typer.Option(help="Tokens per row.", min=2)] = 256,
+    batch_size: BatchSize = 8,
+    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
+        "mismatch"
+    ),
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decisions that another arithmetic, checkpoint or engine makes otherwise, and their cost.
+
+    Compares experts by layer, margin, position and kind of token, the log-probabilities with own
+    and with the same experts, and counts decisions that are certified not to change.
+
+    Example: l2r mismatch runs/demo/l2r_sips --against bf16
+    """
+    from l2r.analysis.inputs import open_subject
+    from l2r.hf.checkpoints import is_image_classifier
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.checkpoints.placement import Placement
+    from l2r.report.mismatch import tables, verdict, write_mismatch
+    from l2r.runs.atomic import make_folder, write_text
+
+    _check(against, answers, record)
+    placement = Placement(dtype, device)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    if is_image_classifier(folder):
+        raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")
+    subject = open_subject(
+        folder,
+        text,
+        placement=placement,
+        instances=instances,
+        length=length,
+        report=say,
+        trust_remote_code=trust_remote_code,
+    )
+    if record is not None:
+        _record(subject, batch_size, record)
+    if against is None:
+        return
+    comparison, domain = _compare(
+        subject, against, answers, batch_size, placement, trust_remote_code
+    )
+    result = _result(subject, comparison, domain)
+    make_folder(out)
+    result.save(out / "mismatch.npz")
+    name = Path(checkpoint).name
+    summary = {"checkpoint": name, "against": against, **result.summary()}
+    write_text(out / "mismatch.json", json.dumps(summary, indent=2) + "\n")
+    page = write_mismatch(out / "index.html", result, name=name, against=against)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        from l2r.cli.console import print_table
+
+        typer.echo(verdict(result, against))
+        for table in tables(result, against):
+            print_table(table)
+    typer.echo(f"page: {page}", err=as_json)
+
+
+def _check(against: str | None, answers: Path | None, record: Path | None) -> None:
+    if against is None and record is None:
+        raise ValueError("against must say what to compare with, or record where routes go")
+    if (against == "vllm") != (answers is not None):
+        raise ValueError(
+            "answers, a file of completions with routed_experts, go with --against vllm alone"
+        )
+
+
+def _record(subject: "Subject", batch_size: int, path: Path) -> None:
+    from l2r.analysis.routes.compare import read
+    from l2r.cli.console import progress_bars
+    from l2r.hf.routes import Routes
+
+    parts: list[Routes] = []
+    with progress_bars() as bars:
+        done = partial(bars, "record", total=subject.items)
+        for batch in subject.batches(batch_size, subject.device):
+            parts.append(read(subject.model, batch["input_ids"]).routes)
+            done(sum(map(len, parts)))
+    Routes.concatenate(parts).save(path)
+    say(f"routes: {path}")
+
+
+def _compare(
+    subject: "Subject",
+    against: str,
+    answers: Path | None,
+    batch_size: int,
+    placement: "Placement",
+    trust: bool,
+) -> "tuple[Comparison, np.ndarray]":
+    """The comparison, and the domain of every sequence."""
+    from l2r.analysis.routes.answers import read_answers
+    from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
+    from l2r.analysis.routes.compare import compare_models, compare_routes
+    from l2r.cli.console import progress_bars
+    from l2r.hf.checkpoints import load_causal_lm
+    from l2r.hf.checkpoints.hub import local_checkpoint
+    from l2r.hf.routes import Routes
+    from l2r.hf.routes.layers import fingerprint_of
+
+    model: Any = subject.model
+    batches = list(subject.batches(batch_size, subject.device))
+    domain = np.concatenate([batch["domain"].cpu().numpy() for batch in batches])
+    ids = [batch["input_ids"] for batch in batches]
+    rows = [row for part in ids for row in part]
+    with progress_bars() as bars:
+        if answers is not None:
+            given = read_answers(answers, fingerprint_of(model))
+            done = partial(bars, against, total=len(given.rows))
+            rows = [row.to(subject.device) for row in given.rows]
+            compared = compare_routes(model, given.routes, rows, given.log_probs, report=done)
+            return compared, np.zeros(len(rows), np.int64)
+        done = partial(bars, against, total=len(rows))
+        if Path(against).is_file():
+            return compare_routes(model, Routes.load(against), rows, report=done), domain
+        if against in ARITHMETICS:
+            other = in_other_arithmetic(model, against)
+        else:
+            folder = local_checkpoint(against, code=trust)
+            other, _ = load_causal_lm(folder, placement=placement, trust_remote_code=trust)
+        return compare_models(model, other, ids, report=done), domain
+
+
+def _result(subject: "Subject", comparison: "Comparison", domain: np.ndarray) -> "Mismatch":
+    from l2r.analysis.diagnostics.text_routing import pieces
+    from l2r.runs.mismatch import Mismatch
+
+    arrays = comparison.arrays()
+    ids, tokens = np.unique(arrays.pop("tokens"), return_inverse=True)
+    return Mismatch(
+        layers=np.array(comparison.fingerprint.layers),
+        remarks=np.array(comparison.remarks),
+        lengths=np.array(comparison.lengths),
+        domain=domain,
+        domains=np.array(subject.domains),
+        pieces=np.array(pieces(subject.tokenizer, ids.tolist())),
+        tokens=tokens.astype(np.int32),
+        **arrays,
+    )

@@ -1,0 +1,146 @@
+"""Comparisons of two runs against choices, log-probabilities and divergences by hand."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import kl_div
+
+from l2r import record, replay
+from l2r.analysis.certificates.certify import certify, holds_within
+from l2r.analysis.routes.compare import compare_models, compare_routes
+from l2r.routers.observe import find_routers
+from l2r.runs.mismatch import NO_STATEMENT
+from tests.analysis.diagnostics.models import batches, ours, stock
+
+
+def ids(count=3, **options):
+    return [batch["input_ids"] for batch in batches(count, **options)]
+
+
+def moved(model, size=0.3):
+    """A copy whose parameters outside of the routers moved by a share of their spread."""
+    other = copy.deepcopy(model)
+    kept = {p for r in find_routers(other).values() for p in r.parameters()}
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter not in kept and parameter.numel() > 64:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(size * parameter.std() * noise)
+    return other
+
+
+def log_probs(logits, tokens):
+    return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_experts_and_costs_are_those_of_two_runs_and_a_replay(make):
+    model = make()
+    other = moved(model)
+    (tokens,) = ids(1)
+    got = compare_models(model, other, [tokens]).arrays()
+    with torch.no_grad(), record(model) as first:
+        one = model(tokens).logits
+    with torch.no_grad(), record(other) as second:
+        two = other(tokens).logits
+    with torch.no_grad(), replay(other, first.routes()):
+        again = other(tokens).logits
+    for name, routes in (("experts", first.routes()), ("other_experts", second.routes())):
+        assert (got[name] == routes.experts.swapaxes(0, 1)).all()
+    assert (got["experts"] != got["other_experts"]).any()  # else the case shows nothing
+    before = log_probs(one, tokens)
+    for name, logits in (("own", two), ("replayed", again)):
+        values = torch.from_numpy(got[name]).view_as(tokens)
+        assert values[:, -1].isnan().all()
+        torch.testing.assert_close(values[:, :-1], log_probs(logits, tokens) - before)
+        wide = [part.double().log_softmax(-1) for part in (logits, one)]
+        kl = kl_div(*wide, log_target=True, reduction="none").sum(-1)
+        torch.testing.assert_close(
+            torch.from_numpy(got[f"kl_{name}"]).double(), kl.flatten(), atol=1e-9, rtol=1e-3
+        )
+    assert not np.allclose(got["own"], got["replayed"], equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "xmoe", "l2r_dot", "l2r_sips"])
+def test_a_decision_is_certified_where_its_radius_exceeds_the_change(kind):
+    model = ours(kind)
+    other = moved(model, 0.01)
+    comparison = compare_models(model, other, ids())
+    got = comparison.arrays()
+    assert comparison.remarks == ["", ""]
+    changed = (np.sort(got["experts"]) != np.sort(got["other_experts"])).any(-1)
+    held = got["certified"] == 1
+    assert held.any() and not held.all() and changed.any()
+    assert not (held & changed).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("linear", {}), ("l2r_sips", {"rank": 4, "heads": 3}), ("l2r_sips", {"rank": 2, "heads": 3})],
+)
+def test_holding_within_a_distance_is_having_a_larger_radius(kind, options):
+    router = next(iter(find_routers(ours(kind, **options)).values()))
+    x = torch.randn(20 if options.get("rank") == 2 else 100, 16)
+    radii = certify(router, x).topk
+    if options.get("rank") != 2:  # where geometry proves more
+        assert holds_within(router, x, radii * 0.999).all()
+    assert not holds_within(router, x, radii * 1.001 + 1e-9).any()
+    assert holds_within(router, x, radii * 1e-3)[radii > 1e-6].float().mean() > 0.9
+
+
+def test_routers_with_other_parameters_get_no_certificate():
+    model, other = ours(), ours()
+    with torch.no_grad():
+        next(iter(find_routers(other).values())).projection.weight.mul_(1.5)
+    comparison = compare_models(model, other, ids(1))
+    assert comparison.remarks == ["the two routers have other parameters", ""]
+    assert (comparison.arrays()["certified"][0] == NO_STATEMENT).all()
+
+
+def test_a_model_differs_in_nothing_from_itself_in_the_same_arithmetic():
+    model = stock()
+    got = compare_models(model, copy.deepcopy(model), ids()).arrays()
+    assert (got["experts"] == got["other_experts"]).all() and (got["moved"] == 0).all()
+    assert np.nanmax(np.abs(got["own"])) == np.nanmax(np.abs(got["replayed"])) == 0
+
+
+def test_routes_of_another_arithmetic_cost_what_replaying_them_changes():
+    model = ours()
+    (tokens,) = ids(1)
+    other = moved(model)
+    with torch.no_grad(), record(other) as recorder:
+        theirs = other(tokens).logits
+    routes = recorder.routes()
+    given = torch.cat([log_probs(theirs, tokens), torch.full((len(tokens), 1), torch.nan)], 1)
+    got = compare_routes(model, routes, list(tokens), list(given)).arrays()
+    alone = compare_routes(model, routes, list(tokens)).arrays()
+    with torch.no_grad():
+        own = log_probs(model(tokens).logits, tokens)
+        with replay(model, routes):
+            same = log_probs(model(tokens).logits, tokens)
+    shape = (len(tokens), -1)
+    theirs = log_probs(theirs, tokens)
+    for array, expected in (
+        (got["own"], theirs - own),
+        (got["replayed"], theirs - same),
+        (alone["own"], same - own),
+    ):
+        values = torch.from_numpy(array).view(shape)[:, :-1]
+        torch.testing.assert_close(values, expected, atol=2e-6, rtol=1e-4)
+    assert np.isnan(alone["replayed"]).all()
+
+
+def test_routes_of_other_tokens_are_refused():
+    model = ours()
+    with torch.no_grad(), record(model) as recorder:
+        model(ids(1)[0])
+    routes = recorder.routes()
+    with pytest.raises(ValueError, match="they have 4 sequences and there are 2 rows"):
+        compare_routes(model, routes, list(ids(1)[0][:2]))
+    with pytest.raises(ValueError, match=r"their sequences have \[10\] tokens and the rows \[9\]"):
+        compare_routes(model, routes, list(ids(1)[0][:, :9]))
+    with pytest.raises(ValueError, match="at least one row; got none"):
+        compare_models(model, model, []).arrays()

@@ -1,0 +1,105 @@
+"""``l2r mismatch`` from the command line."""
+
+import json
+
+import pytest
+import torch
+
+from l2r import record
+from l2r.hf.routes import to_vllm
+from l2r.runs.mismatch import Mismatch
+from l2r.training.data.manifest import TokenizerIdentity
+from l2r.training.data.tokens import write_token_files
+from tests.analysis.diagnostics.models import ours, stock
+
+SHORT = ["--instances", "8", "--length", "16", "--batch-size", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A model with our router, a stock one, and token files of two domains."""
+    root = tmp_path_factory.mktemp("mismatch")
+    ours().save_pretrained(root / "ours")
+    stock().save_pretrained(root / "stock")
+    generator = torch.Generator().manual_seed(0)
+    documents = {
+        name: [torch.randint(low, 60, (40,), generator=generator).tolist() for _ in range(8)]
+        for name, low in (("one", 2), ("two", 30))
+    }
+    identity = TokenizerIdentity(name="numbers", vocab_size=64, eos_token_id=0, sha256="0" * 64)
+    write_token_files(root / "tokens", documents, tokenizer=identity)
+    return root
+
+
+@pytest.mark.parametrize("checkpoint", ["ours", "stock"])
+def test_json_files_and_page_have_the_same_numbers(l2r, root, tmp_path, checkpoint):
+    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    code, out, err = l2r("mismatch", root / checkpoint, *SHORT, *more)
+    assert code == 0, err
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "mismatch.json").read_text())
+    assert (record["checkpoint"], record["against"]) == (checkpoint, "fp8")
+    assert (record["tokens"], record["layers"]) == (128, 2)
+    assert 0 < record["certified"] <= 1 and record["certified_changed"] == 0
+    costs = record["log_probability"]
+    assert costs["own"]["mean"] > 0 and costs["replayed"]["kl"] > 0
+    result = Mismatch.read(tmp_path / "mismatch.npz")
+    assert result.summary()["layer"] == record["layer"]
+    assert "fp8 weights" in (tmp_path / "index.html").read_text()
+
+
+def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):
+    more = ["--text", root / "tokens", "--against", "int8", "--out", tmp_path]
+    code, out, err = l2r("mismatch", root / "ours", *SHORT, *more)
+    assert code == 0, err
+    first, *rest = out.splitlines()
+    assert "of 128 tokens take other experts with int8 weights in some of 2 layers" in first
+    assert max(len(line.rstrip()) for line in rest if not line.startswith("page:")) <= 80
+    for words in ("by layer", "certified, changed", "same experts", "by margin"):
+        assert words in out
+
+
+def test_recorded_routes_differ_in_nothing_from_the_same_run(l2r, root, tmp_path):
+    text = ["--text", root / "tokens", *SHORT]
+    routes = tmp_path / "routes.safetensors"
+    assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
+    against = ["--against", routes, "--out", tmp_path / "out", "--json"]
+    code, out, err = l2r("mismatch", root / "ours", *text, *against)
+    assert code == 0, err
+    record = json.loads(out)
+    assert record["tokens_changed"] == 0 and record["certified"] is None
+    assert record["log_probability"]["own"]["largest"] < 1e-5
+
+
+def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
+    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path, "--json"]
+    code, out, err = l2r("mismatch", root / "ours", *text, "--against", root / "ours")
+    assert code == 0 and json.loads(out)["tokens_changed"] == 0, err
+    model, tokens = ours(), torch.arange(2, 12)
+    with torch.no_grad(), record(model) as recorder:
+        model(tokens[None, :-1])
+    (experts,) = to_vllm(recorder.routes().extended(1))
+    choice = {"prompt_token_ids": [2, 3], "token_ids": list(range(4, 12))}
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"choices": [{**choice, "routed_experts": experts}]}))
+    more = ["--against", "vllm", "--answers", answers]
+    code, out, err = l2r("mismatch", root / "ours", *text, *more)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == 9 and json.loads(out)["tokens_changed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "against must say what to compare with"),
+        (["--against", "vllm"], "go with --against vllm alone"),
+        (["--against", "bf16", "--answers", "x"], "go with --against vllm alone"),
+        (["--against", "fp4"], "checkpoint must be a folder"),
+        (["--against", "{stock}"], "same model_type"),
+        (["--against", "bf16", "--length", "1"], "greater than or equal to 2"),
+    ],
+)
+def test_bad_input_is_one_line(l2r, root, tmp_path, arguments, message):
+    filled = [argument.format(stock=root / "stock") for argument in arguments]
+    ended = l2r("mismatch", root / "ours", "--text", root / "tokens", *filled, "--out", tmp_path)
+    assert message in ended.refusal()

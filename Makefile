@@ -23,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs dist clean
+.PHONY: help demo demo-vision test engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,6 +77,10 @@ serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) 
 	$(BIN)/python -m scripts.others.serve_soak --seconds $(SECONDS)
 
 docs: $(VENV)/.test ## Build the documentation site into site/
+	$(BIN)/mkdocs build --strict
+
+site: $(VENV)/.test ## The same with an example of every page, ready for static hosting (minutes; STEPS=30)
+	$(BIN)/python scripts/pages/site_examples.py $(if $(STEPS),--steps $(STEPS))
 	$(BIN)/mkdocs build --strict
 
 dist: $(BIN)/python ## Build wheel and sdist into dist/

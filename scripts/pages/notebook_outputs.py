@@ -26,7 +26,7 @@ def run(path: Path) -> list[str]:
     for number, source in enumerate(code(path)):
         tree = ast.parse(source)
         last = tree.body[-1]
-        value = None
+        value: Any = None
         with redirect_stdout(io.StringIO()) as printed:
             end = ast.Expression(last.value) if isinstance(last, ast.Expr) else None
             if end is not None:

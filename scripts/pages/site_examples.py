@@ -32,8 +32,8 @@ def make(work: Path, pages: Path, *changes: str) -> None:
     l2r("compare", "demo", *changes, "--routers", "linear,l2r_sips", "--out", runs)
     l2r("diagnose", runs / "linear", runs / "l2r_sips", "--out", diagnosis)
     l2r("landscape", "--out", work / "explorer.html")
-    with tempfile.TemporaryDirectory() as folder:  # judging rewrites the study's report.md
-        results, judged = Path(folder) / "results", Path(folder) / "judged"
+    with tempfile.TemporaryDirectory() as scratch:  # judging rewrites the study's report.md
+        results, judged = Path(scratch) / "results", Path(scratch) / "judged"
         shutil.copytree(ROOT / "results" / "evidence", results)
         l2r("evidence", STUDY, "--judge-only", "--results", results, "--out", judged)
         study = (judged / STUDY / "report.html").read_bytes()

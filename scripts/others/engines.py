@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 SNIPPETS = ("snippets", "logits after export")
-COLUMNS = ("train step", "aux losses equal", "FSDP", "TP", "EP", "checkpoint to HF", "served")
+COLUMNS = (
+    "train step", "aux losses equal", "FSDP", "TP", "EP", "routes", "checkpoint to HF", "served"
+)  # fmt: skip
 NONE = {("torchtitan", "aux losses equal"): "has none"}
 
 

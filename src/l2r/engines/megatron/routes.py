@@ -1,0 +1,142 @@
+"""Record and replay in Megatron-core, by its own RouterReplay.
+
+    with record(model) as recorder:          # moe_enable_routing_replay=True in its configuration
+        model(ids, positions, mask)
+    routes = recorder.routes()
+    with replay(model, routes):              # inside it, forward and backward
+        ...
+
+RouterReplay has a list of all routers of a process, in the order in which they were made, and one
+action for all. Here those of one model are used, by the number of their layer, so that others go on
+as they are. Tokens without a route choose for themselves, and a layer that is computed again in
+the backward pass has the routes of its own call, whatever calls came in between.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from l2r.engines.engine import require
+from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
+from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.hf.routes import Fingerprint, Routes
+from l2r.hf.routes.routes import Side
+
+require("megatron-core")
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplayAction  # noqa: E402
+
+_TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
+
+    Every call is a batch of token ids [rows, columns]. Works with Megatron's routers and ours, and
+    with tensor and sequence parallel, where all ranks must ask for the routes; under pipeline
+    parallel each rank records its layers. Raises ValueError for a model without routers, without
+    ``moe_enable_routing_replay`` and with context parallel or fused routing.
+    """
+    seats, sizes = _seats(model, _recording)
+    with recording(model, seats, sizes) as recorder:
+        yield recorder
+
+
+@contextmanager
+def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+    """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
+
+    Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
+    live scores by Megatron's rule. Raises ValueError as ``record``, and before the forward for
+    routes that do not fit the model or a call.
+    """
+    seats, sizes = _seats(model, _replaying)
+    with replaying(model, seats, sizes, routes, side) as session:
+        yield session
+
+
+def _seats(
+    model: nn.Module, maker: Callable[[Any], Callable[[Choose], _TopK]]
+) -> tuple[dict[int, Seat], Fingerprint]:
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    if not routers:
+        raise ValueError("the model has no router of Megatron-core's")
+    config: Any = routers[0].config
+    wanted = {
+        "moe_enable_routing_replay": True,
+        "moe_router_fusion": False,
+        "context_parallel_size": 1,
+    }
+    for name, value in wanted.items():
+        if getattr(config, name, value) != value:
+            raise ValueError(
+                f"{name} must be {value} to record or replay; got {getattr(config, name)}"
+            )
+    seats = {
+        router.layer_number - 1: Seat(router.router_replay, "get_replay_topk", maker(router))
+        for router in routers
+    }
+    sizes = Fingerprint(
+        num_experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        layers=tuple(sorted(seats)),
+        hidden_layers=config.num_layers,
+    )
+    return seats, sizes
+
+
+def _recording(router: Any) -> Callable[[Choose], _TopK]:
+    own_replay = router.router_replay
+    plain = own_replay.get_replay_topk
+
+    def make(choose: Choose) -> _TopK:
+        def get_replay_topk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            weights, own = plain(*args, **kwargs)
+            choose(own, _part(router.config))
+            return weights, own
+
+        return get_replay_topk
+
+    return make
+
+
+def _replaying(router: Any) -> Callable[[Choose], _TopK]:
+    own_replay = router.router_replay
+    plain = type(own_replay).get_replay_topk
+
+    def make(choose: Choose) -> _TopK:
+        def get_replay_topk(
+            scores: Tensor,
+            topk: int,
+            num_groups: int | None = None,
+            group_topk: int | None = None,
+            default_compute_topk: Any = None,
+        ) -> tuple[Tensor, Tensor]:
+            rules = (scores, topk, num_groups, group_topk, default_compute_topk)
+            _, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            before = own_replay.router_replay_action
+            own_replay.target_topk_idx = choose(own, _part(router.config))
+            own_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
+            try:
+                result: tuple[Tensor, Tensor] = plain(own_replay, *rules)
+            finally:
+                own_replay.router_replay_action = before
+                own_replay.target_topk_idx = None
+            return result
+
+        return get_replay_topk
+
+    return make
+
+
+def _part(config: Any) -> Part:
+    """The piece of the sequence that this rank's routers see."""
+    if not config.sequence_parallel:
+        return WHOLE
+    group = parallel_state.get_tensor_model_parallel_group()
+    return Part(group.rank(), group.size(), group)

@@ -1,0 +1,93 @@
+"""Record and replay in OLMo-core.
+
+with record(model) as recorder:
+    model(ids)
+routes = recorder.routes()
+with replay(model, routes):   # inside it, forward and backward
+    ...
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from l2r.engines.engine import require
+from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
+from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.hf.routes import Fingerprint, Routes
+from l2r.hf.routes.routes import Side
+from l2r.hf.swap.sites import layer_index
+
+require("ai2-olmo-core")
+
+from olmo_core.nn.moe.router import MoERouter  # noqa: E402
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
+
+    Every call is a batch of token ids [rows, columns]. Works with OLMo-core's routers and ours,
+    and under tensor parallel, where all ranks must ask for the routes. Raises ValueError for a
+    model without routers and under context parallel.
+    """
+    seats, sizes = _seats(model)
+    with recording(model, seats, sizes) as recorder:
+        yield recorder
+
+
+@contextmanager
+def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+    """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
+
+    Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
+    live scores, normalized where OLMo-core normalizes; tokens without a route choose for
+    themselves. Raises ValueError as ``record``, and before the forward for routes that do not fit
+    the model or a call.
+    """
+    seats, sizes = _seats(model)
+    with replaying(model, seats, sizes, routes, side) as session:
+        yield session
+
+
+def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
+    routers: dict[int, Any] = {
+        layer_index(path): module
+        for path, module in model.named_modules()
+        if isinstance(module, MoERouter)
+    }
+    if not routers:
+        raise ValueError("the model has no router of OLMo-core's")
+    first = next(iter(routers.values()))
+    if first.cp_mesh is not None:
+        raise ValueError("context parallel must be off to record or replay")
+    seats = {n: Seat(router, "get_top_k", _maker(router)) for n, router in routers.items()}
+    sizes = Fingerprint(
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        layers=tuple(sorted(routers)),
+        hidden_layers=getattr(model, "n_layers", None),
+    )
+    return seats, sizes
+
+
+def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor]]]:
+    plain = router.get_top_k
+
+    def make(choose: Choose) -> Callable[..., tuple[Tensor, Tensor]]:
+        def get_top_k(scores: Tensor) -> tuple[Tensor, Tensor]:
+            _, own = plain(scores)
+            taken = choose(own, _part(router))
+            return scores.gather(-1, taken), taken
+
+        return get_top_k
+
+    return make
+
+
+def _part(router: Any) -> Part:
+    """The piece of the sequence that this rank's router sees."""
+    mesh = router.tp_mesh
+    return WHOLE if mesh is None else Part(mesh.get_local_rank(), mesh.size(), mesh.get_group())

@@ -1,0 +1,114 @@
+"""Record and replay in torchtitan.
+
+    with record(model) as recorder:
+        model(ids, places, masks)
+    routes = recorder.routes()
+    with replay(model, routes):   # inside it, forward and backward
+        ...
+
+Models must not be compiled: torchtitan compiles whole blocks, with the choice inside.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from l2r.engines.engine import require
+from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
+from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.hf.routes import Fingerprint, Routes
+from l2r.hf.routes.routes import Side
+from l2r.hf.swap.sites import layer_index
+
+require("torchtitan")
+
+from torchtitan.models.common.moe import TokenChoiceTopKRouter  # noqa: E402
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
+
+    Every call is a batch of token ids [rows, columns], or hidden states where ``model`` is a layer.
+    Works with torchtitan's gates and ours, and where the sequence is cut over ranks, which must all
+    ask for the routes. Raises ValueError for a model without routers.
+    """
+    seats, sizes = _seats(model)
+    with recording(model, seats, sizes) as recorder:
+        yield recorder
+
+
+@contextmanager
+def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+    """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
+
+    Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
+    live scores by torchtitan's rule; tokens without a route choose for themselves. Raises
+    ValueError as ``record``, and before the forward for routes that do not fit the model or a call.
+    """
+    seats, sizes = _seats(model)
+    with replaying(model, seats, sizes, routes, side) as session:
+        yield session
+
+
+def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
+    routers: dict[int, Any] = {
+        layer_index(path): module
+        for path, module in model.named_modules()
+        if isinstance(module, TokenChoiceTopKRouter)
+    }
+    if not routers:
+        raise ValueError("the model has no router of torchtitan's")
+    first = next(iter(routers.values()))
+    layers = getattr(model, "layers", routers)
+    sizes = Fingerprint(
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        layers=tuple(sorted(routers)),
+        hidden_layers=len(layers),
+    )
+    return {n: Seat(router, "forward", _maker(router)) for n, router in routers.items()}, sizes
+
+
+def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """The forward of a router: the weights of the experts that are taken, by its own rule."""
+    plain = router.forward
+
+    def make(choose: Choose) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        def forward(
+            x_BLD: Tensor, expert_bias_E: Tensor | None = None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            _, own, scores = plain(x_BLD, expert_bias_E)
+            if isinstance(own, DTensor):
+                local = choose(own.to_local(), _part(own))
+                taken: Tensor = DTensor.from_local(
+                    local, own.device_mesh, own.placements, run_check=False
+                )
+            else:
+                taken = choose(own, WHOLE)
+            weights = scores.gather(dim=-1, index=taken)
+            if router.route_norm:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            return weights * router.route_scale, taken, scores
+
+        return forward
+
+    return make
+
+
+def _part(tokens: DTensor) -> Part:
+    """The piece of the sequence that this rank has. Rows are never cut inside a call."""
+    cut = [n for n, place in enumerate(tokens.placements) if place.is_shard(1)]
+    others = [p for p in tokens.placements if not p.is_replicate() and not p.is_shard(1)]
+    if len(cut) > 1 or others:
+        raise ValueError(
+            f"tokens must be cut once, over the sequence, to record or replay; "
+            f"got {tokens.placements}"
+        )
+    if not cut:
+        return WHOLE
+    mesh, dim = tokens.device_mesh, cut[0]
+    return Part(mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))

@@ -102,7 +102,7 @@ def _child(wanted: list[str]) -> int:
     assert text.count(RIGHT) == 1
     forward.write_text(text.replace(RIGHT, PLANTED))
     build._SOURCES = [folder / path.name for path in build._SOURCES]
-    build._HEADER = folder / build._HEADER.name
+    build._HEADERS = [folder / path.name for path in build._HEADERS]
     assert build.library() is not None
     exec(STEP, {})
     return 0

@@ -22,6 +22,12 @@ EDGES = [
     Case(5, 65, 1500, 2, 3, 8),
     Case(30, 70, 130, 3, 64, 3),
     Case(40, 20, 6, 4, 2, 2, scoring="dot", scale=30.0),
+    # By blocks of tokens: several blocks, panels of D and of N, a rest of each, with and without
+    # exponentials that need a maximum.
+    Case(101, 300, 150, 3, 9, 4),
+    Case(60, 259, 300, 1, 16, 4, scoring="cosine", gain=False),
+    Case(50, 40, 20, 3, 8, 2, scoring="dot", scale=30.0),
+    Case(49, 128, 64, 4, 33, 8, normalize=True),
 ]
 
 
@@ -58,9 +64,10 @@ def test_every_step_equals_plain_float64(form: str, steps: str, scoring: str, he
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_same_numbers_every_time(form: str, threads: int) -> None:
+@pytest.mark.parametrize("rank", [2, 8])
+def test_same_numbers_every_time(form: str, threads: int, rank: int) -> None:
     torch.set_num_threads(threads)
-    case = Case(300, 600, 16, 4, 2, 4)
+    case = Case(300, 600, 16, 4, rank, 4)
     results = []
     for _ in range(2):
         ours = leaves(case.inputs("cpu"))
@@ -71,8 +78,9 @@ def test_same_numbers_every_time(form: str, threads: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_nan_input_stays_in_its_token(form: str) -> None:
-    inputs = Case(5, 12, 7, 2, 2, 3).inputs("cpu")
+@pytest.mark.parametrize("rank", [2, 8])
+def test_nan_input_stays_in_its_token(form: str, rank: int) -> None:
+    inputs = Case(10, 12, 7, 2, rank, 3).inputs("cpu")
     inputs["x"][2] = float("nan")
     routed = route(inputs, score=Score("sips"), top_k=3)
     assert bool(((routed.indices >= 0) & (routed.indices < 7)).all())
@@ -140,10 +148,25 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
         grad.square().sum().backward()
 
 
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("scoring", ["dot", "sips"])
+def test_a_long_query_changes_nothing_in_the_rest_of_its_block(scoring: str) -> None:
+    """Its exponentials need a maximum, those of the others do not."""
+    inputs = Case(40, 30, 20, 3, 8, 2, scoring=scoring).inputs("cpu")
+    options = {"score": Score(scoring), "top_k": 2}
+    loud = {**inputs, "x": inputs["x"].clone(), "gain": None}
+    quiet = {**inputs, "gain": None}
+    loud["x"][7] *= 1e4
+    others = torch.arange(40) != 7
+    found, wanted = (route(i, **options).logits[others] for i in (loud, quiet))
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("threads", [2, 3])
-def test_several_threads_give_the_right_sums(form: str, threads: int) -> None:
+@pytest.mark.parametrize("rank", [2, 8])
+def test_several_threads_give_the_right_sums(form: str, threads: int, rank: int) -> None:
     torch.set_num_threads(threads)
-    case = Case(300, 600, 16, 4, 2, 4)
+    case = Case(300, 600, 16, 4, rank, 4)
     assert cpu._threads(Sizes(300, 600, 2, 16, 4)) == threads
     check_route("cpu", "cpu", case)
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_sta
 # ctypes' own structures.
 _sizes, _score = Struct("6q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
-_MAX_RANK = 8  # above, the products of torch are faster
+_MAX_RANK = 64  # above, the products of torch are faster
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
 

@@ -1,7 +1,7 @@
 // The router's backward on a CPU in one parallel region, token after token: scores are computed
 // again, x is read once, only sums over tokens outlive a token. Called by cpu.py.
 
-#include "router.h"
+#include "backward_blocks.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -162,9 +162,30 @@ void add_parts(std::vector<float>& sums, int64_t size, int32_t parts) {
     for (int64_t i = 0; i < size; ++i) sums[i] += sums[part * size + i];
 }
 
+// Factor of x in its gradient, through the norm; multiplies the query's gradient by one over the RMS.
+inline float pull_of(float* grad, const float* query, float rstd, const Sizes& s) {
+  float pull = 0.0f;
+  for (int64_t r = 0; r < s.rank; ++r) pull -= grad[r] * query[r];
+  for (int64_t r = 0; r < s.rank; ++r) grad[r] *= rstd;
+  return pull * (rstd * rstd / static_cast<float>(s.hidden));
+}
+
+// Gradients of W_q and the gain from that of their product, sums [R, step >= D].
+void weight_backward(const float* sums, int64_t step, const Tensors& in, const Sizes& s,
+                     const Tensors& grads) {
+  for (int64_t d = 0; in.gain && d < s.hidden; ++d) grads.gain[d] = 0.0f;
+  for (int64_t r = 0; r < s.rank; ++r)
+    for (int64_t d = 0; d < s.hidden; ++d) {
+      const float sum = sums[r * step + d];
+      const int64_t i = r * s.hidden + d;
+      grads.weight[i] = in.gain ? sum * in.gain[d] : sum;
+      if (in.gain) grads.gain[d] += sum * in.weight[i];
+    }
+}
+
 // See l2r_backward.
-void backward(const Sizes s, const Score c, int32_t threads, bool normalize_weights,
-              const Tensors in, const Tensors up, const Tensors grads) {
+void backward(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+              const Tensors& in, const Tensors& up, const Tensors& grads) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
   const int64_t anchor_numbers = in.anchors ? s.rank * s.num_anchors() : 0;
@@ -190,13 +211,7 @@ void backward(const Sizes s, const Score c, int32_t threads, bool normalize_weig
         std::memcpy(g, up.query + t * s.rank, s.rank * sizeof(float));
       }
       if (!in.x) continue;
-      float pull = 0.0f;
-      if (in.gain) {
-        const float rstd = in.rstd[t];
-        for (int64_t r = 0; r < s.rank; ++r) pull -= g[r] * q[r];
-        pull *= rstd * rstd / static_cast<float>(s.hidden);
-        for (int64_t r = 0; r < s.rank; ++r) g[r] *= rstd;
-      }
+      const float pull = in.gain ? pull_of(g, q, in.rstd[t], s) : 0.0f;
       project_backward(in.x + t * s.hidden, folded.data(), g, pull, s,
                        grads.x ? grads.x + t * s.hidden : nullptr,
                        weight_sums.data() + part * weight_numbers);
@@ -208,13 +223,69 @@ void backward(const Sizes s, const Score c, int32_t threads, bool normalize_weig
   }
   if (!in.x) return;
   add_parts(weight_sums, weight_numbers, threads);
-  for (int64_t d = 0; in.gain && d < s.hidden; ++d) grads.gain[d] = 0.0f;
-  for (int64_t r = 0; r < s.rank; ++r)
-    for (int64_t d = 0; d < s.hidden; ++d) {
-      const int64_t i = r * s.hidden + d;
-      grads.weight[i] = in.gain ? weight_sums[i] * in.gain[d] : weight_sums[i];
-      if (in.gain) grads.gain[d] += weight_sums[i] * in.weight[i];
+  weight_backward(weight_sums.data(), s.hidden, in, s, grads);
+}
+
+// The same for larger ranks, a block of tokens after another.
+void backward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+                        const Tensors& in, const Tensors& up, const Tensors& grads) {
+  const Blocking block(s);
+  const AnchorSide keys(in.anchors, s, c);
+  const std::vector<float> b = padded_anchors(keys, s, block);
+  const std::vector<float> b_rows = transposed_anchors(keys, s, block);
+  const std::vector<float> weight = panels(in.weight, in.gain, s, block);
+  const int64_t anchor_numbers = in.anchors ? s.rank * block.columns : 0;
+  const int64_t weight_numbers = in.x ? s.rank * block.hidden : 0;
+  std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
+  Rooms rooms(block.tokens * (2 * block.rank + 2 * kPanel + s.experts + 1), threads);
+  if (grads.x) large_pages(grads.x, s.tokens * s.hidden);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int32_t part = 0; part < threads; ++part) {
+    float *a = rooms.of(part), *g = a + block.tokens * block.rank;
+    float *pull = g + block.tokens * block.rank, *work = pull + block.tokens;
+    float* grad = work + 2 * block.tokens * kPanel;
+    const int64_t end = s.tokens * (part + 1) / threads;
+    for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
+      const int64_t count = std::min(block.tokens, end - first);
+      const float* q = in.query + first * s.rank;
+      for (int64_t t = 0; in.anchors && t < count; ++t) {
+        select_backward(first + t, in, up, normalize_weights, s, grad + t * s.experts);
+        query_side(q + t * s.rank, s, c, a + t * block.rank);
+      }
+      if (in.anchors)
+        pool_backward_block(a, b.data(), b_rows.data(), keys.unit, in.logits + first * s.experts,
+                            grad, count, s, c, block, work, g,
+                            anchor_sums.data() + part * anchor_numbers);
+      for (int64_t t = 0; t < count; ++t) {
+        float* own = g + t * block.rank;
+        const float* query = q + t * s.rank;
+        if (in.anchors) {
+          query_side_backward(own, query, s, c);
+        } else {
+          std::memcpy(own, up.query + (first + t) * s.rank, s.rank * sizeof(float));
+        }
+        if (!in.x) std::memcpy(grads.query + (first + t) * s.rank, own, s.rank * sizeof(float));
+        pull[t] = in.gain ? pull_of(own, query, in.rstd[first + t], s) : 0.0f;
+      }
+      if (in.x)
+        project_backward_block(in.x + first * s.hidden, weight.data(), g, pull, count, s, block,
+                               work, grads.x ? grads.x + first * s.hidden : nullptr,
+                               weight_sums.data() + part * weight_numbers);
     }
+  }
+  if (in.anchors) {
+    add_parts(anchor_sums, anchor_numbers, threads);
+    std::vector<float> sums(s.rank * s.num_anchors());  // without padding
+    for (int64_t r = 0; r < s.rank; ++r)
+      for (int64_t h = 0; h < s.heads; ++h)
+        std::memcpy(sums.data() + r * s.num_anchors() + h * s.experts,
+                    anchor_sums.data() + r * block.columns + h * block.experts,
+                    s.experts * sizeof(float));
+    anchor_side_backward(sums.data(), in.anchors, keys, s, c, grads.anchors);
+  }
+  if (!in.x) return;
+  add_parts(weight_sums, weight_numbers, threads);
+  weight_backward(weight_sums.data(), block.hidden, in, s, grads);
 }
 
 }  // namespace
@@ -231,7 +302,8 @@ int32_t l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
                      int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
                      const Tensors* gradients) {
   try {
-    backward(*sizes, *score, threads, normalize_weights, *tensors, *upstream, *gradients);
+    const auto run = sizes->in_blocks() ? backward_in_blocks : backward;
+    run(*sizes, *score, threads, normalize_weights, *tensors, *upstream, *gradients);
   } catch (const std::exception&) {
     return 1;
   }

@@ -1,4 +1,4 @@
-"""Builds ``forward.cpp`` and ``backward.cpp`` into one library, once.
+"""Build ``forward.cpp`` and ``backward.cpp`` into one library, once.
 
 The library is built on first use where a C++ compiler is found (one to two seconds, said on the
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
@@ -35,7 +35,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     _FLAGS += ("-mprefer-vector-width=512",)  # compilers choose 256 by default; 0.87 of the time
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "forward.cpp", _FOLDER / "backward.cpp"]
-_HEADER = _FOLDER / "router.h"
+_HEADERS = [
+    _FOLDER / name for name in ("router.h", "products.h", "forward_blocks.h", "backward_blocks.h")
+]
 _ARGUMENTS = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
 _TYPES = {  # sizes, score, threads, whether to normalize; then structures of tensors
     "l2r_forward": [*_ARGUMENTS, ctypes.c_void_p],
@@ -73,7 +75,7 @@ def library() -> ctypes.CDLL | None:
 def _build(compiler: str) -> Path:
     """Path of the library; compiled under a temporary name and renamed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
+    sources = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = _private_folder()

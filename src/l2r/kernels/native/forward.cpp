@@ -1,7 +1,7 @@
 // The router's forward on a CPU in one parallel region, token after token: x is read once, the
 // scores of a token live in the first-level cache. Called by cpu.py.
 
-#include "router.h"
+#include "forward_blocks.h"
 
 namespace {
 
@@ -104,9 +104,51 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
   return top + std::log(total);
 }
 
+// The same for larger ranks, a block of tokens after another.
+void forward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+                       const Tensors& in) {
+  const Blocking block(s);
+  const AnchorSide keys(in.anchors, s, c);
+  const std::vector<float> b = padded_anchors(keys, s, block);
+  const std::vector<float> columns = transposed(in.weight, in.gain, s, block);
+  const int64_t numbers = 2 * block.rank + 2 * kPanel + 2;  // of a token
+  Rooms rooms(block.tokens * numbers + 2 * s.experts, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int32_t part = 0; part < threads; ++part) {
+    float *query = rooms.of(part), *a = query + block.tokens * block.rank;
+    float *rstd = a + block.tokens * block.rank, *length = rstd + block.tokens;
+    float *work = length + block.tokens, *row = work + 2 * block.tokens * kPanel;
+    const int64_t end = s.tokens * (part + 1) / threads;
+    for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
+      const int64_t count = std::min(block.tokens, end - first);
+      if (in.x)
+        project_block(in.x + first * s.hidden, columns.data(), count, s, c, block, query,
+                      in.gain ? rstd : nullptr);
+      for (int64_t t = 0; t < count; ++t) {
+        float *q = query + t * block.rank, *kept = in.query + (first + t) * s.rank;
+        if (!in.x) std::memcpy(q, kept, s.rank * sizeof(float));
+        if (in.x && in.query) std::memcpy(kept, q, s.rank * sizeof(float));
+        if (in.rstd) in.rstd[first + t] = rstd[t];
+        if (in.anchors) length[t] = query_side(q, s, c, a + t * block.rank);
+      }
+      float* logits = in.logits + first * s.experts;
+      if (in.anchors) pool_block(a, b.data(), count, s, c, block, work, logits);
+      for (int64_t t = 0; t < count; ++t) {
+        if (in.anchors && s.heads > 1 && !(length[t] * keys.longest <= kSafeExponent))
+          pool(a + t * block.rank, length[t], keys, s, c, row, logits + t * s.experts);
+        if (!in.weights) continue;
+        const int64_t place = (first + t) * s.top_k;
+        const float total = select(logits + t * s.experts, s, normalize_weights,
+                                   in.weights + place, in.indices + place, row);
+        if (in.lse) in.lse[first + t] = total;
+      }
+    }
+  }
+}
+
 // See l2r_forward.
-void forward(const Sizes s, const Score c, int32_t threads, bool normalize_weights,
-             const Tensors in) {
+void forward(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+             const Tensors& in) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
   Rooms rooms(2 * s.rank + 2 * s.experts, threads);
@@ -144,7 +186,8 @@ extern "C" {
 int32_t l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
                     int32_t normalize_weights, const Tensors* tensors) {
   try {
-    forward(*sizes, *score, threads, normalize_weights, *tensors);
+    const auto run = sizes->in_blocks() ? forward_in_blocks : forward;
+    run(*sizes, *score, threads, normalize_weights, *tensors);
   } catch (const std::exception&) {
     return 1;
   }

@@ -14,6 +14,7 @@
 
 namespace {
 
+constexpr int64_t kBlockedRank = 8;  // from here on products of blocks are faster than of tokens
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 // 2 ** x on (-inf, 127], relative error 2e-7; written out so that the compiler vectorises it.
@@ -64,6 +65,9 @@ inline float fast_log(float x) {
 
 struct Sizes {
   int64_t tokens, hidden, rank, experts, heads, top_k;
+
+  // Whether products are most of the work, and tokens enough for blocks.
+  bool in_blocks() const { return rank >= kBlockedRank && tokens >= 8; }
 
   int64_t num_anchors() const { return heads * experts; }  // of all experts
 };

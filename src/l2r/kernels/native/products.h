@@ -1,0 +1,116 @@
+// Matrix products over blocks of tokens, for ranks at which products are most of the work.
+//
+// One routine does all of them, with strides: c = a b or c += a b, where rows of c are taken six at
+// a time and columns in vectors of the width that the compiler targets (16 floats with AVX-512, 8
+// with AVX, 4 otherwise), so that all sums of a tile stay in registers.
+
+#pragma once
+
+#include <algorithm>
+
+#include "router.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+constexpr int64_t kPanel = 128;  // columns of a panel: a block of tokens fits the second-level cache
+constexpr int64_t kTile = 6;    // rows of a tile: 12 sums and 2 columns fit 16 registers
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+inline int64_t padded(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// A matrix: entry (row, column) is at data[row * row_step + column * column_step].
+struct View {
+  const float* data;
+  int64_t row_step, column_step;
+};
+
+// One tile of c [kRows, kVectors * kLanes] = or += a [kRows, depth] b [depth, ...].
+template <int kRows, int kVectors>
+inline void tile(View a, const float* b, int64_t b_step, int64_t depth, float* c, int64_t c_step,
+                 bool add) {
+  Lanes sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j)
+      sums[i][j] = add ? load(c + i * c_step + j * kLanes) : Lanes{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Lanes columns[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) columns[j] = load(b + k * b_step + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const float factor = a.data[i * a.row_step + k * a.column_step];
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) sums[i][j] += factor * columns[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) store(c + i * c_step + j * kLanes, sums[i][j]);
+}
+
+template <int kRows>
+inline void tile_row(View a, const float* b, int64_t b_step, int64_t depth, float* c,
+                     int64_t c_step, int64_t width, bool add) {
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= width; j += 2 * kLanes)
+    tile<kRows, 2>(a, b + j, b_step, depth, c + j, c_step, add);
+  if (j < width) tile<kRows, 1>(a, b + j, b_step, depth, c + j, c_step, add);
+}
+
+// c [rows, width] = or += a [rows, depth] b [depth, width]; width is a multiple of kLanes.
+inline void multiply(View a, const float* b, int64_t b_step, int64_t depth, float* c,
+                     int64_t c_step, int64_t rows, int64_t width, bool add) {
+  for (; rows > 0; rows -= kTile, a.data += kTile * a.row_step, c += kTile * c_step) {
+    if (rows >= 6) tile_row<6>(a, b, b_step, depth, c, c_step, width, add);
+    if (rows == 5) tile_row<5>(a, b, b_step, depth, c, c_step, width, add);
+    if (rows == 4) tile_row<4>(a, b, b_step, depth, c, c_step, width, add);
+    if (rows == 3) tile_row<3>(a, b, b_step, depth, c, c_step, width, add);
+    if (rows == 2) tile_row<2>(a, b, b_step, depth, c, c_step, width, add);
+    if (rows == 1) tile_row<1>(a, b, b_step, depth, c, c_step, width, add);
+  }
+}
+
+// Sizes of a call in blocks. Rows that many lines of a cache apart would share one of its sets, so
+// rows of b are an odd number of lines long.
+struct Blocking {
+  int64_t tokens, rank, experts, columns, hidden;
+
+  explicit Blocking(const Sizes& s)
+      : tokens(s.experts <= 256 ? 48 : 24),
+        rank(padded(s.rank, kLanes)),
+        experts(padded(s.experts, 16)),
+        columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),
+        hidden(padded(s.hidden, kPanel) + 16) {}
+};
+
+// b [R, H, N] with experts padded by zeros, rows of `columns` numbers.
+inline std::vector<float> padded_anchors(const AnchorSide& keys, const Sizes& s,
+                                         const Blocking& block) {
+  std::vector<float> out(s.num_anchors() ? s.rank * block.columns : 0);
+  for (int64_t r = 0; r < (out.empty() ? 0 : s.rank); ++r)
+    for (int64_t h = 0; h < s.heads; ++h)
+      std::memcpy(out.data() + r * block.columns + h * block.experts,
+                  keys.b.data() + r * s.num_anchors() + h * s.experts, s.experts * sizeof(float));
+  return out;
+}
+
+}  // namespace

@@ -21,6 +21,7 @@ from safetensors.numpy import save
 
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.runs.folder import RunFolder
+from l2r.runs.study import Results
 from l2r.studies.study_plan import read_plan
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.tokens import write_token_files
@@ -84,6 +85,16 @@ def changed(**values: Any) -> Callable[[Path], None]:
                 part = part[int(parent) if parent.isdecimal() else parent]
             part[last] = value
         path.write_text(json.dumps(whole))
+
+    return write
+
+
+def changed_line(**values: Any) -> Callable[[Path], None]:
+    """The same JSON lines with some fields of the last one replaced."""
+
+    def write(path: Path) -> None:
+        *lines, last = path.read_text().splitlines()
+        path.write_text("\n".join([*lines, json.dumps({**json.loads(last), **values}), ""]))
 
     return write
 
@@ -217,7 +228,7 @@ PREPARE = (
 )
 WATCH = ("report", "run", "--watch")
 EVIDENCE = ("evidence", "mine.yaml", "--judge-only", "--results", "results", "--out", "page")
-RESULT = "results/mine/linear.seed-0.json"
+RESULT = "results/mine/results.jsonl"
 NOT_MANIFEST, NOT_DIAGNOSIS = "is not a token manifest", "cannot be read"
 CONFIG, MANIFEST = "model/config.json", "tokens/manifest.json"
 
@@ -350,19 +361,22 @@ CASES = {
     "a plan that unfolds": Case("mine.yaml", text(BOMB), EVIDENCE, "mine.yaml"),
     "a deep plan": Case("mine.yaml", text(DEEP), EVIDENCE, "mine.yaml"),
     "a plan that is a number": Case("mine.yaml", text("5"), EVIDENCE, "mine.yaml"),
-    "a deep result": Case(RESULT, text(DEEP), EVIDENCE, "is not the result of a cell"),
+    "a deep result": Case(RESULT, text(f"{DEEP}\n"), EVIDENCE, "is not the result of a cell"),
     "a result without a recipe": Case(
-        RESULT, changed(recipe=5), EVIDENCE, "is not the result of a cell"
+        RESULT, changed_line(recipe=5), EVIDENCE, "is not the result of a cell"
     ),
     "a result of words": Case(
-        RESULT, changed(trained={"validation_ce": "low"}), EVIDENCE, "is not the result of a cell"
+        RESULT,
+        changed_line(trained={"validation_ce": "low"}),
+        EVIDENCE,
+        "is not the result of a cell",
     ),
     "a result without a plan": Case(
-        RESULT, changed(plan=[]), EVIDENCE, "is not the result of a cell"
+        RESULT, changed_line(plan=[]), EVIDENCE, "is not the result of a cell"
     ),
     "a result with a seed without end": Case(
         RESULT,
-        lambda path: path.write_text(path.read_text().replace('"seed": 0', '"seed": 1e999')),
+        lambda path: path.write_text(path.read_text().replace('"seed":0', '"seed":1e999')),
         EVIDENCE,
         "is not the result of a cell",
     ),
@@ -466,7 +480,7 @@ def prepared(at: Path, case: Case) -> None:
     if case.command is EVIDENCE and case.path == RESULT:
         (at / "mine.yaml").write_text(yaml.safe_dump(SMALL))
         for result in made_up(read_plan(str(at / "mine.yaml")), 2, lambda *_: 1.0):
-            result.save(at / "results" / "mine" / f"{result.arm}.seed-{result.seed}.json")
+            Results(at / "results" / "mine").append(result)
     if case.path.startswith("fresh"):
         from l2r.training.recipes.load import dump_recipe, load_recipe
 

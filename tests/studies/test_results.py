@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from l2r.report.evidence import write_study
+from l2r.runs.study import Results
 from l2r.studies.judging import results_of, study_of
 from l2r.studies.study import Places
 from l2r.studies.study_plan import read_plan
@@ -23,7 +24,7 @@ def test_results_are_of_the_plan_as_it_stands_and_the_page_is_what_they_come_to(
     registered = read_plan(name)
     cells = registered.plan.cells(registered.plan.seeds.most)
     found = results_of(registered, cells, Places(RESULTS / name, tmp_path))
-    assert len(found) == len(list((RESULTS / name).glob("*.json")))
+    assert len(found) == len(Results(RESULTS / name).read())
     assert {result.plan["digest"] for result in found} == {registered.digest}
     assert all(result.plan["commit"] for result in found)  # of the plan, when the run began
     _, text = write_study(study_of(registered, found), tmp_path, tmp_path)

@@ -16,7 +16,8 @@ import yaml
 from l2r.cli import main
 from l2r.report.evidence import write_study
 from l2r.report.evidence_figures import curves_with_bands
-from l2r.runs.study import MEASURES, read_result
+from l2r.runs.study import MEASURES, Results
+from l2r.studies import judging
 from l2r.studies import run as running
 from l2r.studies.judging import (
     Places,
@@ -92,9 +93,10 @@ def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_
     for result in results:
         assert set(result.trained) == set(result.untrained) == set(MEASURES)
         assert result.plan == {"name": "small", "digest": "d", "commit": "c"}
-        assert result.facts["steps"] == 8 and len(places.result(cells[0]).read_bytes()) < 5000
+        assert result.facts["steps"] == 8
         assert result.untrained["validation_ce"] == pytest.approx(5.7, abs=0.3)  # log 300
         assert result.trained["validation_ce"] < result.untrained["validation_ce"]
+    assert places.stored().path.stat().st_size < 10_000
     judged = judge_plan(plan.plan, results)
     assert [(j.seeds, j.verdict) for j in judged] == [(1, "undecided")] * 2
 
@@ -166,7 +168,7 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
     places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)[:1]
     steps = stopped_in_step(3, monkeypatch)
     assert run_share(plan, cells, places) == (0, signal.SIGTERM)
-    assert not places.result(cells[0]).exists()
+    assert not places.measured()
     assert run_share(plan, cells, places) == (0, None)
     assert steps == list(range(8))  # each once
     (result,) = results_of(plan, cells, places)
@@ -185,7 +187,7 @@ def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_pat
     assert run_share(plan, cells, places) == (0, signal.SIGTERM)
     assert len(steps) == 8  # the other cell was not begun
     assert run_share(plan, cells[:1], places) == (0, None)
-    assert len(steps) == 8 and places.result(cells[0]).is_file()
+    assert len(steps) == 8 and places.measured() == {(cells[0].arm, cells[0].recipe.seed)}
 
 
 @pytest.fixture
@@ -217,7 +219,7 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     assert [row["seeds"] for row in json.loads(done.out)] == [2, 2]
     assert len(here) == 2 and here[0][0][-1] == "1"  # one cell first, to time it
     folder = tmp_path / "results" / "evidence" / "small"
-    assert len(list(folder.glob("*.json"))) == 4
+    assert len(Results(folder).read()) == 4
     page = (tmp_path / "runs" / "evidence" / "small" / "report.html").read_text()
     for words in (
         "Is L2R better?",
@@ -272,14 +274,22 @@ def test_processes_get_their_threads_and_hear_of_a_signal(tmp_path):
 
 def test_results_of_another_recipe_are_refused(tmp_path):
     plan, places = registered(), Places(tmp_path, tmp_path)
-    (result, *_), cells = made_up(plan, 2, values()), plan.plan.cells(2)
-    result.save(places.result(cells[0]))
+    (made, *_), cells = made_up(plan, 2, values()), plan.plan.cells(2)
+    result = made.rounded()
+    places.stored().append(result)
     assert results_of(plan, cells, places) == [result]
     with pytest.raises(ValueError, match="holds a run of another recipe than plan small says"):
         results_of(registered(tokens=4096), registered(tokens=4096).plan.cells(2), places)
-    places.result(cells[0]).write_text("{}")
-    with pytest.raises(ValueError, match="is not the result of a cell"):
-        read_result(places.result(cells[0]))
+
+
+def test_a_recipe_that_seeds_share_is_parsed_once(tmp_path, monkeypatch):
+    plan, places, parsed = registered(), Places(tmp_path, tmp_path), []
+    places.stored().append(*made_up(plan, 4, values()))
+    parse = judging.parse_recipe
+    monkeypatch.setattr(
+        judging, "parse_recipe", lambda *a, **k: (parsed.append(a), parse(*a, **k))[1]
+    )
+    assert len(results_of(plan, plan.plan.cells(4), places)) == 8 and len(parsed) == 2
 
 
 def test_verdicts_pair_the_seeds_that_both_arms_have():

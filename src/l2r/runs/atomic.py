@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,17 @@ def hold(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+@contextmanager
+def hold_waiting(path: Path, interval: float = 0.05) -> Iterator[None]:
+    """Lock a file for the block; wait, looking every ``interval`` seconds, while another has it."""
+    while True:
+        with hold(path) as mine:
+            if mine:
+                yield
+                return
+        time.sleep(interval)
 
 
 def _lock(descriptor: int) -> None:

@@ -1,15 +1,18 @@
-"""A study: one small JSON file per cell, enough to judge and to go on without its run.
+"""Results of a study in one file, enough to judge and to resume without the run folders.
 
-ARM.seed-N.json    the whole file, or none of it
+results.jsonl    a line per cell, ``CellResult`` as JSON, whose ``recipe`` is a digest; before its
+                 first use a line gives that recipe: {"digest": ..., "recipe": fields but the seed}
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2r.runs.atomic import write_text
+from l2r.runs.atomic import append_text, hold_waiting
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.stats.contrasts import Judged
 from l2r.stats.effects import Levels
@@ -44,31 +47,106 @@ class CellResult:
     plan: Mapping[str, Any]
     facts: Mapping[str, Any]
 
-    def save(self, path: Path) -> None:
-        """Write the file, a line per field."""
-        values = asdict(self)
-        for name in ("trained", "untrained"):
-            values[name] = {k: _rounded(v) for k, v in values[name].items()}
-        values["curve"] = [(step, _rounded(loss)) for step, loss in self.curve]
-        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in values.items()]
-        write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    def rounded(self) -> "CellResult":
+        """The same with measures and curve in as many digits as files keep."""
+        sides = [
+            {k: _rounded(v) for k, v in side.items()} for side in (self.trained, self.untrained)
+        ]
+        curve = [(step, _rounded(loss)) for step, loss in self.curve]
+        return replace(self, trained=sides[0], untrained=sides[1], curve=curve)
 
 
-def read_result(path: Path) -> CellResult:
-    """One file. Raises ValueError where it is not one."""
-    try:
-        values = parse_json(read_bytes(path), strict=False)
-        values["curve"] = [(int(step), float(loss)) for step, loss in values["curve"]]
-        for name in ("trained", "untrained"):
-            values[name] = {metric: float(value) for metric, value in values[name].items()}
-        result = CellResult(**values)
-        fits = isinstance(result.arm, str) and type(result.seed) is int
-        fits &= isinstance(result.recipe, dict) and isinstance(result.facts, dict)
-        if not fits or not {"digest", "commit"} <= result.plan.keys():
-            raise ValueError("arm, seed, recipe, plan and facts are of other types")
-        return result
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path} is not the result of a cell: {error}") from error
+class Results:
+    """Results of one study in its folder: the file results.jsonl.
+
+    Several processes may append at the same time. A last line that a kill cut off is ignored, and
+    removed by the next append; of two results of one cell the first counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "results.jsonl"
+
+    def read(self) -> list[CellResult]:
+        """All results, in the order of the file; none without a file.
+
+        Raises ValueError, naming the line, for a file that holds anything else.
+        """
+        return list(self._parse(self._lines()).values())
+
+    def append(self, *results: CellResult) -> None:
+        """Add results, whose cells have none yet, while this process holds the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with hold_waiting(self.path):
+            lines = self._lines()
+            whole = sum(map(len, lines))
+            if self.path.stat().st_size > whole:
+                os.truncate(self.path, whole)
+            there = self._parse(lines)
+            known = {_digest(_without_seed(result.recipe)) for result in there.values()}
+            text = []
+            for result in results:
+                if (result.arm, result.seed) in there:
+                    raise ValueError(
+                        f"{self.path} has a result of {result.arm}, seed {result.seed}"
+                    )
+                shared = _without_seed(result.recipe)
+                digest = _digest(shared)
+                if digest not in known:
+                    text.append(_line({"digest": digest, "recipe": shared}))
+                    known.add(digest)
+                text.append(_line({**asdict(result.rounded()), "recipe": digest}))
+                there[result.arm, result.seed] = result
+            append_text(self.path, "".join(text))
+
+    def _lines(self) -> list[bytes]:
+        """Whole lines of the file."""
+        if not self.path.is_file():
+            return []
+        return [line for line in read_bytes(self.path).splitlines(True) if line.endswith(b"\n")]
+
+    def _parse(self, lines: Sequence[bytes]) -> dict[tuple[str, int], CellResult]:
+        recipes: dict[str, dict[str, Any]] = {}
+        results: dict[tuple[str, int], CellResult] = {}
+        for number, line in enumerate(lines, start=1):
+            try:
+                values = parse_json(line, strict=False)
+                if "arm" not in values:
+                    recipes[values["digest"]] = dict(values["recipe"])
+                    continue
+                recipe = {"seed": values["seed"], **recipes[values["recipe"]]}
+                result = _result({**values, "recipe": recipe})
+                results.setdefault((result.arm, result.seed), result)
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                raise ValueError(
+                    f"line {number} of {self.path} is not the result of a cell: {error!r}"
+                ) from error
+        return results
+
+
+def _result(values: dict[str, Any]) -> CellResult:
+    values["curve"] = [(int(step), float(loss)) for step, loss in values["curve"]]
+    for name in ("trained", "untrained"):
+        values[name] = {metric: float(value) for metric, value in values[name].items()}
+    result = CellResult(**values)
+    fits = isinstance(result.arm, str) and type(result.seed) is int
+    if not fits or not isinstance(result.facts, dict):
+        raise ValueError("arm, seed and facts are of other types")
+    if not {"digest", "commit"} <= result.plan.keys():
+        raise ValueError("plan must have a digest and a commit")
+    return result
+
+
+def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name != "seed"}
+
+
+def _digest(recipe: Mapping[str, Any]) -> str:
+    text = json.dumps(recipe, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":")) + "\n"
 
 
 def _rounded(value: float) -> float:

@@ -1,46 +1,57 @@
 """Judging a plan: its results, the verdicts, the stopping rule, and what a page reads."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from l2r.machine import describe_machine
-from l2r.runs.study import CellResult, ScreenDesign, Study, read_result
+from l2r.runs.study import CellResult, Results, ScreenDesign, Study
 from l2r.stats.contrasts import Judged, Pairs, judge
 from l2r.studies.cells import Cell
 from l2r.studies.study_plan import Plan, Registered
 from l2r.training.claim import meaning
-from l2r.training.recipes.load import AnyRecipe, parse_recipe
+from l2r.training.recipes.load import parse_recipe
 
 
 @dataclass(frozen=True)
 class Places:
-    """results: where the files of the cells are kept. runs: where cells are trained."""
+    """results: folder of the study's file of results. runs: where cells are trained."""
 
     results: Path
     runs: Path
     keep_runs: bool = False
 
-    def result(self, cell: Cell) -> Path:
-        """File of a cell."""
-        return self.results / f"{cell.name}.json"
+    def stored(self) -> Results:
+        """File of all results."""
+        return Results(self.results)
+
+    def measured(self) -> set[tuple[str, int]]:
+        """Arm and seed of every cell that has a result."""
+        return {(result.arm, result.seed) for result in self.stored().read()}
 
 
 def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[CellResult]:
     """Results of the cells that have one. Raises ValueError for one of another recipe."""
+    stored = {(result.arm, result.seed): result for result in places.stored().read()}
+    meanings: dict[str, object] = {}  # of stored recipes without their seeds
     found = []
     for cell in cells:
-        path = places.result(cell)
-        if path.is_file():
-            result = read_result(path)
-            stored: AnyRecipe = parse_recipe(dict(result.recipe), source=str(path))
-            if meaning(stored) != meaning(cell.recipe):
-                raise ValueError(
-                    f"{path} holds a run of another recipe than plan {plan.name} says; choose "
-                    "other --results"
-                )
-            found.append(result)
+        result = stored.get((cell.arm, cell.recipe.seed))
+        if result is None:
+            continue
+        fields = {**result.recipe, "seed": 0}
+        key = json.dumps(fields, sort_keys=True)
+        if key not in meanings:
+            source = str(places.stored().path)
+            meanings[key] = meaning(parse_recipe(fields, source=source))
+        if meanings[key] != meaning(cell.recipe.model_copy(update={"seed": 0})):
+            raise ValueError(
+                f"{places.stored().path} holds a run of another recipe than plan {plan.name} says "
+                f"({cell.name}); choose other --results"
+            )
+        found.append(result)
     return found
 
 
@@ -115,7 +126,7 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
 def is_decided(plan: Plan, judged: Sequence[Judged]) -> bool:
     """Whether the stopping rule adds no more seeds: every primary interval is narrow enough."""
     primary = [j for j in judged if j.contrast.primary]
-    if plan.half_width is None:
+    if plan.half_width is None or not primary:
         return False
     return all(j.difference.half < plan.half_width for j in primary)
 

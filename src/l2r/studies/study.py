@@ -44,9 +44,9 @@ def run_share(
     """
     parent, failed, taken = os.getppid(), 0, 0
     for number, cell in enumerate(cells, start=1):
-        path, run = places.result(cell), RunFolder(places.runs / cell.name)
+        run = RunFolder(places.runs / cell.name)
         with _claimed(places.runs / ".claims" / cell.name) as mine:
-            if not mine or path.is_file():
+            if not mine or (cell.arm, cell.recipe.seed) in places.measured():
                 continue
             if taken == limit or os.getppid() != parent:
                 break
@@ -65,9 +65,10 @@ def run_share(
             facts = {"seconds": seconds, **describe_machine(), **counts}
             recipe = cell.recipe.model_dump(mode="json")
             curve = _curve(run, cell.recipe.training.log_every)
-            CellResult(
+            result = CellResult(
                 cell.arm, cell.recipe.seed, trained, untrained, curve, recipe, plan.mark(), facts
-            ).save(path)
+            )
+            places.stored().append(result)
             if not places.keep_runs:
                 shutil.rmtree(run.path)
             report(

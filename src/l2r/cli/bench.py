@@ -18,22 +18,28 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="NAME.json of an earlier run; exit code 1 where one became slower."),
+    ] = None,
     open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
     """Time what this machine does: router, memory, scaling, moe, step or inference.
 
-    Contenders take turns; medians, ranges and ratios. A wrong result gets no speed.
+    Contenders take turns; medians, ranges and ratios. A wrong result gets no speed. --compare tests
+    the ratios of all turns against those of an earlier run.
 
     Example: l2r bench router --seconds 4 --json
     """
     from rich.console import Console
 
     from l2r.cli.console import print_pages, print_table
-    from l2r.cost.benchmarks import run_bench
+    from l2r.cost.benchmarks import regression, run_bench
     from l2r.cost.benchmarks.results import Settings, save
-    from l2r.report.performance import bench_table, write_bench_page
+    from l2r.report.performance import bench_table, read_bench, write_bench_page
 
+    baseline = None if compare is None else read_bench(compare)
     settings = Settings(device, seconds, quick, compiled, clock)
     with Console(stderr=True).status(f"measuring {name}"):
         result = run_bench(name, settings).as_dict()
@@ -42,3 +48,13 @@ def bench(
         save(result, out)
         page = write_bench_page(result, out / f"{name}.html")
         print_pages([page], show=open_, err=as_json)
+    if baseline is not None:
+        found = regression.changes(baseline, result)
+        slower = [change for change in found if change.regressed]
+        for change in slower:
+            typer.echo(f"slower: {change}", err=as_json)
+        typer.echo(f"{len(slower)} of {len(found)} ratios became slower", err=as_json)
+        if any(change.least_p >= regression.ALPHA for change in found):
+            typer.echo("too few turns to tell a regression: give more --seconds", err=True)
+        if slower:
+            raise typer.Exit(1)

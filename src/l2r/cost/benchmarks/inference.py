@@ -43,7 +43,7 @@ def _size(bench: Bench, size: str) -> None:
         steps = {name: make(model, tokens) for name, model in by_name.items()}
         plain = make(by_name["l2r, l2r_sips H16"], tokens)
         steps["l2r, l2r_sips H16, plain"] = _unfused(plain)
-        times = bench.measure(steps, share=2)
+        times = bench.measure(steps, "stock", f"{size}, {phase}", share=2)
         count = length if phase == "prefill" else 1
         for name, time in times.items():
             routers = _share(by_name, name, count, shape["hidden_size"], settings)

@@ -90,7 +90,9 @@ def _shape(bench: Bench, shape: Shape) -> None:
         steps = {
             name: _step(form, experts, x, indices, weights, phase) for name, form in right.items()
         }
-        found = bench.compare(steps, "transformers grouped_mm", "ms", rounds=7)
+        found = bench.compare(
+            steps, "transformers grouped_mm", "ms", f"{shape.name}, {phase}", rounds=7
+        )
         for name, times in found.items():
             bench.add(shape=shape.name, phase=phase, contender=name, **times)
 

@@ -51,39 +51,58 @@ class Settings:
 
 @dataclass
 class Bench:
-    """Records of one benchmark, all with the same keys, and where they were taken."""
+    """Records of one benchmark, all with the same keys, and where they were taken.
+
+    turns: of every group of contenders its label, the base of its ratios, and seconds by turn.
+    """
 
     name: str
     settings: Settings
     note: str = ""
     records: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=environment)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, **record: Any) -> None:
         """Append one record."""
         self.records.append(record)
 
     def measure(
-        self, steps: Mapping[str, Step], *, share: float = 1.0, rounds: int = 9
+        self,
+        steps: Mapping[str, Step],
+        base: str,
+        group: str,
+        *,
+        share: float = 1.0,
+        rounds: int = 9,
     ) -> dict[str, Timing]:
-        """Time contenders against each other, for ``share`` of the seconds of a group."""
+        """Time a group of contenders in turns, for ``share`` of the seconds of a group.
+
+        Turns are kept for ratios to the fastest contender whose name starts with ``base``.
+        """
         settings = self.settings
         seconds = share * settings.seconds
-        return measure(
+        times = measure(
             steps, device=settings.device, seconds=seconds, kind=settings.clock, rounds=rounds
         )
+        bases = {name: time.median for name, time in times.items() if name.startswith(base)}
+        turns = {name: list(time.turns) for name, time in times.items()}
+        least = min(bases, key=lambda name: bases[name])
+        self.turns.append({"group": group, "base": least, "seconds": turns})
+        return times
 
     def compare(
         self,
         steps: Mapping[str, Step],
         base: str,
         unit: str,
+        group: str,
         *,
         share: float = 1.0,
         rounds: int = 9,
     ) -> dict[str, dict[str, float]]:
         """``measure`` as fields of records, with the ratio to the fastest named ``base``."""
-        times = self.measure(steps, share=share, rounds=rounds)
+        times = self.measure(steps, base, group, share=share, rounds=rounds)
         least = fastest({name: time.median for name, time in times.items()}, base)
         return {
             name: {**time.columns(unit), "ratio": time.median / least}

@@ -68,7 +68,7 @@ def _group(
     }
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
-    found = bench.compare(steps, "linear", "us")
+    found = bench.compare(steps, "linear", "us", f"{phase}, {mode}, {inputs[0].shape[0]} tokens")
     for name, times in found.items():
         bench.add(
             phase=phase,

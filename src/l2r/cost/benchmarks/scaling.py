@@ -45,7 +45,9 @@ def _point(bench: Bench, axis: str, sizes: dict[str, int]) -> None:
         },
     }
     for phase, steps in phases.items():
-        for name, times in bench.compare(steps, "linear", "us", share=0.25, rounds=5).items():
+        group = f"{axis} {sizes[axis]}, {phase}"
+        times_by_name = bench.compare(steps, "linear", "us", group, share=0.25, rounds=5)
+        for name, times in times_by_name.items():
             bench.add(
                 axis=axis,
                 value=sizes[axis],

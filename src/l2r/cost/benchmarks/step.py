@@ -41,7 +41,7 @@ def run(settings: Settings) -> Bench:
     for name in ROUTERS:
         if right:  # ours with the stock weights must be the stock model
             steps[name] = _our_step(by_name[name], batches)
-    times = bench.measure(steps, share=2, rounds=5)
+    times = bench.measure(steps, "stock, plain loop", "step", share=2, rounds=5)
     tokens = batch * length
     base = times["stock, plain loop"].median
     for name, time in times.items():

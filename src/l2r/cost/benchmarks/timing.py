@@ -13,16 +13,18 @@ Step = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step: median, lowest and highest over the rounds."""
+    """Seconds of one step: median, lowest and highest over the rounds, and in every turn."""
 
     median: float
     low: float
     high: float
+    turns: tuple[float, ...] = ()
 
     def columns(self, unit: str) -> dict[str, float]:
         """The three as fields of a record, in ``ms`` or ``us``."""
         scale = {"ms": 1e3, "us": 1e6}[unit]
-        return {f"{name}_{unit}": scale * value for name, value in vars(self).items()}
+        values = {"median": self.median, "low": self.low, "high": self.high}
+        return {f"{name}_{unit}": scale * value for name, value in values.items()}
 
 
 def measure(
@@ -57,7 +59,7 @@ def measure(
         for name in names if turn % 2 == 0 else reversed(names):
             count = repeats[name]
             samples[name].append(clock(contenders[name], count) / count)
-    return {n: Timing(statistics.median(v), min(v), max(v)) for n, v in samples.items()}
+    return {n: Timing(statistics.median(v), min(v), max(v), tuple(v)) for n, v in samples.items()}
 
 
 def _warm(step: Step, seconds: float) -> None:

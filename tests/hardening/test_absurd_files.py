@@ -414,9 +414,6 @@ CASES = {
         REPORT,
         "run",
     ),
-    "a diagnosis of 0.1.0 that is a list": Case(
-        "run/diagnostics.json", text("[]"), REPORT, NOT_DIAGNOSIS
-    ),
     "an array of 10^12 numbers": Case(
         "run/patches.npz",
         content(npz_of_bytes("experts", npy_header((10**12,)))),

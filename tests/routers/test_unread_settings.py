@@ -1,4 +1,4 @@
-"""A setting that nothing reads is refused, and configurations written by 0.1.0 still load."""
+"""A setting that nothing reads is refused."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import pytest
 from l2r.routers import (
     L2RConfig,
     LinearSipsConfig,
-    RouterConfig,
     XMoEConfig,
     build_router,
     make_config,
@@ -68,51 +67,6 @@ def test_every_option_that_is_offered_is_read(kind):
         value = moved.get(name, not default if isinstance(default, bool) else None)
         value = default / 2 if value is None else value
         assert getattr(make_config(kind, **{**beside, name: value}), name) == value != default
-
-
-# to_dict() of each router as version 0.1.0 wrote it into recipes and model folders.
-_SHARED = {
-    "normalize_weights": False,
-    "temperature": 1.0,
-    "learn_temperature": False,
-    "dtype": "float32",
-}
-_SCORE = {
-    "query_norm": "rmsnorm",
-    "gamma": 1.0,
-    "beta": 1.0,
-    "p": 4.0,
-    "norm_eps": 1e-5,
-    "eps": 1e-6,
-}
-_LOW_RANK = {"rank": 2, "heads": 16, "init_std": None}
-WRITTEN_BY_0_1_0 = [
-    {"kind": "linear", **_SHARED, "init_std": 0.02},
-    {"kind": "linear_sips", **_SHARED, "scoring": "sips", **_SCORE},
-    {
-        "kind": "xmoe",
-        **_SHARED,
-        "rank": None,
-        "bias": False,
-        "normalize_query": True,
-        "anchor_init": "orthogonal",
-        "anchor_scale": 1.0,
-        "anchor_norm": None,
-        "eps": 1e-6,
-        "min_temperature": 0.01,
-        "gate": "softmax",
-    },
-    {"kind": "l2r_dot", **_SHARED, "scoring": "dot", **_SCORE, **_LOW_RANK},
-    {"kind": "l2r_cosine", **_SHARED, "scoring": "cosine", **_SCORE, **_LOW_RANK},
-    {"kind": "l2r_sips", **_SHARED, "scoring": "sips", **_SCORE, **_LOW_RANK},
-]
-
-
-@pytest.mark.parametrize("values", WRITTEN_BY_0_1_0, ids=lambda values: values["kind"])
-def test_configurations_written_by_0_1_0_load(values):
-    config = RouterConfig.from_dict(values)
-    assert config == make_config(values["kind"])
-    assert config.to_dict().items() >= values.items()  # later fields have their defaults
 
 
 @pytest.mark.parametrize("source", PRESETS)

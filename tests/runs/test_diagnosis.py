@@ -1,15 +1,11 @@
-"""A saved diagnosis is read back whole, whichever version wrote it."""
+"""A saved diagnosis is read back whole."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from l2r.runs.diagnosis import USAGE, Diagnosis, is_diagnosed, read_diagnosis
-
-OLD = Path(__file__).parents[1] / "compat" / "v0_1_0" / "run" / "diagnostics.json"
 
 
 def made() -> Diagnosis:
@@ -33,25 +29,6 @@ def test_usage_is_by_layer(tmp_path: Path) -> None:
     assert saved.mean() == {"cv": 0.5}
     for name in ("topk", "usage_by_domain"):
         assert np.array_equal(saved.by_layer(name)[1], diagnosis.arrays[f"1.{name}"])
-
-
-def test_the_file_of_0_1_0_says_the_same(tmp_path: Path) -> None:
-    shutil.copy(OLD, tmp_path)
-    old = json.loads(OLD.read_text())
-    diagnosis = read_diagnosis(tmp_path)
-    assert is_diagnosed(tmp_path) and diagnosis.layers == old["layers"]
-    assert diagnosis.mean() == old["mean"]
-    for kind in USAGE:
-        assert [layer.tolist() for layer in diagnosis.by_layer(kind)] == old["usage"][kind]
-    assert diagnosis.info["domains"] == list(old["usage_by_domain"])
-    by_domain = np.stack(diagnosis.by_layer("usage_by_domain"), axis=1)
-    assert by_domain.tolist() == list(old["usage_by_domain"].values())
-
-
-def test_a_new_diagnosis_replaces_an_old_one(tmp_path: Path) -> None:
-    shutil.copy(OLD, tmp_path)
-    made().save(tmp_path)
-    assert read_diagnosis(tmp_path).mean() == {"cv": 0.5}
 
 
 def test_a_diagnosis_without_an_array_is_refused(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from l2r.cli import main
-from l2r.runs.folder import RunFolder
 from l2r.studies.cells import folder_cells, grid_cells, read_grid
 from l2r.studies.run import Outcome, run_cells
-from l2r.training.recipes.load import dump_recipe
 
 COMMANDS = [
     ["compare", "demo", "--routers", "linear,l2r_sips"],
@@ -90,15 +88,6 @@ def test_a_folder_compares_its_routers_and_not_their_ablations():
         with pytest.raises(ValueError, match=r"router\.kind differs between the recipes .*--rout"):
             folder_cells("demo", [change], None, 1)
     assert len(folder_cells("demo", ["router={normalize_weights: true}"], None, 1)) == 7
-
-
-def test_cells_of_a_sweep_of_0_1_0_are_found_under_their_old_names(tmp_path: Path) -> None:
-    (cell,) = grid_cells("demo/l2r-sips", ["seed=7"], read_grid(["router.rank=2"]), 1)
-    assert cell.run(tmp_path).name == "rank=2.seed-7"
-    old = RunFolder(tmp_path / "rank=2,seed=7")
-    old.create()
-    old.recipe.write_text(dump_recipe(cell.recipe))
-    assert cell.run(tmp_path).path == old.path
 
 
 def test_a_folder_with_an_unreadable_recipe_fails_alone(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from l2r.stats.agreement import Agreement, agreement
 SCHEMA = 1
 USAGE = ("top1", "topk", "importance")
 _NUMBERS, _ARRAYS = "diagnosis.json", "diagnosis.safetensors"
-_VERSION_0_1_0 = "diagnostics.json"  # all of it, usage included, in one file
 
 Array = Shaped[np.ndarray, "..."]
 
@@ -85,8 +84,8 @@ def block_number(module: str) -> str | None:
 
 
 def is_diagnosed(folder: Path) -> bool:
-    """Whether the folder holds a diagnosis, of this version or of 0.1.0."""
-    return (folder / _NUMBERS).is_file() or (folder / _VERSION_0_1_0).is_file()
+    """Whether the folder holds a diagnosis."""
+    return (folder / _NUMBERS).is_file()
 
 
 def read_diagnosis(folder: Path) -> Diagnosis:
@@ -94,8 +93,6 @@ def read_diagnosis(folder: Path) -> Diagnosis:
     if not is_diagnosed(folder):
         raise ValueError(f"{folder} holds no diagnosis; l2r diagnose writes one")
     try:
-        if not (folder / _NUMBERS).is_file():
-            return _from_0_1_0(parse_json(read_bytes(folder / _VERSION_0_1_0), strict=False))
         text = parse_json(read_bytes(folder / _NUMBERS), strict=False)
         if text["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}; got {text['schema']}")
@@ -111,22 +108,6 @@ def read_diagnosis(folder: Path) -> Diagnosis:
         return diagnosis
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError) as error:
         raise ValueError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
-
-
-def _from_0_1_0(text: dict[str, Any]) -> Diagnosis:
-    """The same from diagnostics.json, whose usage by domain is a share instead of a count."""
-    by_domain = text["usage_by_domain"]
-    arrays = {
-        f"{layer}.{kind}": np.array(values)
-        for kind in USAGE
-        for layer, values in enumerate(text["usage"][kind])
-    }
-    for layer in range(len(text["layers"])):
-        rows = [grids[layer] for grids in by_domain.values()]
-        arrays[f"{layer}.usage_by_domain"] = np.array(rows)
-    experts = len(text["usage"]["topk"][0])
-    info = {"experts": experts, "domains": list(by_domain), "settings": text["settings"]}
-    return Diagnosis(info, text["layers"], arrays)
 
 
 def agree(first: Diagnosis, second: Diagnosis) -> list[Agreement]:

@@ -8,7 +8,7 @@ checkpoints/step-N/  safetensors shards and state.json, complete when the name h
 model/               Hugging Face export of the final weights, with tokenizer and model card
 model-ema/           the same of their moving average, where the recipe keeps one
 diagnosis.json       what the routers do on validation data, with diagnosis.safetensors (compare
-                     and sweep; 0.1.0 wrote diagnostics.json)
+                     and sweep)
 text.npz             which tokens of held-out text go to which expert (language)
 patches.npz          which patches of some images go to which expert (vision)
 evaluation.json      downstream results, or accuracy on images (eval)

@@ -37,9 +37,8 @@ class Cell:
     settings: Mapping[str, Any]
 
     def run(self, root: Path) -> RunFolder:
-        """Its folder in ``root``; sweeps of 0.1.0 called it otherwise."""
-        old = RunFolder(root / f"{self.arm},seed={self.recipe.seed}")
-        return old if old.is_run() else RunFolder(root / self.name)
+        """Its folder in ``root``."""
+        return RunFolder(root / self.name)
 
 
 def folder_cells(

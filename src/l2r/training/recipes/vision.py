@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
-    AliasChoices,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -100,10 +99,7 @@ class ImageSection(Section):
     workers: NonNegativeInt = 0
     crop_scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    # Version 0.1.0 wrote the other spelling.
-    center: PositiveFraction = Field(
-        default=0.875, validation_alias=AliasChoices("center", "centre")
-    )
+    center: PositiveFraction = 0.875
     mean: tuple[float, ...] | None = None
     deviation: tuple[PositiveFloat, ...] | None = None
     augmentation: AugmentationSection = AugmentationSection()

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.hf.families import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.report.tables import Table
 from l2r.training.data.corpus import CorpusOptions, build_corpus

@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.hf.swap.families import FAMILIES
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.tokens import write_token_files
 from tests.analysis.diagnostics.models import ours
+from tests.hf.families import tiny_model
 
 SHORT = ["--instances", "8", "--length", "32"]
 

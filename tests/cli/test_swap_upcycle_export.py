@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from l2r.hf.checkpoints import family_check, load_pretrained
-from l2r.hf.checkpoints.family_check import COLUMNS, FamilyResult, sample_tokens, tiny_model
+from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig, L2RRouter
+from tests.hf.families import sample_tokens, tiny_model
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
 
@@ -101,27 +101,6 @@ def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
         "checkpoint must be a folder"
         in l2r("swap", tmp_path / "none", "--out", tmp_path / "out").refusal()
     )
-
-
-def test_the_table_of_families_is_printed_and_written(l2r, tmp_path, monkeypatch):
-    """The checks themselves run in tests/swap."""
-    works = dict.fromkeys(COLUMNS[1:], True)
-    results = {name: FamilyResult(name, **works) for name in ("gpt_oss", "mixtral")}
-    results["mixtral"] = replace(results["mixtral"], compile=False)
-    monkeypatch.setattr(family_check, "check_families", lambda names: map(results.get, names))
-    page = tmp_path / "families.md"
-    code, text, _ = l2r("families", "--only", "gpt_oss,mixtral", "--json", "--write", page)
-    assert code == 0
-    rows = json.loads(text)
-    assert [row.pop("family") for row in rows] == ["gpt_oss", "mixtral"]
-    assert set(rows[0].values()) == {"yes"}
-    assert rows[1].pop("compile") == "no" and set(rows[1].values()) == {"yes"}
-    assert "| gpt_oss | yes |" in page.read_text()
-    assert "`llama4`: it multiplies" in page.read_text()
-
-
-def test_an_unknown_family_is_refused(l2r):
-    assert "family must be one of olmoe" in l2r("families", "--only", "gpt2").refusal()
 
 
 def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):

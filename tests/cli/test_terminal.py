@@ -81,19 +81,6 @@ def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, 
     )
 
 
-def test_the_table_of_families_counts_checks(capsys, monkeypatch):
-    from l2r.cli.console import print_table
-    from l2r.cli.families import _short
-    from l2r.hf.checkpoints.family_check import COLUMNS
-
-    monkeypatch.setenv("COLUMNS", "80")
-    rows = (("olmoe", *["yes"] * 6), ("mixtral", "yes", "no", "yes", "yes", "yes", "no"))
-    print_table(_short(Table("Router swap by model family", COLUMNS, rows)))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["olmoe", "6", "of", "6", "-"] in lines
-    assert ["mixtral", "4", "of", "6", f"{COLUMNS[2]},", COLUMNS[6]] in lines
-
-
 def test_a_table_in_brief_keeps_the_columns_that_matter():
     columns = ("name", *"abcdefgh")
     rows = (("x", None, 0.123456, 2, 3, 4, 5, 6, 7), ("y", None, 1.0, 2, 3, 4, 5, 6, 7))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from l2r.engines.hugging_face import copy_all, olmoe
-from l2r.hf.swap.families import TINY
 from l2r.routers import LinearConfig
+from tests.hf.families import TINY
 
 
 def all_pairs(ours, theirs):

@@ -10,10 +10,10 @@ from transformers import TrainerCallback
 from l2r.analysis.diagnostics.router_statistics import NUMBERS, router_statistics
 from l2r.engines.trainer import add_router_losses, add_router_statistics
 from l2r.engines.trainer.lightning import RouterHooks, router_statistics_callback
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from tests.engines.test_hf_trainer import Arguments, Trainer, olmoe, swapped_mixtral, texts
+from tests.hf.families import tiny_model
 
 
 class Writer(TrainerCallback):

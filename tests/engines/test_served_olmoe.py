@@ -18,7 +18,7 @@ import torch
 from l2r.engines import served_olmoe
 from l2r.engines.served_olmoe import RENAMED, gate_of
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap.families import TINY
+from tests.hf.families import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = L2rOlmoeForCausalLM.__name__  # config.json's, by which the engines choose

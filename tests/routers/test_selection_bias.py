@@ -113,8 +113,8 @@ def test_a_router_with_a_selection_of_its_own_gets_the_bias_too():
 
 
 def test_a_bias_in_a_family_that_decides_its_own_is_refused():
-    from l2r.hf.checkpoints.family_check import tiny_model
     from l2r.hf.swap.families import FAMILIES
+    from tests.hf.families import tiny_model
 
     (site, *_) = router_sites(tiny_model(FAMILIES["mixtral"]))
     config = L2RConfig(rank=2, selection_bias=True)

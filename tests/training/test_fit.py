@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
 from l2r.training.fit import FitOptions, perplexity
 from l2r.training.upcycle import upcycle
+from tests.hf.families import tiny_model
 from tests.training.test_upcycle import CONFIG, batches, trained
 
 __all__ = ["trained"]

@@ -10,7 +10,6 @@ from torch import nn
 from l2r import L2RConfig, LinearConfig, Router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.checkpoints import load_pretrained
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import UntrainedRoutersWarning
@@ -18,6 +17,7 @@ from l2r.routers import MixtureConfig
 from l2r.training.agreement import compare, divergence
 from l2r.training.fit import FitOptions, perplexity
 from l2r.training.upcycle import JointOptions, train_jointly, upcycle
+from tests.hf.families import tiny_model
 
 CONFIG = L2RConfig(rank=8, heads=4)
 

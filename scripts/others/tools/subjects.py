@@ -1,6 +1,5 @@
 """Tiny models that every tool gets: stock families, the same swapped, and our own OLMoE."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +7,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from tests.hf.families import TINY, sample_tokens, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 
@@ -42,7 +41,7 @@ class Subject(NamedTuple):
                 del sizes["moe_intermediate_size"]
                 config = L2rOlmoeConfig(**sizes, num_experts=8, router=ROUTER.to_dict())
                 return L2rOlmoeForCausalLM(config).eval()
-            model = tiny_model(dataclasses.replace(family, tiny={**family.tiny, **SIZES}))
+            model = tiny_model(family, **SIZES)
             return replace_routers(model, ROUTER) if self.kind == "swapped" else model
 
     @property

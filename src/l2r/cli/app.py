@@ -14,7 +14,7 @@ from l2r import __version__
 # group of commands; heavy dependencies are imported inside the function.
 PANELS = {
     "Inspect": ("diagnose", "check", "mismatch", "landscape", "report"),
-    "Change": ("swap", "upcycle", "export", "serve", "families"),
+    "Change": ("swap", "upcycle", "export", "serve"),
     "Train": ("train", "compare", "sweep", "eval", "data"),
     "Study": ("evidence",),
     "Machine": ("doctor", "bench", "params", "plan"),

@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from l2r import L2RConfig, capture
 from l2r.analysis.diagnostics.router_statistics import NUMBERS, RouterWatch, router_statistics
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.analysis.diagnostics.models import ours
+from tests.hf.families import sample_tokens, tiny_model
 
 NAMES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from l2r import L2RConfig, LinearConfig, XMoEConfig
 from l2r.hf.checkpoints import by_file
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 CONFIG = L2RConfig(rank=2, heads=4)
 

@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
 from l2r import L2RConfig, XMoEConfig
 from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.checkpoints.export import export_remote_code
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap import swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.routers import make_config, router_names
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 LOAD = """
 import sys

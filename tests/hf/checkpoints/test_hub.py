@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import l2r
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import sample_tokens, tiny_model
 
 COMMIT, OLDER, NAME = "a" * 40, "b" * 40, "someone/tiny"
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 import l2r
 from l2r import L2RConfig
 from l2r.hf.checkpoints import placement
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.checkpoints.loading import load_model
 from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.tokens import write_token_files
+from tests.hf.families import sample_tokens, tiny_model
 
 
 @pytest.fixture

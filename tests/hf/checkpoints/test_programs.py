@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 from l2r.hf.checkpoints import programs
 from l2r.hf.checkpoints.programs import export_program
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap.families import TINY
+from tests.hf.families import TINY
 
 SHAPES = [(5, 9), (1, 33)]  # neither traced nor compared while exporting
 

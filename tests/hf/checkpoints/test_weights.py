@@ -13,7 +13,6 @@ from transformers import ViTForImageClassification as ViT
 
 from l2r.hf.checkpoints import load_causal_lm, load_image_classifier, load_pretrained
 from l2r.hf.checkpoints.export import as_l2r_olmoe
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.checkpoints.pretrained import model_like
 from l2r.hf.models import (
     L2rOlmoeConfig,
@@ -24,8 +23,9 @@ from l2r.hf.models import (
 from l2r.hf.models.vit import L2rViTConfig
 from l2r.hf.models.weights import check_finite
 from l2r.hf.swap import swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 GATE = "model.layers.0.mlp.gate"
 IMAGES = {

@@ -7,14 +7,14 @@ import torch
 from huggingface_hub import ModelCard
 
 from l2r import L2RConfig
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models.card import CARD, is_untouched
 from l2r.hf.models.vit import L2rViTForImageClassification
 from l2r.hf.swap import swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.routers import Router
+from tests.hf.families import TINY, tiny_model
 from tests.processes import script
 
 CODE = re.compile(r"```python\n(.*?)```", re.S)

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router
 from l2r.hf.checkpoints import load_pretrained
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
@@ -15,7 +14,8 @@ from l2r.hf.models import (
 )
 from l2r.hf.models.experts_backend import register
 from l2r.hf.swap import swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 HALVES = (torch.bfloat16, torch.float16)
 

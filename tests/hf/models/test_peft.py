@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from l2r import L2RConfig
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 # PEFT 0.x still asks transformers 5 by a deprecated name, and warns of patterns of its own.
 pytestmark = [

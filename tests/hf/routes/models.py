@@ -5,11 +5,11 @@ from contextlib import contextmanager
 import torch
 
 from l2r import L2RConfig, L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.routes import Fingerprint
 from l2r.hf.routes.layers import fingerprint_of
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
+from tests.hf.families import TINY, tiny_model
 from tests.hf.routes.made import drawn
 
 

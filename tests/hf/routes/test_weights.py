@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from l2r import LinearConfig, record, replay
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.routes import Fingerprint
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import new_router, old_weight, router_sites
+from tests.hf.families import TINY, tiny_model
 from tests.hf.routes.by_hand import weights_by_hand
 from tests.hf.routes.made import drawn
 from tests.hf.swap.test_selections import passed_to, settings_of

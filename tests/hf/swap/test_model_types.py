@@ -20,7 +20,6 @@ from transformers import (
 
 import l2r
 from l2r import L2RConfig, Router, XMoEConfig
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
@@ -28,7 +27,8 @@ from l2r.hf.models import (
     L2rViTForImageClassification,
 )
 from l2r.hf.swap import auto, swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 CONFIG = L2RConfig(rank=2, heads=4)
 

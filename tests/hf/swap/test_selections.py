@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from l2r import LinearConfig, RouterConfig
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.swap import swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import new_router, old_weight, router_sites
 from l2r.routers.selection import Selection
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 EXPERTS, TOKENS = 8, 300
 # Logits of every size: usual ones, and sigmoids so small that what is added to their sum counts.

@@ -15,13 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, capture
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.hf.checkpoints.family_check import (
-    compiles,
-    generates,
-    keeps_rule,
-    sample_tokens,
-    tiny_model,
-)
 from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
@@ -30,8 +23,10 @@ from l2r.hf.models import (
 )
 from l2r.hf.models.checkpointing import checkpoint_activations
 from l2r.hf.swap import families, swap_routers
-from l2r.hf.swap.families import FAMILIES, TINY
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
+from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.hf.family_check import compiles, generates, keeps_rule
 
 MAIN = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 CONFIG = L2RConfig(rank=2, heads=4)

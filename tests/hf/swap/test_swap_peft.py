@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from l2r import L2RConfig, Router, capture
 from l2r.hf.checkpoints import load_pretrained
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
+from tests.hf.families import sample_tokens, tiny_model
 
 # PEFT 0.x still asks transformers 5 by a deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

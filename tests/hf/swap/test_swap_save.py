@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 import l2r
 from l2r import L2RConfig, Router, XMoEConfig
 from l2r.hf.checkpoints import load_causal_lm
-from l2r.hf.checkpoints.family_check import check_families, sample_tokens, tiny_model
 from l2r.hf.checkpoints.pretrained import load_pretrained
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import sample_tokens, tiny_model
+from tests.hf.family_check import check_families
 
 CONFIG = L2RConfig(rank=2, heads=4)
 

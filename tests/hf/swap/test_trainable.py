@@ -6,12 +6,12 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from l2r import L2RConfig
-from l2r.hf.checkpoints.family_check import sample_tokens, tiny_model
 from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.analysis.diagnostics.models import ours
+from tests.hf.families import sample_tokens, tiny_model
 
 NAMES = ("olmoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
 

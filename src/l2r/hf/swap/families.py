@@ -3,7 +3,6 @@
 A family is recognized by the class name of its router, so that models built around the same
 decoder (vision-language models, classifiers) are recognized too. Every router here returns
 (logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
-``tiny`` is the configuration of a small random model, from which docs/families.md is made.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +19,14 @@ from l2r.routers.selection import Selection
 
 @dataclass(frozen=True)
 class Family:
-    """One family. rule: from the old router to how it selects.
+    """A model family, by transformers' model type and the class name of its router.
 
-    weight: path of the old router's [N, D] matrix. tiny: keywords of a small configuration.
+    rule: function from an old router to its selection. weight: path of the router's [N, D] matrix.
     """
 
     model_type: str
     router: str
     rule: Callable[[Any], Selection]
-    tiny: Mapping[str, Any]
     weight: str = "weight"
 
     def selection(self, old: Any) -> Selection:
@@ -130,146 +128,39 @@ _lfm2 = _rule(_SCALED, **_BLOCK, norm_eps=1e-6)
 _afmoe = _rule({"scale": "route_scale"}, **_BLOCK, normalize=True, norm_eps=1e-20)
 _hy_v3 = _rule({"scale": "router_scaling_factor"}, **_BLOCK, normalize=True, norm_eps=1e-20)
 
-_E = {"num_experts": 8}
-_L = {"num_local_experts": 8}
-_HEAD = {"head_dim": 8}
-_SHARED = {"shared_expert_intermediate_size": 16}
-_FULL = {"layer_types": ["full_attention", "full_attention"]}
-_MLA = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-_GROUPS = {"n_group": 2, "topk_group": 1}
-_DEEPSEEK = {
-    **_GROUPS,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-}
-_DELTA_NET = {
-    **_E,
-    **_HEAD,
-    **_SHARED,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-_JAMBA = {
-    **_E,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 4,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "use_mamba_kernels": False,
-}
-_NEMOTRON = {
-    **_GROUPS,
-    **_HEAD,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "moe_shared_expert_intermediate_size": 16,
-    "layers_block_type": ["attention", "moe"],
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 8,
-}
-_ERNIE_EXPERTS = {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}
-_ERNIE = {**_HEAD, **_ERNIE_EXPERTS, "moe_layer_start_index": 1}
-_HYBRID = {
-    **_L,
-    "shared_intermediate_size": 16,
-    "layer_types": ["attention", "attention"],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-}
-_EXAONE = {
-    **_E,
-    **_GROUPS,
-    **_HEAD,
-    **_FULL,
-    "num_shared_experts": 1,
-    "mlp_layer_types": ["dense", "sparse"],
-}
-_CONV = {"layer_types": ["conv", "full_attention"], "use_expert_bias": True}
-_LFM2 = {**_E, **_CONV, "num_dense_layers": 1, "norm_topk_prob": True}
-_AFMOE = {**_E, **_HEAD, **_FULL, "num_dense_layers": 1, "num_shared_experts": 1}
-_HY_V3 = {**_E, **_HEAD, "first_k_dense_replace": 1, "num_shared_experts": 1}
-_DSA = {**_MLA, **_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
-_DEEPSEEK_V2 = {**_MLA, **_DEEPSEEK, "topk_method": "group_limited_greedy"}
-
-TINY: Mapping[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-_V3_TINY = {**_DEEPSEEK, **_HEAD}
-_V3_MLA_TINY = {**_MLA, **_DEEPSEEK}
-
 _TABLE = (
-    Family("olmoe", "OlmoeTopKRouter", _softmax, _E),
-    Family("flex_olmo", "FlexOlmoTopKRouter", _softmax, _E),
-    Family("qwen2_moe", "Qwen2MoeTopKRouter", _softmax, {**_E, **_SHARED}),
-    Family("qwen3_moe", "Qwen3MoeTopKRouter", _softmax, {**_E, **_HEAD}),
-    Family("qwen3_next", "Qwen3NextTopKRouter", _softmax, _DELTA_NET),
-    Family("mellum", "MellumTopKRouter", _softmax, {**_E, **_HEAD}),
-    Family("jamba", "JambaTopKRouter", _softmax, _JAMBA),
-    Family("mixtral", "MixtralTopKRouter", _softmax_normalized, _L),
-    Family("minimax", "MiniMaxTopKRouter", _softmax_normalized, {**_L, **_HEAD, "block_size": 8}),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeTopKRouter", _softmax_normalized, _DELTA_NET),
-    Family(
-        "hunyuan_v1_moe",
-        "HunYuanMoEV1Gate",
-        _softmax_normalized,
-        {**_E, **_HEAD, "moe_topk": 2},
-        weight="wg.weight",
-    ),
-    Family("gpt_oss", "GptOssTopKRouter", _softmax_normalized, {**_L, **_HEAD}),
-    Family("granitemoe", "GraniteMoeTopKRouter", _softmax_normalized, _L),
-    Family(
-        "granitemoeshared",
-        "GraniteMoeSharedTopKRouter",
-        _softmax_normalized,
-        {**_L, "shared_intermediate_size": 16},
-    ),
-    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _softmax_normalized, _HYBRID),
-    Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2, {**_E, **_HEAD, **_FULL}),
-    Family("phimoe", "PhimoeTopKRouter", _phimoe, _L),
-    Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie, _ERNIE),
-    Family("deepseek_v2", "DeepseekV2TopkRouter", _deepseek_v2, _DEEPSEEK_V2),
-    Family("deepseek_v3", "DeepseekV3TopkRouter", _V3, _V3_MLA_TINY),
-    Family("deepseek_v32", "DeepseekV32TopkRouter", _V3, _DSA),
-    Family("glm4_moe", "Glm4MoeTopkRouter", _V3, _V3_TINY),
-    Family("glm4_moe_lite", "Glm4MoeLiteTopkRouter", _V3, _V3_MLA_TINY),
-    Family("dots1", "Dots1TopkRouter", _V3, _V3_TINY),
-    Family("solar_open", "SolarOpenTopkRouter", _V3, _V3_TINY),
-    Family("exaone_moe", "ExaoneMoeTopkRouter", _V3, _EXAONE),
-    Family("nemotron_h", "NemotronHTopkRouter", _V3, _NEMOTRON),
-    Family("laguna", "LagunaTopKRouter", _laguna, {**_E, **_HEAD, **_SHARED}),
-    Family("minimax_m2", "MiniMaxM2TopKRouter", _minimax_m2, {**_L, **_HEAD}),
-    Family("lfm2_moe", "Lfm2MoeTopKRouter", _lfm2, _LFM2),
-    Family("afmoe", "AfmoeTokenChoiceRouter", _afmoe, _AFMOE, weight="gate.weight"),
-    Family("hy_v3", "HYV3TopKRouter", _hy_v3, _HY_V3),
+    Family("olmoe", "OlmoeTopKRouter", _softmax),
+    Family("flex_olmo", "FlexOlmoTopKRouter", _softmax),
+    Family("qwen2_moe", "Qwen2MoeTopKRouter", _softmax),
+    Family("qwen3_moe", "Qwen3MoeTopKRouter", _softmax),
+    Family("qwen3_next", "Qwen3NextTopKRouter", _softmax),
+    Family("mellum", "MellumTopKRouter", _softmax),
+    Family("jamba", "JambaTopKRouter", _softmax),
+    Family("mixtral", "MixtralTopKRouter", _softmax_normalized),
+    Family("minimax", "MiniMaxTopKRouter", _softmax_normalized),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeTopKRouter", _softmax_normalized),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1Gate", _softmax_normalized, weight="wg.weight"),
+    Family("gpt_oss", "GptOssTopKRouter", _softmax_normalized),
+    Family("granitemoe", "GraniteMoeTopKRouter", _softmax_normalized),
+    Family("granitemoeshared", "GraniteMoeSharedTopKRouter", _softmax_normalized),
+    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _softmax_normalized),
+    Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2),
+    Family("phimoe", "PhimoeTopKRouter", _phimoe),
+    Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie),
+    Family("deepseek_v2", "DeepseekV2TopkRouter", _deepseek_v2),
+    Family("deepseek_v3", "DeepseekV3TopkRouter", _V3),
+    Family("deepseek_v32", "DeepseekV32TopkRouter", _V3),
+    Family("glm4_moe", "Glm4MoeTopkRouter", _V3),
+    Family("glm4_moe_lite", "Glm4MoeLiteTopkRouter", _V3),
+    Family("dots1", "Dots1TopkRouter", _V3),
+    Family("solar_open", "SolarOpenTopkRouter", _V3),
+    Family("exaone_moe", "ExaoneMoeTopkRouter", _V3),
+    Family("nemotron_h", "NemotronHTopkRouter", _V3),
+    Family("laguna", "LagunaTopKRouter", _laguna),
+    Family("minimax_m2", "MiniMaxM2TopKRouter", _minimax_m2),
+    Family("lfm2_moe", "Lfm2MoeTopKRouter", _lfm2),
+    Family("afmoe", "AfmoeTokenChoiceRouter", _afmoe, weight="gate.weight"),
+    Family("hy_v3", "HYV3TopKRouter", _hy_v3),
 )
 
 # Before these versions the router has another class, or returns its triple in another order.

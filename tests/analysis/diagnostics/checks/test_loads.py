@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from l2r.analysis.diagnostics.checks import check_model
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
+from tests.hf.families import tiny_model
 
 
 def loads(pairs, *, different=60):

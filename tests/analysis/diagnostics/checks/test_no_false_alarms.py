@@ -7,11 +7,11 @@ from torch import nn
 
 from l2r import L2RConfig
 from l2r.analysis.diagnostics.checks import check_model
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
+from tests.hf.families import tiny_model
 
 
 def statuses(model, batch=None, **options):

@@ -16,12 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from l2r import L2RConfig, fit_routers
 from l2r.analysis.diagnostics.checks import check_model
-from l2r.hf.checkpoints.family_check import tiny_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from l2r.routers import Router
 from l2r.training.fit import FitOptions
+from tests.hf.families import tiny_model
 
 NAMES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = [f"{how} {name}" for name in NAMES for how in ("stock", "swapped")]

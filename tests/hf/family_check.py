@@ -1,7 +1,8 @@
-"""Run every supported family through a swap, with tiny random models: the table of families."""
+"""Run every supported family through a swap, with tiny random models: docs/families.md."""
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,21 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.hf.checkpoints.pretrained import load_pretrained
-from l2r.hf.swap.families import FAMILIES, TINY, Family
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import replace_routers
 from l2r.routers import L2RConfig, LinearConfig, RouterConfig, capture
+from tests.hf.families import sample_tokens, tiny_model
 
 _TOLERANCE = 1e-5  # of float32 logits of order one after two layers
 
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """What worked. same_rule: a linear router with the old weights gives the old outputs."""
+    """Checks of one family, in the order of the columns of docs/families.md."""
 
     family: str
     same_rule: bool
@@ -56,30 +56,6 @@ def check_families(names: Sequence[str]) -> Iterator[FamilyResult]:
         reloaded = _in_fresh_process(Path(folder))
         for name, model in models.items():
             yield _check(name, model, config, reload=reloaded[name])
-
-
-def tiny_model(family: Family) -> Any:
-    """A small random model of the family, with routers that prefer some experts clearly."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = CONFIG_MAPPING[family.model_type](**{**TINY, **family.tiny})
-        model = AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for site in router_sites(model):
-                old_weight(site).normal_(0, 0.5)
-                bias = getattr(site.router, "bias", None)
-                if bias is not None:  # gpt-oss adds one to its logits; no router of ours does
-                    bias.zero_()
-            for name, value in [*model.named_parameters(), *model.named_buffers()]:
-                if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    value.normal_(0, 0.3)
-    return model
-
-
-def sample_tokens(rows: int = 2) -> Tensor:
-    """Fixed token ids, without special ones."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(3, TINY["vocab_size"], (rows, 12), generator=generator)
 
 
 def keeps_rule(model: Any) -> bool:
@@ -173,7 +149,8 @@ def _without_failure(check: Callable[[Any], bool], model: Any) -> bool:
 def _in_fresh_process(folder: Path) -> dict[str, bool]:
     code = f"import sys; from {__name__} import reload_all; reload_all(sys.argv[1])"
     command = [sys.executable, "-P", "-c", code, str(folder)]  # P: nothing of the current folder
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"reloading in a fresh process failed: {done.stderr[-500:]}")
     result: dict[str, bool] = json.loads(done.stdout)

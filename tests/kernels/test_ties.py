@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.routers.test_selection import Stub
 from torch import Tensor
 
-from l2r.functional import select_experts
+from l2r.functional import best_experts, select_experts
 from l2r.kernels import cpu, dispatch, plain
 from l2r.kernels.contract import Score
 from l2r.kernels.dispatch import implementation
@@ -115,6 +115,22 @@ def test_any_row_follows_the_rule(name, logits, share):
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("top_k", [1, 7, 32, 33])
+@pytest.mark.parametrize("experts", [512, 577, 1024])
+@pytest.mark.parametrize("values", [[-1.0, 0.0, 2.0], [-INF, -INF, NAN, 5.0], [NAN, INF, 0.0], []])
+def test_many_experts_follow_the_rule(values, experts, top_k):
+    """Equals on both sides of a border, rows with fewer numbers than choices, and plain rows."""
+    draw = torch.Generator().manual_seed(experts + top_k)
+    logits = torch.randn(6, experts, generator=draw)
+    if values:
+        places = torch.randint(len(values), logits.shape, generator=draw)
+        logits = torch.tensor(values)[places]
+        logits[1, 40:] = values[0]
+        logits[2] = values[0]
+    found = dispatch.best_experts(logits, top_k)
+    assert torch.equal(found, best_experts(logits, top_k))
+
+
 @pytest.mark.parametrize("scoring", ["dot", "cosine", "sips"])
 @given(seed=st.integers(0, 10**6), experts=st.integers(2, 40), heads=st.integers(1, 4))
 @settings(max_examples=12)

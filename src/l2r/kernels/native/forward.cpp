@@ -1,6 +1,8 @@
 // The router's forward on a CPU in one parallel region, token after token: x is read once, the
 // scores of a token live in the first-level cache. Called by cpu.py.
 
+#include <functional>
+
 #include "forward_blocks.h"
 
 namespace {
@@ -70,6 +72,32 @@ inline void pool(const float* a, float length, const AnchorSide& keys, const Siz
     for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
 }
 
+constexpr int64_t kManyExperts = 512;  // from here on finding a bound first costs less
+constexpr int64_t kSpread = 64;        // parts of a row, each of which has a largest logit
+
+// A number that at least K logits reach, -inf where that is not known: of the largest logits of 64
+// parts of the row the K-th. About K more logits reach it, so that nearly all others cost a
+// comparison among 64 and no insertion.
+inline float reached_by_top_k(const float* logits, int64_t n, int64_t k) {
+  if (2 * k > kSpread) return -HUGE_VALF;
+  float largest[kSpread];
+  for (int64_t j = 0; j < kSpread; ++j) largest[j] = -HUGE_VALF;
+  for (int64_t i = 0; i + kSpread <= n; i += kSpread)
+#pragma omp simd
+    for (int64_t j = 0; j < kSpread; ++j)
+      largest[j] = logits[i + j] > largest[j] ? logits[i + j] : largest[j];
+  std::nth_element(largest, largest + k - 1, largest + kSpread, std::greater<float>());
+  return largest[k - 1];
+}
+
+// Whether a logit reaches a bound; none that is NaN does.
+inline bool any_reaches(const float* logits, int64_t count, float bound) {
+  int32_t reached = 0;
+#pragma omp simd reduction(| : reached)
+  for (int64_t i = 0; i < count; ++i) reached |= logits[i] >= bound;
+  return reached != 0;
+}
+
 // The K largest, smallest index first among equals, NaN as -inf; returns the log-sum-exp.
 inline float select(const float* logits, const Sizes& s, bool normalize, float* weights,
                     int64_t* indices, float* probs) {
@@ -83,9 +111,9 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
     total += probs[i];
   }
   int64_t filled = 0;
-  for (int64_t i = 0; i < n; ++i) {
+  const auto consider = [&](int64_t i) {
     const float value = logits[i] == logits[i] ? logits[i] : -HUGE_VALF;
-    if (filled == k && !(value > weights[k - 1])) continue;
+    if (filled == k && !(value > weights[k - 1])) return;
     int64_t place = filled < k ? filled++ : k - 1;
     for (; place > 0 && value > weights[place - 1]; --place) {
       weights[place] = weights[place - 1];
@@ -93,6 +121,17 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
     }
     weights[place] = value;
     indices[place] = i;
+  };
+  const float bound = n < kManyExperts ? -HUGE_VALF : reached_by_top_k(logits, n, k);
+  if (bound > -HUGE_VALF) {
+    for (int64_t first = 0; first < n; first += kSpread) {
+      const int64_t end = std::min(first + kSpread, n);
+      if (!any_reaches(logits + first, end - first, bound)) continue;
+      for (int64_t i = first; i < end; ++i)
+        if (logits[i] >= bound) consider(i);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) consider(i);
   }
   float chosen = 0.0f;
   for (int64_t j = 0; j < k; ++j) {

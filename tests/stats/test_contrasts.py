@@ -113,6 +113,17 @@ def test_judge_takes_the_deviation_of_the_first_seeds_where_they_decided_the_num
     assert (all_seeds.verdict, first.verdict) == ("undecided", "worse")
     half = stats.t.ppf(0.975, 2) * np.std(gaps[:3], ddof=1) / math.sqrt(6)
     assert first.difference.half == pytest.approx(half)
+    assert first.plain == all_seeds.difference and all_seeds.plain is None
+    assert first.p_plain == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)
+    assert first.p_plain == pytest.approx(all_seeds.p) and all_seeds.p_plain is None
+
+
+def test_the_plain_p_values_are_holms_over_the_primary_contrasts():
+    shape = np.array([0.1, 0.2, 0.15, 0.3, 0.12, 0.15])
+    gaps = [shape, shape - 0.1]
+    found = judge([contrast()] * 2, [pairs(g) for g in gaps], alpha=ALPHA, margins={}, first=3)
+    expected = holm([stats.ttest_1samp(g, 0).pvalue for g in gaps])
+    assert [j.p_plain for j in found] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
@@ -207,6 +218,11 @@ def test_holm_holds_back_what_a_single_test_would_call():
     assert verdicts(gaps, margins={}) == ["undecided"] * 2
     assert [verdicts([g], margins={}) for g in gaps] == [["worse"]] * 2
     assert verdicts(gaps, margins={}, primary=False) == ["worse"] * 2
+    together = judge([contrast()] * 2, [pairs(g) for g in gaps], alpha=ALPHA, margins={})
+    assert [j.reason for j in together] == ["not after Holm"] * 2
+    assert judge([contrast()], [pairs(gaps[0])], alpha=ALPHA, margins={})[0].reason == ""
+    (unclear,) = judge([contrast()], [pairs(shape)], alpha=ALPHA, margins={})
+    assert (unclear.verdict, unclear.reason) == ("undecided", "")  # its interval holds 0
 
 
 def test_an_undecided_primary_contrast_needs_the_seeds_of_its_share_of_alpha():
@@ -284,6 +300,8 @@ def test_what_was_there_before_training_is_no_finding():
         for name, case in cases.items()
     }
     said = {name: judged.verdict for name, (judged,) in found.items()}
+    reasons = {name: judged.reason for name, (judged,) in found.items()}
+    assert reasons == dict.fromkeys(cases, "there before training") | {"learned": ""}
     assert said == dict.fromkeys(("untrained", "rounding", "noise", "shrunk"), "undecided") | {
         "learned": "better"
     }

@@ -25,8 +25,8 @@ from l2r.stats.statistics import Interval
 
 _SCREENED = ("validation_ce", "routing_gain", "load_entropy")
 _COLUMNS = (
-    "contrast", "kind", "paper", "metric", "first", "second", "difference", "at step 0",
-    "seeds", "p", "p equivalent", "verdict", "seeds that decide",
+    "contrast", "kind", "paper", "metric", "first", "second", "difference", "plain paired t",
+    "at step 0", "seeds", "p", "p equivalent", "verdict", "why undecided", "seeds that decide",
 )  # fmt: skip
 _METHOD = (
     "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
@@ -34,7 +34,16 @@ _METHOD = (
     "(the larger p is shown); equivalent needs both one-sided tests inside the margin. Primary "
     "p-values are Holm's over all primary contrasts; secondary ones are not adjusted."
 )
-
+_TWO_INTERVALS = (
+    "The difference has Stein's interval: it uses the deviation of the first {first} seeds only, "
+    "and keeps its level although they set the number of all, if paired differences are normal. "
+    "The plain paired t uses the deviation of all seeds and assumes besides that their number was "
+    "fixed beforehand; verdicts do not use it."
+)
+_WHY = (
+    "Why undecided: the interval leaves out 0, but training did not add the difference (there "
+    "before training), or its p-value exceeds alpha after Holm's procedure (not after Holm)."
+)
 _FOREST = (
     "Bars are 95% intervals: green better, orange worse, blue equivalent, dark undecided, light "
     "the same models at step 0; shaded is the margin; primary contrasts are bold."
@@ -46,6 +55,9 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
     unsaid = {"kind"} if primary is not None else set()
     unsaid |= {"paper"} if not any(j.contrast.where for j in study.judged) else set()
+    shown = [j for j in study.judged if primary in (None, j.contrast.primary)]
+    unsaid |= {"plain paired t"} if all(j.plain is None for j in shown) else set()
+    unsaid |= {"why undecided"} if not any(j.reason for j in shown) else set()
     kept = [c for c, column in enumerate(_COLUMNS) if column not in unsaid]
     columns = tuple(_COLUMNS[c] for c in kept)
     rows = [tuple(row[c] for c in kept) for row in rows]
@@ -136,7 +148,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         effect_tables.insert(0, _proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
-        text = f"{_METHOD} {_chance(study)} {_FOREST}"
+        text = " ".join([_METHOD, *_notes(study), _chance(study), _FOREST])
         sections.append(Section("Contrasts", text, [forest(study), *tables]))
     if effect_tables:
         text = (
@@ -162,7 +174,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     )
     parts = [f"# {study.title}", study.question, *_registration(study)]
     if tables:
-        parts += [_chance(study), _METHOD]
+        parts += [_chance(study), _METHOD, *_notes(study)]
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables]
         parts.append(f"## Precision reached\n\n{precision_table(study).to_markdown()}")
     parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms]]
@@ -200,6 +212,16 @@ def _registration(study: Study) -> list[str]:
     return lines
 
 
+def _notes(study: Study) -> list[str]:
+    """A sentence each for the second interval and for the reasons, where the tables have them."""
+    notes = []
+    if any(j.plain is not None for j in study.judged):
+        notes.append(_TWO_INTERVALS.format(first=study.first))
+    if any(j.reason for j in study.judged):
+        notes.append(_WHY)
+    return notes
+
+
 def _chance(study: Study) -> str:
     count = sum(not j.contrast.primary for j in study.judged)
     return (
@@ -217,11 +239,13 @@ def _row(j: Judged) -> tuple[object, ...]:
         f"{j.contrast.first} {j.means[0]:.4f}",
         f"{j.contrast.second} {j.means[1]:.4f}",
         show_interval(j.difference),
+        "-" if j.plain is None else f"{show_interval(j.plain)}, p {j.p_plain:.2g}",
         show_interval(j.untrained),
         j.seeds,
         f"{j.p:.2g}",
         "-" if j.p_equivalent is None else f"{j.p_equivalent:.2g}",
         j.verdict,
+        j.reason,
         j.needed,
     )
 

@@ -71,6 +71,9 @@ class Judged:
 
     sd: of the paired differences. p, p_equivalent: of the two tests, after Holm in primary
     contrasts. needed: seeds that decide an undecided contrast with a margin, whatever it is.
+    plain, p_plain: interval and p of the ordinary paired t over all seeds, where the number of
+    seeds followed from the first of them; None elsewhere. reason: why the contrast is undecided
+    although its interval leaves out 0; empty where that does not happen.
     """
 
     contrast: Contrast
@@ -83,6 +86,9 @@ class Judged:
     p_equivalent: float | None
     verdict: Verdict
     needed: int | None
+    plain: Interval | None = None
+    p_plain: float | None = None
+    reason: str = ""
 
 
 def judge(
@@ -103,7 +109,8 @@ def judge(
     using = [first if contrast.primary else None for contrast in contrasts]
     p = [_p_better(pair, n) for pair, n in zip(pairs, using, strict=True)]
     same = [_p_inside(pair, m, n) for pair, m, n in zip(pairs, allowed, using, strict=True)]
-    for values in (p, same):
+    unadjusted, plain = list(p), [_p_better(pair, None) for pair in pairs]
+    for values in (p, same, plain):
         for i, adjusted in zip(primary, holm([values[i] for i in primary]), strict=True):
             values[i] = adjusted
     found = []
@@ -132,9 +139,30 @@ def judge(
                 None if margin is None else same[i],
                 verdict,
                 needed,
+                *_of_all_seeds(pair, plain[i], alpha, using[i]),
+                reason=_reason(gaps, unadjusted[i], alpha) if verdict == "undecided" else "",
             )
         )
     return found
+
+
+def _of_all_seeds(
+    pair: Pairs, p: float, alpha: float, first: int | None
+) -> tuple[Interval | None, float | None]:
+    """Interval and p of the plain paired t, where verdicts use the ``first`` seeds' deviation."""
+    if first is None:
+        return None, None
+    return estimate(pair.trained()).interval(alpha), p
+
+
+def _reason(gaps: "Estimate", p: float, alpha: float) -> str:
+    """Why an undecided contrast has an interval without 0; ``p`` is before Holm's procedure."""
+    interval = gaps.interval(alpha)
+    if not (interval.low > 0 or interval.high < 0):
+        return ""
+    if p > alpha:
+        return "there before training"
+    return "not after Holm" if gaps.freedom else ""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """TRL: trainers that open a folder, and the reference models that they make by themselves."""
 
+import math
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -9,6 +10,8 @@ from scripts.others.tools.rows import Row, row
 from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from l2r.engines.trainer.route_replay import add_route_replay
 
 ROWS: list[Row] = []
 TEXTS = Dataset.from_dict({"text": ["w3 w4 w5 w6 w7"] * 4})
@@ -96,3 +99,26 @@ def grpo(subject: Subject) -> None:
         assert largest_difference(trainer.ref_model, trainer.model) == 0
         trainer.train()
         assert float(trainer.state.log_history[0]["kl"]) == 0
+
+
+@row(ROWS, "GRPO that samples in bf16 and replays its routes, two steps")
+def grpo_replayed(subject: Subject) -> None:
+    """The routes of the last generation are there, and a loss was finite."""
+
+    def reward(completions: list[str], **others: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    with TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=str(subject.folder),
+            reward_funcs=reward,
+            args=GRPOConfig(
+                **{**_common(folder), "max_steps": 2}, num_generations=2, max_completion_length=4
+            ),
+            train_dataset=PROMPTS,
+            processing_class=tokenizer(),
+        )
+        replayed = add_route_replay(trainer, sampler="bf16")
+        trainer.train()
+        assert replayed.routes is not None and len(replayed.routes) == 2
+        assert math.isfinite(trainer.state.log_history[0]["loss"])

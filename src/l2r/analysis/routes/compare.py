@@ -89,16 +89,12 @@ class Comparison:
         first, second = read(self._model, ids), read(self._other, ids)
         again = read(self._other, ids, first.routes)
         self._keep(first, second.routes, ids)
-        moved, held = [], []
-        for layer in range(len(self._routers)):
-            change, certified = self._change(layer, first.inputs[layer], second.inputs[layer])
-            moved.append(change)
-            held.append(certified)
+        moved, held = self.changes(first, second)
         own, replayed = _log_probs(second.logits, ids), _log_probs(again.logits, ids)
         before = _log_probs(first.logits, ids)
         self._add(
-            moved=torch.stack(moved),
-            certified=torch.stack(held),
+            moved=moved,
+            certified=held,
             own=own - before,
             replayed=replayed - before,
             kl_own=_divergence(first.logits, second.logits),
@@ -147,6 +143,15 @@ class Comparison:
             name: np.concatenate(parts, axis=1 if name in by_layer else 0)
             for name, parts in self._parts.items()
         }
+
+    def changes(
+        self, first: Reading, second: Reading
+    ) -> tuple[Float[Tensor, "L T"], Int[Tensor, "L T"]]:
+        """Relative change of every router's input, and 1 for a certified decision, 0 for one
+        that is not, NO_STATEMENT where nothing can be said."""
+        pairs = enumerate(zip(first.inputs, second.inputs, strict=True))
+        moved, held = zip(*(self._change(layer, *pair) for layer, pair in pairs), strict=True)
+        return torch.stack(moved), torch.stack(held)
 
     def _change(self, layer: int, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """Relative change [T] of a router's input, and 1, 0 or NO_STATEMENT of each decision."""

@@ -1,0 +1,142 @@
+"""Sampled routes replayed in the loss of TRL's GRPO trainer.
+
+    trainer = GRPOTrainer(model=model, args=args, reward_funcs=reward, train_dataset=prompts, ...)
+    replayed = add_route_replay(trainer, sampler="bf16")
+    trainer.train()
+
+``generate`` of the model runs in a copy in the sampler's arithmetic and is recorded; the loss of
+the sampled rows then takes the recorded experts, and its policy ratio is against the sampler's
+own log-probabilities. Follows the rows through TRL's shuffling and splitting of a batch.
+
+Shape letters: B sequences, W columns of prompt and completion, G generated tokens.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
+from l2r.hf.routes import Routes
+from l2r.hf.routes.layers import fingerprint_of, replaced, unwrapped
+from l2r.hf.routes.record import record
+from l2r.hf.routes.replay import replay
+
+ROWS = "sampled_route"  # number of each row among the sampled sequences, in the trainer's batches
+_METHODS = ("compute_loss", "_generate_and_score_completions")
+
+
+def add_route_replay(
+    trainer: Any, *, sampler: str | None = None, replays: bool = True
+) -> "RouteReplay":
+    """Let ``trainer``, a TRL GRPOTrainer that samples with transformers, replay sampled routes.
+
+    sampler: arithmetic of the sampling, bf16, int8 or fp8, in a copy of the model that is made
+    anew for each generation; None samples with the model itself. replays: False records and
+    compares with the sampler's log-probabilities, and lets the loss choose its own experts.
+
+    Raises ValueError for another trainer, for one that samples with vLLM, whose routes come
+    elsewhere from (``l2r.hf.routes.from_vllm``), for another sampler, and for a model without a
+    supported router.
+    """
+    if sampler is not None and sampler not in ARITHMETICS:
+        allowed = ", ".join(ARITHMETICS)
+        raise ValueError(f"sampler must be None or one of {allowed}; got sampler={sampler!r}")
+    missing = [name for name in _METHODS if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ValueError(
+            f"trainer must be TRL's GRPOTrainer, with {' and '.join(_METHODS)}; "
+            f"{type(trainer).__name__} has no {missing[0]}"
+        )
+    if getattr(trainer, "use_vllm", False):
+        raise ValueError("trainer must sample with transformers; got use_vllm=True")
+    return RouteReplay(trainer, sampler, replays)
+
+
+class RouteReplay:
+    """Routes of the last generation, and the trainer's methods around them.
+
+    routes: of the sampled sequences, in the order of the generation; None before the first.
+    """
+
+    def __init__(self, trainer: Any, sampler: str | None, replays: bool) -> None:
+        fingerprint_of(trainer.model)
+        self.routes: Routes | None = None
+        self._trainer, self._sampler, self._replays = trainer, sampler, replays
+        self._log_probs = torch.empty(0, 0)  # of generated tokens [B, G]
+        self._prompt = 0  # columns of the prompts
+        self._loss: Callable[..., Any] = trainer.compute_loss
+        self._generates: Callable[..., Any] = trainer._generate_and_score_completions
+        trainer.compute_loss = self._compute_loss
+        trainer._generate_and_score_completions = self._sampled
+
+    def _sampled(self, inputs: Any) -> dict[str, Any]:
+        """A batch of the trainer, with each row's number and the sampler's log-probabilities."""
+        model = unwrapped(self._trainer.model)
+        self.routes = None
+        with replaced({(model, "generate"): self._generating(model)}):
+            batch: dict[str, Any] = self._generates(inputs)
+        if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
+            raise ValueError(
+                "route replay needs one call of generate for a batch of completions; it got "
+                f"{0 if self.routes is None else len(self.routes)} sequences for "
+                f"{len(batch['completion_ids'])} rows"
+            )
+        tokens = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)
+        pairs = zip(self.routes.extended(1), tokens.tolist(), strict=True)
+        self.routes = Routes.concatenate([one.truncated(int(length)) for one, length in pairs])
+        ids = batch["completion_ids"]
+        log_probs = self._log_probs[:, : ids.shape[1]].to(ids.device)
+        if log_probs.shape != ids.shape:
+            raise ValueError(
+                f"completions must be the {self._log_probs.shape[1]} tokens that were generated; "
+                f"got {ids.shape[1]}"
+            )
+        known = batch["completion_mask"].bool()
+        batch["old_per_token_logps"] = torch.where(known, log_probs, 0.0)
+        batch[ROWS] = torch.arange(len(ids), device=ids.device)
+        return batch
+
+    def _generating(self, model: Any) -> Callable[..., Any]:
+        generate: Callable[..., Any] = model.generate
+
+        def generating(*args: Any, **kwargs: Any) -> Tensor:
+            if self.routes is not None:
+                raise ValueError("route replay needs one call of generate for a batch; got two")
+            sampling: Any = model
+            if self._sampler is not None:
+                sampling = in_other_arithmetic(model, self._sampler)
+                # What we and TRL set on the model calls the model, not its copy.
+                for name in ("generate", "forward"):
+                    vars(sampling).pop(name, None)
+                generate_there = sampling.generate
+            else:
+                generate_there = generate
+            config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
+            config.return_dict_in_generate = config.output_logits = config.use_cache = True
+            with record(sampling) as recorder:
+                output = generate_there(*args, **{**kwargs, "generation_config": config})
+            sequences: Tensor = output.sequences
+            self._keep(sequences, output.logits)
+            self.routes = recorder.routes()
+            return sequences
+
+        return generating
+
+    def _keep(self, sequences: Int[Tensor, "B W"], logits: tuple[Tensor, ...]) -> None:
+        """Log-probabilities of generated tokens, at the trainer's temperature."""
+        temperature = float(getattr(self._trainer, "temperature", 1.0))
+        kept: list[Float[Tensor, " B"]] = []
+        for column, step in enumerate(logits, start=sequences.shape[1] - len(logits)):
+            scaled = (step.float() / temperature).log_softmax(dim=-1)
+            kept.append(scaled.gather(1, sequences[:, column, None])[:, 0])
+        self._log_probs = torch.stack(kept, dim=1)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._replays or self.routes is None or ROWS not in inputs:
+            return self._loss(model, inputs, *args, **kwargs)
+        with replay(model, self.routes[inputs[ROWS].tolist()]):
+            return self._loss(model, inputs, *args, **kwargs)

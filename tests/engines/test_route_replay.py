@@ -1,0 +1,160 @@
+"""Replayed routes in GRPO, with a trainer that does what TRL's does with a batch."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from l2r import record, replay
+from l2r.analysis.routes.arithmetic import in_other_arithmetic
+from l2r.engines.trainer.route_replay import ROWS, add_route_replay
+from l2r.routers.observe import find_routers
+from tests.analysis.diagnostics.models import ours, stock
+
+NEW = 5
+
+
+class FakeTrainer:
+    """Generates, pads completions to the right, shuffles, and keeps what its loss saw."""
+
+    def __init__(self, model, prompts, calls=1):
+        self.model, self.prompts, self.calls = model, prompts, calls
+        self.temperature = 1.0
+        self.seen = []
+
+    def _generate_and_score_completions(self, inputs):
+        mask = (self.prompts != 1).long()
+        for _ in range(self.calls):
+            sequences = self.model.generate(
+                input_ids=self.prompts, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW,
+                do_sample=False,
+            )  # fmt: skip
+        completion = sequences[:, self.prompts.shape[1] :].clone()
+        lengths = torch.tensor([5, 3, 4])
+        known = (torch.arange(NEW) < lengths[:, None]).long()
+        return {
+            "prompt_ids": self.prompts, "prompt_mask": mask, "completion_mask": known,
+            "completion_ids": completion.masked_fill(known == 0, 1),
+        }  # fmt: skip
+
+    def compute_loss(self, model, inputs, **kwargs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with record(model) as recorder:
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        self.seen.append((recorder.routes(), logits))
+        steps = logits[:, -NEW - 1 : -1].log_softmax(-1)
+        return steps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+
+
+def prompts():
+    ids = torch.randint(2, 64, (3, 6), generator=torch.Generator().manual_seed(0))
+    ids[0, :2] = 1  # padding, to the left
+    return ids
+
+
+def close(model):
+    """A model whose routers are nearly tied, so that bf16 changes many choices."""
+    with torch.no_grad():
+        for router in find_routers(model).values():
+            for parameter in router.parameters():
+                parameter.mul_(1e-2)
+    return model
+
+
+def shuffled(batch):
+    """The rows in another order, and a micro-batch of two of them, as TRL does."""
+    order = torch.tensor([2, 0, 1])
+    return {name: value[order][:2] for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+@pytest.mark.parametrize("sampler", [None, "bf16"])
+def test_the_loss_takes_the_sampled_experts_row_by_row(make, sampler):
+    trainer = FakeTrainer(close(make()), prompts())
+    replayed = add_route_replay(trainer, sampler=sampler)
+    batch = trainer._generate_and_score_completions([])
+    assert batch[ROWS].tolist() == [0, 1, 2]
+    assert replayed.routes.lengths.tolist() == [4 + 5, 6 + 3, 6 + 4]
+    trainer.compute_loss(trainer.model, shuffled(batch))
+    seen = trainer.seen[0][0]
+    for row, number in enumerate((2, 0)):
+        expected = replayed.routes[number]
+        got = seen[row].experts[expected.positions]  # but for a token that was never forwarded
+        assert (got == expected.experts).all()
+
+
+def test_log_probabilities_are_those_of_the_sampler():
+    trainer = FakeTrainer(ours(), prompts())
+    add_route_replay(trainer, sampler="bf16")
+    batch = trainer._generate_and_score_completions([])
+    sampler = in_other_arithmetic(ours(), "bf16")
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = sampler(ids, attention_mask=mask).logits[:, -NEW - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    known = batch["completion_mask"].bool()
+    got = batch["old_per_token_logps"]
+    # A cached step of bf16 rounds otherwise than a whole sequence.
+    torch.testing.assert_close(got[known], expected[known], atol=0.02, rtol=0)
+    assert (got[~known] == 0).all()
+
+
+def test_gradients_are_those_of_a_replay_by_hand():
+    trainer = FakeTrainer(close(ours()), prompts())
+    replayed = add_route_replay(trainer, sampler="bf16")
+    batch = shuffled(trainer._generate_and_score_completions([]))
+    other = copy.deepcopy(trainer.model)
+    trainer.compute_loss(trainer.model, batch).sum().backward()
+    with replay(other, replayed.routes[batch[ROWS].tolist()]):
+        FakeTrainer.compute_loss(trainer, other, batch).sum().backward()
+    for one, two in zip(trainer.model.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None or two.grad is None
+        if one.grad is not None:
+            assert torch.equal(one.grad, two.grad)
+
+
+def test_without_replay_the_loss_chooses_for_itself():
+    trainer = FakeTrainer(close(ours()), prompts())
+    plain = copy.deepcopy(trainer.model)
+    add_route_replay(trainer, sampler="bf16", replays=False)
+    batch = trainer._generate_and_score_completions([])
+    trainer.compute_loss(trainer.model, batch)
+    FakeTrainer.compute_loss(trainer, plain, batch)
+    assert torch.equal(trainer.seen[0][1], trainer.seen[1][1])
+    assert "old_per_token_logps" in batch
+
+
+def test_the_model_is_left_as_it_was():
+    trainer = FakeTrainer(ours(), prompts())
+    before = {id(p): p.dtype for p in trainer.model.parameters()}
+    add_route_replay(trainer, sampler="int8")
+    trainer._generate_and_score_completions([])
+    assert {id(p): p.dtype for p in trainer.model.parameters()} == before
+    assert "generate" not in vars(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"sampler": "fp4"}, "sampler must be None or one of bf16, int8, fp8; got"),
+        ({"use_vllm": True}, {}, "got use_vllm=True"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, options, message):
+    trainer = FakeTrainer(ours(), prompts())
+    vars(trainer).update(change)
+    with pytest.raises(ValueError, match=message):
+        add_route_replay(trainer, **options)
+
+
+def test_other_trainers_and_two_generations_are_refused():
+    plain = SimpleNamespace(model=ours(), compute_loss=print)
+    with pytest.raises(ValueError, match="has no _generate_and_score_completions"):
+        add_route_replay(plain)
+    trainer = FakeTrainer(ours(), prompts(), calls=2)
+    add_route_replay(trainer)
+    with pytest.raises(ValueError, match="one call of generate for a batch; got two"):
+        trainer._generate_and_score_completions([])

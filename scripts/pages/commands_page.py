@@ -5,7 +5,8 @@
 A test compares the page with what the commands say of themselves.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,32 @@ def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from commands(child, (*words, name))
 
 
-def section(call: str, command: Any) -> str:
-    """Help, example and a table of what can be given."""
+def shared_rows(calls: list[tuple[str, Any]], least: int = 3) -> dict[str, str]:
+    """Rows of options that at least so many commands have alike, by the option's name."""
+    options = (p for _, command in calls for p in shown(command) if p.param_type_name == "option")
+    count = Counter(map(row, options))
+    return {text.split("`")[1]: text for text, times in count.items() if times >= least}
+
+
+def shown(command: Any) -> list[Any]:
+    """Arguments and options of a command but hidden ones."""
+    return [parameter for parameter in command.params if not getattr(parameter, "hidden", 0)]
+
+
+def section(call: str, command: Any, shared: Mapping[str, str]) -> str:
+    """Help, example and a table of what can be given; options in ``shared`` by name only."""
     text, _, example = (command.help or "").partition("Example:")
     lines = [f"## {call}", "", " ".join(text.split()), ""]
     if example:
         lines += ["```bash", " ".join(example.split()), "```", ""]
-    rows = [row(parameter) for parameter in command.params if not getattr(parameter, "hidden", 0)]
+    rows = [row(parameter) for parameter in shown(command)]
+    also = [name for name, text in shared.items() if text in rows]
+    rows = [text for text in rows if text not in shared.values()]
     if rows:
         lines += ["| argument or option | default | |", "|---|---|---|", *rows, ""]
+    if also:
+        links = ", ".join(f"`{name}`" for name in also)
+        lines += [f"[Shared](#options-of-several-commands): {links}.", ""]
     return "\n".join(lines)
 
 
@@ -63,8 +81,11 @@ def row(parameter: Any) -> str:
 
 def page() -> str:
     """The whole page."""
-    sections = [section(*found) for found in commands(get_command(build_app()), ("l2r",))]
-    return "\n".join([HEAD, *sections])
+    calls = list(commands(get_command(build_app()), ("l2r",)))
+    shared = shared_rows(calls)
+    table = ["## Options of several commands", "", "| option | default | |", "|---|---|---|"]
+    sections = [section(call, command, shared) for call, command in calls]
+    return "\n".join([HEAD, *table, *shared.values(), "", *sections])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from l2r import auto_classes
+from l2r._version import __version__
 from l2r.imports import Missing, MissingExtraError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from l2r.routers.capture import capture
     from l2r.training.fit import fit_routers
 
-__version__ = "0.2.0"
 
 _HOMES = {
     "l2r.hf.checkpoints": ("load_pretrained",),

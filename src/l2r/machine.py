@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from l2r import __version__
+from l2r._version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
 _PROCESS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of Linux

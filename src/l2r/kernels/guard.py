@@ -13,7 +13,6 @@ are not compared. ``L2R_GUARD=off`` skips all of it.
 
 import contextlib
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from l2r._version import __version__
 from l2r.functional import routing_probs, select_experts
 from l2r.kernels import plain
 from l2r.kernels.contract import Backend, Options, Tensors, first_input, inputs_of, sizes_of
@@ -148,7 +148,6 @@ def _judge(load: Callable[[], Backend], given: Tensors, options: Options) -> Ver
 
 
 def _message(reason: str, given: Tensors) -> str:
-    version = sys.modules["l2r"].__version__  # there already, and above the kernels
     device, triton = first_input(given).device, "none"
     with contextlib.suppress(metadata.PackageNotFoundError):
         triton = metadata.version("triton")
@@ -158,7 +157,7 @@ def _message(reason: str, given: Tensors) -> str:
         card = f"{device}, {torch.cuda.get_device_name(device)}, capability {major}.{minor}"
     return (
         f"the router's Triton kernels are not used, torch code runs instead, slower: {reason} "
-        f"(l2r {version}, torch {torch.__version__}, triton {triton}, {card}, "
+        f"(l2r {__version__}, torch {torch.__version__}, triton {triton}, {card}, "
         f"T D R N H {list(sizes_of(given))}). Please report this line with the output of "
         f"l2r doctor --json. L2R_GUARD=off uses the kernels all the same"
     )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from l2r import __version__
+from l2r._version import __version__
 from l2r.routers.config import nearest
 from l2r.runs.folder import SEED_MARK
 from l2r.runs.reading import read_yaml

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM
 
-from l2r import __version__
+from l2r._version import __version__
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.checkpoints.source_files import file_stem, source_files
 from l2r.hf.models import tables

@@ -118,25 +118,24 @@ def both(rank, start):
     layer = configuration(SIPS, shard=partial(shard, ep=True)).build()
     layer.load_state_dict(start)
     layer.parallelize(dims)
-    half = X.chunk(2, dim=1)[rank].contiguous()
-    wide = Whole(layer, dims)
-    with record(wide) as recorder:
-        local(wide(half))
+    model = Whole(layer, rank)
+    with record(model) as recorder:
+        model(X)
     own = recorder.routes()
-    with replay(wide, ROUTES), record(wide) as recorder:
-        out = local(wide(half))
+    with replay(model, ROUTES), record(model) as recorder:
+        out = local(model(X))
     return own, recorder.routes(), out.detach()
 
 
 class Whole(torch.nn.Module):
-    """A model around a layer: what calls it gives is the whole sequence."""
+    """A model around a layer: its calls have whole sequences, which are cut inside."""
 
-    def __init__(self, layer, dims):
+    def __init__(self, layer, rank):
         super().__init__()
-        self.layer, self.mesh = layer, dims.get_mesh("tp")
+        self.layer, self.rank = layer, rank
 
-    def forward(self, half):
-        return self.layer(half)
+    def forward(self, x):
+        return self.layer(x.chunk(2, dim=1)[self.rank].contiguous())
 
 
 @pytest.mark.engine("torchtitan", "routes")

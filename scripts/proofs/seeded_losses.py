@@ -75,7 +75,7 @@ def diagnosis(checkout: Path, folder: Path, demo: str) -> Numbers:
     """Every number of the diagnoses that compare and diagnose make of one short run."""
     command(checkout, folder, "compare", demo, *SHORT, "--routers", "l2r_sips", "--out", "runs")
     sizes = ("--instances", "32", "--length", "64", "--sample", "128", "--certify", "4")
-    command(checkout, folder, "diagnose", "runs/l2r_sips", "--gain", "8", "--text", "64", *sizes)
+    command(checkout, folder, "diagnose", "runs/l2r_sips", "--gain", "8", *sizes)
     return {
         (made, *key): value
         for made, where in (("compare", "runs"), ("diagnose", "diagnosis"))

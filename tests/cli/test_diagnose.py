@@ -72,7 +72,7 @@ def test_two_checkpoints_side_by_side_give_numbers_files_and_a_page(l2r, checkpo
 
 
 def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, tmp_path):
-    short = [*SHORT[:-1], "0", "--text", "0"]
+    short = [*SHORT[:-1], "0", "--text-tokens", "0"]
     data = ["--data", checkpoints / "tokens"]
     code, out, err = l2r("diagnose", checkpoints / "stock", *data, *short, "--out", tmp_path)
     assert code == 0, err
@@ -90,8 +90,16 @@ def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, t
         (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1 token; got 0"),
         (["{stock}", "--data", "{text}"], "the checkpoint has no tokenizer"),
         (["{stock}", "{stock}"], "checkpoints must differ"),
-        (["{stock}", "--data", "{tokens}", "--text", "1"], "at least a token per domain, 2, or 0"),
-        (["{stock}", "--data", "{tokens}", "--text", "-5"], "at least a token per domain, 2, or 0"),
+        (
+            ["{stock}", "--data", "{tokens}", "--text-tokens", "1"],
+            "at least a token per domain, 2, or 0",
+        ),
+        (
+            ["{stock}", "--data", "{tokens}", "--text-tokens", "-5"],
+            "at least a token per domain, 2, or 0",
+        ),
+        (["{stock}", "--text", "1024"], "the number of tokens is --text-tokens"),
+        (["{stock}", "--text", "cat"], "text needs a tokenizer"),
         (["{stock}", "--data", "{tokens}", "--sigma", "-1"], "sigma must be >= 0; got -1"),
         (["{stock}", "--gain", "-1"], "gain must be >= 0; got -1"),
         (["{stock}", "--over-time"], "over-time needs several checkpoints, or a run that kept two"),

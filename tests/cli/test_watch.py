@@ -125,7 +125,7 @@ def test_the_command_under_the_table_fills_the_columns_of_routing(
     (row,) = json.loads(l2r("report", root, "--json").out)
     assert row["stability"] is None and "fills the columns of routing" in " ".join(shown.split())
     command = re.search(r"`l2r (diagnose .*?)` fills", comparison_table(find_runs(root)).caption)[1]
-    few = ("--instances", 4, "--length", 16, "--certify", 0, "--gain", 2, "--text", 0)
+    few = ("--instances", 4, "--length", 16, "--certify", 0, "--gain", 2, "--text-tokens", 0)
     assert l2r(*shlex.split(command), *few, "--data", text_folder).code == 0
     (row,) = json.loads(l2r("report", root, "--json").out)
     columns = ("mean margin", "stability", "load entropy", "routing gain")

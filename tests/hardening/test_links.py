@@ -153,7 +153,7 @@ def test_a_diagnosis_replaces_links_and_refuses_linked_folders(
     for name in ("index.html", ".index.html.part", "index-text.html", ".index-text.html.part"):
         link(out / name, victim / "letter")
     command = ("diagnose", checkpoint, "--data", text_folder, "--instances", 2, "--length", 16)
-    command += ("--sample", 16, "--certify", 0, "--gain", 0, "--text", 32)
+    command += ("--sample", 16, "--certify", 0, "--gain", 0, "--text-tokens", 32)
     ended = l2r(*command, "--out", out)
     assert ended.code == 0, ended
     for name in names:

@@ -54,8 +54,12 @@ def test_variance_bars_show_means_layers_and_the_reference():
     figure = geometry.cosine_variance_bars(views)
     assert list(figure.data[0].y) == pytest.approx([0.02, 0.55])
     assert list(figure.data[1].y) == [0.01, 0.03, 0.4, 0.7]
-    assert figure.layout.shapes[0].y0 == 0.5
+    assert [trace.y[0] for trace in figure.data[2:]] == [0.5, 0.5]  # without a space of their own
     assert figure.layout.yaxis.range[1] > 0.7
+    views["linear"].arrays["0.sample_x"] = RNG.normal(size=(4, 128))
+    views["l2r_sips"].arrays["0.sample_query"] = RNG.normal(size=(4, 2))
+    even = [trace.y[0] for trace in geometry.cosine_variance_bars(views).data[2:]]
+    assert even == [1 / 128, 1 / 2]  # each router is held against its own space
 
 
 def test_certified_curves_fall_and_lie_below_what_was_found():

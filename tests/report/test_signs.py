@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from l2r.report.curves import curves
-from l2r.report.evidence import _chance, arm_table, contrast_table, precision_table, show_interval
+from l2r.report.evidence import _chance
 from l2r.report.evidence_figures import curves_with_bands, forest
+from l2r.report.evidence_tables import (
+    arm_table,
+    contrast_table,
+    precision_table,
+    show_interval,
+)
+from l2r.report.palette import INK
 from l2r.report.routing import gain_bars, robustness_bars, usage_by_layer
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import RunFolder
@@ -17,7 +24,7 @@ from l2r.studies.judging import study_of
 from l2r.studies.study_plan import Plan, Registered
 from tests.studies.studies import SMALL, made_up
 
-GREEN, ORANGE, BLUE, DARK = "#009e73", "#d55e00", "#0072b2", "#52606d"
+GREEN, ORANGE, BLUE, DARK = "#009e73", "#d55e00", "#0072b2", INK
 NOISE = (0.0, 0.002, -0.001)  # of three seeds
 MARGIN = 0.02
 

@@ -47,13 +47,6 @@ def test_one_value_and_values_that_are_all_alike_have_no_best():
     assert bold(table_of(rows[:1], best=best)) == {}
 
 
-def test_unranked_rows_win_nothing_and_decide_nothing():
-    rows = (("a", 1.0, 9, 0), ("b", 3.0, 5, 0), ("c", 2.0, 4, 0), ("d", 2.0, 9, 0))
-    best = (("loss", "min"), ("gain", "max"))
-    table = table_of(rows, best=best, unranked=frozenset({0, 3}))
-    assert bold(table) == {"loss": ["c"], "gain": ["b"]}
-
-
 def test_values_are_shown_with_their_digits_and_words():
     table = table_of((), digits=2)
     shown = {1.005: "1.00", -0.126: "-0.13", True: "yes", None: "-", math.nan: "-"}

@@ -1,7 +1,6 @@
 """The text page in a browser, with real clicks and keys."""
 
 import dataclasses
-import itertools
 import shutil
 
 import pytest
@@ -102,7 +101,7 @@ def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
     token(page, 25).hover()
     for pane, text in enumerate((ONE, TWO)):
         assert rows_of(page, pane) == expected_rows(text, 0, 25)
-        facts = page.locator("#token dd").all_inner_texts()[3 * pane : 3 * pane + 3]
+        facts = page.locator("#token dd").all_inner_texts()[4 * pane : 4 * pane + 3]
         for shown, name in zip(facts, ("margin", "entropy", "radius"), strict=True):
             value = getattr(text, name)[0].ravel()[25]
             assert float(shown) == pytest.approx(value, rel=5e-4)  # four digits
@@ -184,7 +183,7 @@ def test_the_switch_shows_other_checkpoints_and_texts(page):
     playwright.expect(page.locator(".pane")).to_have_count(1)
     assert firsts(page) == first_of(TWO, 0)
     page.locator("#right").select_option(label="other")  # of another vocabulary
-    assert token(page, 0, pane=1).text_content() == WORDS[::-1][OTHER.tokens[0, 0]]
+    assert token(page, 0, pane=1).text_content() == WORDS[::-1][OTHER.tokens[0, 0]].lstrip()
     token(page, 4, pane=1).hover()
     playwright.expect(page.locator("#token table")).to_have_count(1)
     assert rows_of(page) == expected_rows(OTHER, 0, 4)
@@ -192,14 +191,13 @@ def test_the_switch_shows_other_checkpoints_and_texts(page):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme):
-    """WCAG's contrast of the text to its color is at least 4.5; neighbors differ in lightness."""
+    """WCAG's contrast of the text to its color is at least 4.5."""
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"  # as the system's
     if theme == "light":
         page.locator("#theme").click()
     page.locator("#numbers").check()
     mark = "getComputedStyle(document.querySelector('.t'), '::after').content"
     assert page.evaluate(mark) == f'"{first_of(ONE, 0)[0]}"'
-    page.evaluate("writeColors(256)")
     lights = page.evaluate(
         """() => {
       const brush = Object.assign(document.createElement("canvas"), {width: 1, height: 1})
@@ -211,7 +209,7 @@ def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme)
           .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
       };
-      return Array.from({length: 256}, (_, e) => {
+      return Array.from({length: 9}, (_, e) => {
         const token = document.body.appendChild(document.createElement("span"));
         token.className = `t e${e}`;
         const style = getComputedStyle(token);
@@ -222,9 +220,7 @@ def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme)
     for ground, ink in lights:
         low, high = sorted((ground, ink))
         assert (high + 0.05) / (low + 0.05) >= 4.5
-    for (one, _), (next_one, _) in itertools.pairwise(lights):
-        low, high = sorted((one, next_one))
-        assert (high + 0.05) / (low + 0.05) >= 1.2
+    assert len({ground for ground, _ in lights}) == 9  # test_palette.py has their distances
 
 
 def test_a_large_page_opens_in_two_seconds(browser, tmp_path):

@@ -1,5 +1,7 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
+import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,19 +13,24 @@ from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     BatchSize,
+    Checkpoints,
     Device,
     DeviceMap,
     Dtype,
+    Open,
     Revision,
     TrustRemoteCode,
 )
 
 
 def diagnose(
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(help="Hugging Face folders, run folders or hub ids, compared in order."),
-    ],
+    checkpoints: Checkpoints,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Route this text alone, of any length: a sentence, a file or - (standard input)."
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -54,8 +61,8 @@ def diagnose(
             help="How far earlier checkpoints choose as the last: of one run, or those given."
         ),
     ] = False,
-    text: Annotated[
-        int, typer.Option(help="Tokens shown as text with their experts; 0 for none.")
+    text_tokens: Annotated[
+        int, typer.Option(help="Tokens of the data shown as text with their experts; 0 for none.")
     ] = 1024,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
@@ -65,30 +72,39 @@ def diagnose(
     device: Device = "auto",
     device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
+    open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
-    """Margins, robustness, certified radii, geometry and usage of any MoE checkpoint.
+    """Measure what the routers of MoE checkpoints do, on one page.
 
-    Runs every checkpoint on the same data, saves its diagnosis, prints tables, writes the page.
+    Margins, robustness, certified radii, geometry and usage: runs every checkpoint on the same
+    data, saves its diagnosis, prints a table, writes the page. With --text the routes of a text of
+    your own in colors, in seconds.
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
     from l2r.analysis.conductor import Extent, diagnose_checkpoint, earlier_checkpoints
     from l2r.analysis.diagnostics.diagnose import Settings
     from l2r.analysis.diagnostics.over_time import of_diagnoses
-    from l2r.cli.console import progress_bars
+    from l2r.cli.console import print_pages, print_table, progress_bars
     from l2r.hf.checkpoints.placement import Placement
-    from l2r.report.diagnosis import write_diagnosis
-    from l2r.report.patches import write_patch_page
-    from l2r.report.text_view import text_sections
+    from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
+    from l2r.report.patches import patch_links, write_patch_page
+    from l2r.report.text_view import text_page_of, text_sections
     from l2r.runs.atomic import make_folder
 
+    if text is not None:
+        loading: Any = {"placement": Placement(dtype, device, device_map, say)}
+        loading |= {"revision": revision, "trust_remote_code": trust_remote_code}
+        _own_text(checkpoints, text, out, loading, show=open_, as_json=as_json)
+        return
     settings = Settings(sigma=sigma, seed=seed, certify=certify)
     extent = Extent(
-        batch_size, sample, threshold, gain=gain, text=text, patches=12, settings=settings
+        batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
     )
     one_run = over_time and len(checkpoints) == 1
     earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
+    pages: list[Path] = []
     placement, views, texts = Placement(dtype, device, device_map, say), {}, {}
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
@@ -111,27 +127,61 @@ def diagnose(
         if found.text is not None:
             texts[name] = found.text
         if found.patches is not None:
-            patches = write_patch_page(folder, found.patches, found.model)
-            typer.echo(f"patches: {patches}", err=as_json)
+            pages.append(write_patch_page(folder, found.patches, found.model))
     if over_time and not earlier:
         found.diagnosis.info["over_time"] = of_diagnoses(views)
         found.diagnosis.save(folder)
     page = out / "index.html"
-    write_diagnosis(views, page, opening=text_sections(texts, page))
-    _show(views, as_json)
-    typer.echo(f"page: {page}", err=as_json)
+    write_diagnosis(views, page, opening=[*text_sections(texts, page), *patch_links(pages, out)])
+    print_table(full_table(views) if as_json else summary_table(views), as_json=as_json)
+    pages = [page, *([text_page_of(page)] if texts else []), *pages]
+    print_pages(pages, show=open_, err=as_json)
+
+
+def _own_text(
+    checkpoints: list[str], text: str, out: Path, loading: Any, *, show: bool, as_json: bool
+) -> None:
+    """Route one text through every checkpoint; a page of all, a table or records of each."""
+    from l2r.analysis.own_text import route_text
+    from l2r.cli.console import print_pages, print_table, progress_bars
+    from l2r.report.own_text import own_text_records, own_text_table
+    from l2r.report.text_view import write_text_page
+
+    read, routed, named = read_text(text), {}, names(checkpoints)
+    with progress_bars() as bars:
+        for done, (name, checkpoint) in enumerate(named.items()):
+            bars("text", done, len(named), name)
+            routed[name] = route_text(checkpoint, read, say=say, **loading)
+        bars("text", len(named), len(named), "")
+    page = write_text_page(routed, out / "text.html")
+    if as_json:
+        records = {name: own_text_records(routing) for name, routing in routed.items()}
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        for name, routing in routed.items():
+            print_table(own_text_table(routing, name))
+    print_pages([page], show=show, err=as_json)
+
+
+def read_text(text: str) -> str:
+    """The text itself, that of the file it names, or of standard input for ``-``.
+
+    Raises ValueError for a number alone, which the option took in 0.2.0.
+    """
+    if text == "-":
+        return sys.stdin.read()
+    if text.lstrip("-").isdigit():
+        raise ValueError(f"text is a text; the number of tokens is --text-tokens; got {text!r}")
+    try:
+        return Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+    except UnicodeDecodeError:
+        raise ValueError(f"text must be in UTF-8; got {text}") from None
+    except OSError:  # longer than a path can be
+        return text
 
 
 def _progress(bars: Callable[..., None], name: str, what: str, done: int, total: int) -> None:
     bars(f"{name}: {what}", done, total)
-
-
-def _show(views: Any, as_json: bool) -> None:
-    from l2r.cli.console import print_table
-    from l2r.report.diagnosis import checkpoint_tables, full_table
-
-    for table in [full_table(views)] if as_json else checkpoint_tables(views):
-        print_table(table, as_json=as_json)
 
 
 def names(checkpoints: list[str]) -> dict[str, str]:

@@ -46,7 +46,8 @@ def evidence(
     Example: l2r evidence paper --hours 3
     """
     from l2r.cli.console import print_pages, print_table
-    from l2r.report.evidence import main_table, terminal_table, write_study
+    from l2r.report.evidence import write_study
+    from l2r.report.evidence_tables import main_table, terminal_table
     from l2r.studies.judging import Places, results_of, study_of
     from l2r.studies.schedule import Budget, StudyStoppedError, run_plan
     from l2r.studies.study import run_share

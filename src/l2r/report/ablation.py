@@ -179,7 +179,7 @@ def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
     figure, rows = line_panels(content, unit)
     for line in figure.data:
         line.update(legendgrouptitle_text=line.legendgroup)
-    figure.update_layout(**layout(height=max(380, 340 * rows + 60)))
+    figure.update_layout(**layout(wide=760, height=max(380, 340 * rows + 60)))
     return figure
 
 

@@ -89,8 +89,8 @@ _BY_DOMAIN = (
 def _gain_text(views: Mapping[str, Diagnosis]) -> str:
     losses = ", ".join(f"{n} {v.numbers()['cross_entropy']:.4f}" for n, v in views.items())
     return (
-        "What the choice of experts is worth: 0 says that any experts would do as well. Own "
-        f"cross-entropy in nats: {losses}."
+        "What the choice of experts is worth: at 0 any experts would do as well. With their own "
+        f"experts, on the rows of this diagnosis (not the whole validation data): {losses} nats."
     )
 
 

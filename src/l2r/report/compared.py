@@ -11,8 +11,8 @@ Record = dict[str, Any]
 
 def results_to_compare(
     runs: Sequence[RunFolder], progress: Sequence[Progress]
-) -> tuple[list[Record], set[int], list[str]]:
-    """Validation record of every run, the numbers of those that are ranked, and the reasons.
+) -> tuple[list[Record], list[str]]:
+    """Validation record of every run, and what a reader must know of them.
 
     A run without a result has an empty record. Beside one that has ended an unfinished run has
     none; where no run has ended, all have that of the last place that all have validated.
@@ -27,19 +27,17 @@ def results_to_compare(
     notes = [f"Unfinished, so without results: {', '.join(late)}."] if late else []
     seen = [progress[n].seen for n in ended]
     if len(set(seen)) == 1:
-        return records, ended, notes
-    spread = f"Runs saw from {min(seen):,} to {max(seen):,} {unit}: nothing is marked best."
-    return records, set(), [*notes, spread]
+        return records, notes
+    spread = f"Runs saw from {min(seen):,} to {max(seen):,} {unit}: they are not comparable."
+    return records, [*notes, spread]
 
 
-def _at_one_place(
-    every: Sequence[Sequence[Record]], unit: str
-) -> tuple[list[Record], set[int], list[str]]:
+def _at_one_place(every: Sequence[Sequence[Record]], unit: str) -> tuple[list[Record], list[str]]:
     places = [{record[unit]: record for record in records if unit in record} for records in every]
     shared = set[int].intersection(*map(set, places))
     if not shared:
         why = f"there is no validation at the same number of {unit}: nothing is compared."
-        return [{} for _ in every], set(), [f"No run is finished, and {why}"]
+        return [{} for _ in every], [f"No run is finished, and {why}"]
     last = max(shared)
     note = f"No run is finished: results are those at {last:,} {unit}, the last that all have."
-    return [place[last] for place in places], set(), [note]
+    return [place[last] for place in places], [note]

@@ -9,12 +9,12 @@ from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.compared import results_to_compare
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
+from l2r.report.palette import ROUTER_COLORS
 from l2r.report.paper_tables import accuracy_table
 from l2r.report.patches import patch_sections
-from l2r.report.style import ROUTER_COLORS
 from l2r.report.tables import Table
 from l2r.report.text_view import text_page_of, text_sections
-from l2r.report.verdicts import of_runs
+from l2r.report.verdicts import ever_first, of_runs, span
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
@@ -22,26 +22,38 @@ from l2r.runs.progress import read_progress
 from l2r.runs.text_routing import TextRouting
 from l2r.stats.statistics import mean_interval
 
-# column, number of the diagnosis, and which direction is better, if routers can be compared by it
-_ROUTING = (
-    ("mean margin", "mean_margin", None),
-    ("low-margin rate", "low_margin_rate", None),
-    ("stability", "stability", "max"),
-    ("top-k overlap", "topk_overlap", "max"),
-    ("margin / spread", "scale_free_margin", "max"),
-    ("load entropy", "entropy", "max"),
-    ("routing gain", "routing_gain", "max"),
+# column -> number of the diagnosis
+_ROUTING = {
+    "mean margin": "mean_margin",
+    "low-margin rate": "low_margin_rate",
+    "stability": "stability",
+    "top-k overlap": "topk_overlap",
+    "margin / spread": "scale_free_margin",
+    "load entropy": "entropy",
+    "experts ever first": "ever_first",
+    "routing gain": "routing_gain",
+}
+_FEW = (
+    "top1",
+    "CE mean",
+    "stability",
+    "load entropy",
+    "experts ever first",
+    "routing gain",
+    "router params",
 )
 
-_FEW = ("top1", "CE mean", "stability", "load entropy", "routing gain", "router params", "steps")
-
+_OF_TASK = {
+    "tokens": "CE: validation cross-entropy in nats per token.",
+    "images": "top1, top5: share of validation images whose label is among the first guesses.",
+}
 _CAPTION = (
-    "CE: validation cross-entropy in nats per token; top1, top5: share of validation images whose "
-    "label is among the first guesses. Balance loss: mean over the last tenth of training, k when "
-    "balanced. Margins are gaps between the two largest logits; raw gaps of different scorings are "
-    "not comparable, margin / spread divides by the standard deviation of a token's logits. "
-    "Stability and overlap: under noise of sigma 0.02 on router inputs. Routing gain: rise of the "
-    "cross-entropy, in nats, with random experts. Routing metrics are means over layers."
+    "Balance loss: mean over the last tenth of training, k when balanced. Margins are gaps between "
+    "the two largest logits; margin / spread divides by the standard deviation of a token's "
+    "logits, because raw gaps of different scorings have different units. Stability and overlap: "
+    "under noise of sigma 0.02 on router inputs. Experts ever first: least and most over the "
+    "layers. Routing gain: rise of the cross-entropy, in nats, with random experts. Other routing "
+    "metrics are means over layers."
 )
 _SAME_START = "Every run starts from the same weights outside its router and sees the same batches."
 _NOT_THE_SAME = "Runs differ in their seed, data, model or batch."
@@ -87,23 +99,23 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
     """One row per run: validation CE per domain, balance, routing metrics, router parameters.
 
     Runs that have ended are compared at their ends. The others have no results beside them; where
-    none has ended, all are compared at the last place that all have validated. The best are marked
-    among ended runs that saw as much.
+    none has ended, all are compared at the last place that all have validated. Nothing is marked
+    best: a row is one seed.
     """
     progress = [read_progress(run) for run in runs]
-    records, ranked, notes = results_to_compare(runs, progress)
+    records, notes = results_to_compare(runs, progress)
     last = [(run.read_metrics("validation") or [{}])[-1] for run in runs]
     fields = dict.fromkeys(field for record in last for field in record)
     domains = [field for field in fields if field.startswith("ce/")]
     accuracies = [field for field in ("top1", "top5") if field in fields]
-    columns: list[tuple[str, str | None]] = [(accuracy, "max") for accuracy in accuracies]
-    columns += [(f"CE {d.removeprefix('ce/')}", "min") for d in domains] + [("balance loss", "min")]
-    columns += [(name, better) for name, _, better in _ROUTING] + [("router params", "min")]
+    columns = [*accuracies, *(f"CE {d.removeprefix('ce/')}" for d in domains), "balance loss"]
+    columns += [*_ROUTING, "router params"]
     rows, undiagnosed = [], []
     for run, state, record in zip(runs, progress, records, strict=True):
         mean = {}
         if state.ended and is_diagnosed(run.path):
-            mean = read_diagnosis(run.path).numbers()
+            view = read_diagnosis(run.path)
+            mean = {**view.numbers(), "ever_first": span(ever_first(view))}
         elif state.ended:
             undiagnosed.append(run.path)
         rows.append(
@@ -112,7 +124,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
                 state.step if state.ended else str(state),
                 *(record.get(field) for field in (*accuracies, *domains)),
                 last_tenth(run, "balance", end=record["step"]) if record else None,
-                *(mean.get(field) for _, field, _ in _ROUTING),
+                *(mean.get(field) for field in _ROUTING.values()),
                 run.read_json(run.environment).get("router_parameters"),
             )
         )
@@ -122,11 +134,9 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
         notes.append(f"`{command} --out {out}` fills the columns of routing that are empty.")
     return Table(
         "Routers compared",
-        ("router", "steps", *(name for name, _ in columns)),
+        ("router", "steps", *columns),
         tuple(rows),
-        caption=" ".join([*notes, _CAPTION]),
-        best=tuple((name, better) for name, better in columns if better),
-        unranked=frozenset(range(len(runs))) - ranked,
+        caption=" ".join([*notes, _OF_TASK[unit_of(runs)], _CAPTION]),
         few=_FEW,
     )
 
@@ -144,20 +154,18 @@ def write_report(
     page of a run that goes on looks for a newer one every ``reload`` seconds.
     """
     runs = first_seeds(every)
+    verdict = of_runs(in_paper_order(every))
     first, *others = [*accuracy_over_seeds(every), comparison_table(runs)]
-    tables = [replace(first, verdict=of_runs(in_paper_order(every)).says), *others]
+    tables = [replace(first, verdict=verdict.says), *others]
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
     texts = {run.name: TextRouting.read(run.text) for run in runs if run.text.is_file()}
+    alike = _SAME_START if _start_alike(runs) else _NOT_THE_SAME
     sections = [
         *text_sections(texts, path),
         Section("Result", parts=tables),
-        Section(
-            "Training",
-            _SAME_START if _start_alike(runs) else _NOT_THE_SAME,
-            [curves(lines, PANELS[unit], unit)],
-        ),
+        Section("Training", alike, [curves(lines, PANELS[unit], unit)]),
         Section(
             "Routing health", "Worst layer of every run.", [curves(lines, HEALTH_PANELS, unit)]
         ),
@@ -175,7 +183,9 @@ def write_report(
     if reload is not None:
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
-    write_page(path, title=title, summary=summary, sections=sections, reload=reload)
+    write_page(
+        path, title=title, summary=summary, sections=sections, verdict=verdict, reload=reload
+    )
     return tables[0], [path, *([text_page_of(path)] if texts else [])]
 
 

@@ -61,7 +61,10 @@ def curves(
     for number, line in enumerate(figure.data):
         line.update(legendgroup=line.name, showlegend=number < len(groups))
     legend = {"orientation": "h", "y": 1.0 + 0.22 / rows, "x": 0}
-    figure.update_layout(**layout(height=360 * rows + 40, legend=legend, margin={"t": 110}))
+    wide = 380 * min(2, len(shown))
+    figure.update_layout(
+        **layout(wide=wide, height=360 * rows + 40, legend=legend, margin={"t": 110})
+    )
     return figure
 
 

@@ -6,22 +6,24 @@ from typing import Any
 
 from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
-from l2r.report.page import Section, write_page
+from l2r.report.page import Key, Section, write_page
+from l2r.report.palette import EXPERTS, INK
 from l2r.report.routing import certified_curves
 from l2r.report.tables import Table
+from l2r.report.verdicts import ever_first, of_checkpoints, span
 from l2r.runs.diagnosis import Diagnosis
 
-_Fields = Mapping[str, tuple[str, str | None]]  # column -> (field, which direction is better)
+_Fields = Mapping[str, str]  # column -> field
 _Group = tuple[str, _Fields, str]  # title, columns and what they mean
 _GROUPS: tuple[_Group, ...] = (
     (
         "Decisions and robustness",
         {
-            "mean margin": ("mean_margin", None),
-            "margin / spread": ("scale_free_margin", "max"),
-            "low-margin rate": ("low_margin_rate", None),
-            "stability": ("stability", "max"),
-            "top-k overlap": ("topk_overlap", "max"),
+            "mean margin": "mean_margin",
+            "margin / spread": "scale_free_margin",
+            "low-margin rate": "low_margin_rate",
+            "stability": "stability",
+            "top-k overlap": "topk_overlap",
         },
         "Margins are gaps between the two largest logits. Raw gaps of different scorings are not "
         "comparable (they have different units); margin / spread divides each by the standard "
@@ -31,14 +33,14 @@ _GROUPS: tuple[_Group, ...] = (
     (
         "Certified routing",
         {
-            "top-1 radius": ("certified_top1", "max"),
-            "top-1 found": ("found_top1", None),
-            "top-1 tightness": ("tightness_top1", None),
-            "top-1 at noise norm": ("certified_share_top1", "max"),
-            "top-k radius": ("certified_topk", "max"),
-            "top-k found": ("found_topk", None),
-            "top-k tightness": ("tightness_topk", None),
-            "top-k at noise norm": ("certified_share_topk", "max"),
+            "top-1 radius": "certified_top1",
+            "top-1 found": "found_top1",
+            "top-1 tightness": "tightness_top1",
+            "top-1 at noise norm": "certified_share_top1",
+            "top-k radius": "certified_topk",
+            "top-k found": "found_topk",
+            "top-k tightness": "tightness_topk",
+            "top-k at noise norm": "certified_share_topk",
         },
         "Median l2 radius of the router input inside which the first expert, or the chosen set, "
         "provably stays; found: smallest change that flips it, by adversarial search; the truth "
@@ -48,34 +50,36 @@ _GROUPS: tuple[_Group, ...] = (
     (
         "Geometry, load and anchors",
         {
-            "cosine variance": ("cosine_variance", "max"),
-            "load entropy": ("entropy", "max"),
-            "load cv": ("cv", "min"),
-            "max / mean": ("max_over_mean", "min"),
-            "dead experts": ("dead_experts", "min"),
-            "domain bits": ("domain_information", None),
-            "bits by chance": ("domain_information_by_chance", None),
-            "chance, 97.5%": ("domain_information_by_chance_high", None),
-            "effective heads": ("effective_heads", None),
-            "unused anchors": ("unused_anchors", None),
-            "anchor redundancy": ("redundancy", None),
+            "cosine variance": "cosine_variance",
+            "load entropy": "entropy",
+            "load cv": "cv",
+            "max / mean": "max_over_mean",
+            "dead experts": "dead_experts",
+            "ever first": "first_experts",
+            "domain bits": "domain_information",
+            "bits by chance": "domain_information_by_chance",
+            "chance, 97.5%": "domain_information_by_chance_high",
+            "effective heads": "effective_heads",
+            "unused anchors": "unused_anchors",
+            "anchor redundancy": "redundancy",
         },
-        "Load entropy is 1 when all experts are used equally. Domain bits: mutual information "
+        "Load entropy is 1 when all experts are used equally. Ever first: experts that some "
+        "token has as its first one. Domain bits: mutual information "
         "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
         "the same choices show when the domains are dealt anew to whole sequences or images.",
     ),
     (
         "Worth, pairs and paths of experts",
         {
-            "cross-entropy": ("cross_entropy", "min"),
-            "routing gain": ("routing_gain", "max"),
-            "shuffled gain": ("shuffled_gain", None),
-            "co-activation": ("coactivation", None),
-            "pairs by chance": ("coactivation_by_chance", None),
-            "bits between layers": ("path_information", None),
-            "path entropy": ("path_entropy", None),
-            "paths by chance": ("path_entropy_by_chance", None),
-            "distinct paths": ("distinct_paths", None),
+            "cross-entropy": "cross_entropy",
+            "routing gain": "routing_gain",
+            "shuffled gain": "shuffled_gain",
+            "co-activation": "coactivation",
+            "pairs by chance": "coactivation_by_chance",
+            "bits between layers": "path_information",
+            "path entropy": "path_entropy",
+            "paths by chance": "path_entropy_by_chance",
+            "distinct paths": "distinct_paths",
         },
         "Routing gain: rise of the cross-entropy with random experts; shuffled: with those of "
         "another token. Co-activation: how often an expert's most frequent partner is chosen with "
@@ -85,21 +89,36 @@ _GROUPS: tuple[_Group, ...] = (
     (
         "Specialization",
         {
-            "domain share": ("domain_specialization", None),
-            "domain by chance": ("domain_specialization_by_chance", None),
-            "input word": ("vocabulary_input", None),
-            "input by chance": ("vocabulary_input_by_chance", None),
-            "next word": ("vocabulary_next", None),
-            "next by chance": ("vocabulary_next_by_chance", None),
-            "predicted word": ("vocabulary_predicted", None),
-            "predicted by chance": ("vocabulary_predicted_by_chance", None),
-            "margin of frequent words": ("frequency_margin", None),
+            "domain share": "domain_specialization",
+            "domain by chance": "domain_specialization_by_chance",
+            "input word": "vocabulary_input",
+            "input by chance": "vocabulary_input_by_chance",
+            "next word": "vocabulary_next",
+            "next by chance": "vocabulary_next_by_chance",
+            "predicted word": "vocabulary_predicted",
+            "predicted by chance": "vocabulary_predicted_by_chance",
+            "margin of frequent words": "frequency_margin",
         },
         "Share of a domain's (top-k) or a word's tokens (top-1) that go to the expert they go to "
         "most. Margin of frequent words: rank correlation of a token's margin / spread and the "
         "occurrences of its word.",
     ),
 )
+
+
+_PLANE_KEY = Key(
+    (
+        (INK, "small dot: a token", "box"),
+        (EXPERTS[0], "ringed dot: an anchor, in the color of its expert", "box"),
+        (f"color-mix(in srgb, {EXPERTS[0]} 45%, transparent)", "area: the first expert", "box"),
+    )
+)
+_SUMMARY = {
+    "load entropy": "entropy",
+    "margin / spread": "scale_free_margin",
+    "stability": "stability",
+    "routing gain": "routing_gain",
+}
 
 
 def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
@@ -111,12 +130,23 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     ]
 
 
+def summary_table(views: Mapping[str, Diagnosis]) -> Table:
+    """What a terminal shows: a row per checkpoint in six columns, the verdict above."""
+    rows = []
+    for name, view in views.items():
+        numbers, experts = view.numbers(), len(view.array(0, "top1"))
+        first = f"{span(ever_first(view))} of {experts}"
+        rows.append((name, first, *(numbers.get(field) for field in _SUMMARY.values())))
+    columns = ("checkpoint", "experts ever first", *_SUMMARY)
+    return Table("", columns, tuple(rows), digits=3, verdict=of_checkpoints(views).says)
+
+
 def full_table(views: Mapping[str, Diagnosis]) -> Table:
     """Every number of ``checkpoint_tables`` in one table, for programs."""
     fields = {column: field for _, group, _ in _GROUPS for column, field in group.items()}
     rows = {name: view.numbers() for name, view in views.items()}
-    records = tuple((name, *(rows[name].get(f) for f, _ in fields.values())) for name in rows)
-    return Table("", ("checkpoint", *(field for field, _ in fields.values())), records)
+    records = tuple((name, *(rows[name].get(f) for f in fields.values())) for name in rows)
+    return Table("", ("checkpoint", *fields.values()), records)
 
 
 def write_diagnosis(
@@ -146,15 +176,32 @@ def write_diagnosis(
     summary = (
         f"{len(views)} checkpoint(s), {first.info['tokens']:,} tokens each; robustness on a "
         f"uniform sample of {first.info['sampled']:,}, certificates on its first "
-        f"{first.info['settings']['certify']:,}."
+        f"{first.info['settings']['certify']:,}. Checkpoints: {_sources(views)}. Data: "
+        f"{', '.join(map(str, first.info['domains']))}; l2r-moe {_version()}."
     )
-    return write_page(path, title="l2r: what the routers do", summary=summary, sections=sections)
+    return write_page(
+        path,
+        title="l2r: what the routers do",
+        summary=summary,
+        sections=sections,
+        verdict=of_checkpoints(views),
+    )
+
+
+def _sources(views: Mapping[str, Diagnosis]) -> str:
+    return ", ".join(f"`{view.info.get('checkpoint', name)}`" for name, view in views.items())
+
+
+def _version() -> str:
+    from l2r import __version__
+
+    return __version__
 
 
 def _groups_of(rows: Mapping[str, Mapping[str, Any]]) -> list[_Group]:
     """Groups of which the rows have a number."""
     known = set[str]().union(*rows.values())
-    return [group for group in _GROUPS if any(field in known for field, _ in group[1].values())]
+    return [group for group in _GROUPS if any(field in known for field in group[1].values())]
 
 
 def _table(
@@ -166,10 +213,9 @@ def _table(
 ) -> Table:
     present = {
         column: field
-        for column, (field, _) in fields.items()
+        for column, field in fields.items()
         if any(field in row for row in rows.values())
     }
-    best = tuple((column, fields[column][1] or "") for column in present if fields[column][1])
     return Table(
         title,
         (key, *present),
@@ -177,7 +223,6 @@ def _table(
             (name, *(row.get(field) for field in present.values())) for name, row in rows.items()
         ),
         caption=caption,
-        best=best if key == "checkpoint" else (),
     )
 
 
@@ -190,4 +235,5 @@ def _geometry(view: Diagnosis) -> list[Any]:
     """Of the first, the middle and the last layer."""
     chosen = view.few_layers()
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
-    return [pca_scatter(view, chosen), *([routing_planes(view, planes)] if planes else [])]
+    drawn = [_PLANE_KEY, routing_planes(view, planes)] if planes else []
+    return [pca_scatter(view, chosen), *drawn]

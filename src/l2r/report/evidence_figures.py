@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.style import layout, line_style, panel_figure, router_color
+from l2r.report.palette import INK, VERDICT_COLORS, router_color
+from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.study import Study
 from l2r.stats.contrasts import Contrast, Judged, estimate
 from l2r.stats.effects import Effect
@@ -31,31 +33,39 @@ METRICS = {
     "flipped_decisions": "decisions flipped by bf16",
     "flipped_tokens": "tokens flipped by bf16",
 }
-_COLORS = {"better": "#009e73", "worse": "#d55e00", "equivalent": "#0072b2", "undecided": "#52606d"}
 _SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 12  # curves; more are hard to tell apart
 _LONG = 24  # characters of an arm's name
 
 
 def in_words(contrast: Contrast) -> str:
-    """The claim, or what is tested."""
+    """The paper's claim, or the question that is tested: neither is a result."""
     metric = METRICS.get(contrast.metric, contrast.metric)
-    return contrast.text or f"{metric}: {contrast.first} {contrast.better} than {contrast.second}"
+    asked = f"{metric}: is {contrast.first} {contrast.better} than {contrast.second}?"
+    return contrast.text or asked
 
 
-def forest(study: Study) -> go.Figure:
+def forest(study: Study, *, margins: bool = True) -> go.Figure | None:
     """Every contrast and, faint, the same at step 0, toward better on the right.
 
-    Contrasts with a margin are shown in margins, whose band is drawn; the others in deviations of
-    their paired differences.
+    ``margins``: contrasts whose metric has a margin, in margins, with the band of the margin;
+    otherwise the others, in deviations of their paired differences. None where there are none.
     """
     figure = go.Figure()
     rows = [j for j in study.judged if j.seeds > 1 and _unit(study, j) > 0]
+    rows = [j for j in rows if (j.contrast.metric in study.margins) == margins]
+    if not rows:
+        return None
     for number, j in enumerate(rows):
         unit = _unit(study, j) * (1 if j.contrast.better == "larger" else -1)
         for value, color, opacity, name in (
-            (j.untrained, "#9aa5b1", 0.6, "step 0"),
-            (j.difference, _COLORS[j.verdict], 1.0, j.verdict),
+            (j.untrained, INK, 0.6, "step 0"),
+            (
+                j.difference,
+                VERDICT_COLORS.get(j.verdict, VERDICT_COLORS["undecided"]),
+                1.0,
+                j.verdict,
+            ),
         ):
             figure.add_scatter(
                 x=[value.mean / unit],
@@ -68,14 +78,17 @@ def forest(study: Study) -> go.Figure:
                 hovertext=f"{name}: {value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]",
                 showlegend=False,
             )
-    figure.add_vrect(x0=-1, x1=1, fillcolor="#d5dbe1", opacity=0.35, line_width=0, layer="below")
-    figure.add_vline(x=0, line_color="#52606d")
-    names = [in_words(j.contrast) for j in rows]
+    if margins:
+        figure.add_vrect(x0=-1, x1=1, fillcolor=INK, opacity=0.2, line_width=0, layer="below")
+    figure.add_vline(x=0, line_color=INK)
+    names = ["<br>".join(wrap(in_words(j.contrast), 30)) for j in rows]
     names = [f"<b>{w}</b>" if j.contrast.primary else w for w, j in zip(names, rows, strict=True)]
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names)
     figure.update_yaxes(range=[len(rows) - 0.4, -0.6])
-    figure.update_xaxes(title_text="toward better, in margins<br>(in deviations without one)")
-    figure.update_layout(**layout(height=110 + 30 * len(rows), margin={"l": 420, "t": 20}))
+    unit_name = "margins" if margins else "deviations of the paired differences"
+    figure.update_xaxes(title_text=f"toward better, in {unit_name}")
+    margin = {"l": 215, "r": 15, "t": 20}
+    figure.update_layout(**layout(wide=520, height=110 + 42 * len(rows), margin=margin))
     return figure
 
 
@@ -113,7 +126,7 @@ def curves_with_bands(study: Study) -> go.Figure:
     figure.update_yaxes(title_text="nats")
     legend = {"x": 0, "y": -0.2, "yanchor": "top", "orientation": "v" if long else "h"}
     height = 480 + 28 * len(shown) * long
-    figure.update_layout(**layout(height=height, legend=legend))
+    figure.update_layout(**layout(wide=760, height=height, legend=legend))
     return figure
 
 
@@ -140,11 +153,13 @@ def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Fig
                 row=row,
                 col=column,
             )
-            figure.add_vline(x=0, line_color="#52606d", row=row, col=column)
+            figure.add_vline(x=0, line_color=INK, row=row, col=column)
             figure.update_yaxes(autorange="reversed", row=row, col=column)
     figure.update_xaxes(title_text="change", row=len(screens))
     most = max(len(effects[metrics[0]]) for effects in screens.values())
-    figure.update_layout(**layout(height=len(screens) * (150 + 26 * most), margin={"l": 240}))
+    figure.update_layout(
+        **layout(wide=900, height=len(screens) * (150 + 26 * most), margin={"l": 240})
+    )
     return figure
 
 
@@ -167,7 +182,7 @@ def scale_plot(study: Study) -> go.Figure:
             )
     figure.update_xaxes(type="log", row=1, col=1)
     figure.update_yaxes(title_text=f"{METRICS['validation_ce']}, nats", row=1, col=1)
-    figure.update_layout(**layout(legend={"orientation": "h", "y": -0.2, "x": 0}))
+    figure.update_layout(**layout(wide=900, legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 
 

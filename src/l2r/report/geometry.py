@@ -7,7 +7,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from l2r.report.style import expert_axis, layout, panel_figure, router_color
+from l2r.report.palette import INK, router_color
+from l2r.report.style import expert_axis, layout, panel_figure
 from l2r.runs.diagnosis import Diagnosis
 
 _POINTS = 600  # tokens drawn per panel
@@ -53,7 +54,12 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
                 x=_round(flat[:_POINTS, 0]),
                 y=_round(flat[:_POINTS, 1]),
                 mode="markers",
-                marker={"size": 5, "color": first, "coloraxis": "coloraxis"},
+                marker={
+                    "size": 6,
+                    "color": first,
+                    "coloraxis": "coloraxis",
+                    "line": {"width": 0.6, "color": INK},
+                },
                 hovertemplate="expert %{marker.color}<br>(%{x}, %{y})<extra></extra>",
                 showlegend=False,
                 row=number,
@@ -64,7 +70,8 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
             figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
             figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
     bar = expert_axis(view.info["experts"], "first expert", len=0.9)
-    figure.update_layout(**layout(height=60 + 400 * len(rows), coloraxis=bar))
+    high = 60 + 400 * len(rows)
+    figure.update_layout(**layout(wide=340 * columns, height=high, coloraxis=bar))
     return figure
 
 
@@ -90,9 +97,9 @@ def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
             y=_round(queries[:, 1]),
             mode="markers",
             name="tokens",
-            marker={"size": 3, "color": "#1f2933"},
+            marker={"size": 3, "color": INK},
             hoverinfo="skip",
-            showlegend=first,
+            showlegend=False,
             **place,
         )
         count, heads, _ = anchors.shape
@@ -107,11 +114,11 @@ def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
                 "size": 8,
                 "color": expert,
                 "coloraxis": "coloraxis",
-                "line": {"width": 1, "color": "#1f2933"},
+                "line": {"width": 1, "color": INK},
             },
             customdata=np.stack([expert, np.tile(np.arange(heads), count)], axis=1),
             hovertemplate="expert %{customdata[0]}, anchor %{customdata[1]}<extra></extra>",
-            showlegend=first,
+            showlegend=False,
             **place,
         )
         reach = float(axis[-1])
@@ -125,7 +132,8 @@ def routing_planes(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
         )
     legend = {"orientation": "h", "y": -0.2, "x": 0}
     bar = expert_axis(view.info["experts"], "first expert", len=0.9)
-    figure.update_layout(**layout(height=440, coloraxis=bar, legend=legend))
+    wide = 340 * len(layers)
+    figure.update_layout(**layout(wide=wide, height=440, coloraxis=bar, legend=legend))
     return figure
 
 
@@ -140,26 +148,45 @@ def cosine_variance_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
         x=list(labels.values()),
         y=means,
         marker_color=[router_color(name, i) for i, name in enumerate(names)],
-        opacity=0.75,
         showlegend=False,
     )
     figure.add_scatter(
         x=[labels[name] for name in names for _ in variances[name]],
         y=[value for name in names for value in variances[name]],
         mode="markers",
-        marker={"color": "#1f2933", "size": 6, "symbol": "line-ew-open", "line": {"width": 2}},
+        marker={"color": INK, "size": 6, "symbol": "line-ew-open", "line": {"width": 2}},
         name="each layer",
     )
-    figure.add_hline(
-        y=_ISOTROPIC_2D,
-        line_dash="dash",
-        annotation_text="directions spread evenly in 2 dimensions: 0.5",
-        annotation_position="top left",
-    )
-    top = max(0.6, 1.1 * max(max(values) for values in variances.values()))
+    for number, (name, view) in enumerate(views.items()):
+        even = _even(view)  # of each space, so that none is measured by another's
+        figure.add_scatter(
+            x=[labels[name]],
+            y=[even],
+            mode="markers",
+            marker={
+                "color": INK,
+                "size": 34,
+                "symbol": "line-ew-open",
+                "line": {"width": 2, "color": INK},
+            },
+            opacity=0.55,
+            name="directions spread evenly in the space of q: 1 / rank",
+            legendgroup="even",
+            showlegend=number == 0,
+            hovertemplate=f"evenly in {round(1 / even)} dimensions: {even:.3f}<extra></extra>",
+        )
+    top = 1.15 * max(*(max(values) for values in variances.values()), *map(_even, views.values()))
     figure.update_yaxes(title_text="variance of pairwise cosines", range=[0, top])
-    figure.update_layout(**layout(height=380, legend={"orientation": "h", "y": 1.12, "x": 0.7}))
+    legend = {"orientation": "h", "y": 1.16, "x": 0}
+    figure.update_layout(**layout(wide=110 * len(views) + 120, height=400, legend=legend))
     return figure
+
+
+def _even(view: Diagnosis) -> float:
+    """Variance of cosines of directions spread evenly in the space where routing is decided."""
+    kind = "sample_query" if "0.sample_query" in view.arrays else "sample_x"
+    held = f"0.{kind}" in view.arrays
+    return 1 / view.array(0, kind).shape[1] if held else _ISOTROPIC_2D
 
 
 def _most(values: Float[np.ndarray, " S"]) -> list[float]:

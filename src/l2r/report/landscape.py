@@ -1,11 +1,13 @@
 """Score landscapes over the routing plane for a fixed anchor (paper, Figures 3 and 8)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
 
+from l2r.report.palette import INK
 from l2r.report.style import layout, panel_figure
 
 
@@ -37,8 +39,8 @@ def landscapes_2d(
             x=[0, anchor[0]],
             y=[0, anchor[1]],
             mode="lines+markers",
-            marker={"size": [0, 11], "symbol": "star", "color": "#1f2933"},
-            line={"color": "#1f2933", "width": 2},
+            marker={"size": [0, 11], "symbol": "star", "color": INK},
+            line={"color": INK, "width": 2},
             name=f"anchor k = [{anchor[0]:g}, {anchor[1]:g}]",
             showlegend=first,
             **place,
@@ -48,7 +50,11 @@ def landscapes_2d(
             title_text="q2", scaleanchor=f"x{axis_number}", constrain="domain", **place
         )
     figure.update_layout(
-        **layout(height=500, legend={"orientation": "h", "y": -0.16, "x": 0.5, "xanchor": "center"})
+        **layout(
+            wide=340 * len(scores),
+            height=500,
+            legend={"orientation": "h", "y": -0.16, "x": 0.5, "xanchor": "center"},
+        )
     )
     return figure
 
@@ -74,15 +80,19 @@ def landscapes_3d(
             hovertemplate="q = (%{x:.2f}, %{y:.2f})<br>score %{z:.3f}<extra>" + name + "</extra>",
             **place,
         )
-    scene = {
+    scene: dict[str, Any] = {
         "xaxis": {"title": {"text": "q1"}, "nticks": 5},
         "yaxis": {"title": {"text": "q2"}, "nticks": 5},
         "zaxis": {"title": {"text": "score"}, "nticks": 6},
         "camera": {"eye": {"x": 1.7, "y": -1.7, "z": 1.0}, "center": {"z": -0.15}},
         "aspectmode": "cube",
     }
+    for axis_name in ("xaxis", "yaxis", "zaxis"):
+        scene[axis_name] |= {"showbackground": False, "gridcolor": INK, "zerolinecolor": INK}
     figure.update_scenes(scene)
-    figure.update_layout(**layout(height=430 * rows, margin={"l": 10, "r": 10, "t": 70, "b": 10}))
+    figure.update_layout(
+        **layout(wide=330 * columns, height=430 * rows, margin={"l": 10, "r": 10, "t": 70, "b": 10})
+    )
     return figure
 
 

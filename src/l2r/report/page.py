@@ -3,25 +3,14 @@
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from l2r.report.tables import Table, prose
+from l2r.report.verdicts import Verdict
 from l2r.runs.atomic import write_text
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1180px;margin:2rem auto;
-padding:0 1rem}h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.4rem;
-border-bottom:1px solid #d5dbe1;padding-bottom:.2rem}p{max-width:75ch}
-table{border-collapse:collapse;margin:.8rem 0;font-size:14px;font-variant-numeric:tabular-nums}
-th,td{padding:.3rem .42rem;text-align:right;border-bottom:1px solid #e4e8ec}
-th:first-child,td:first-child{text-align:left;min-width:7em}td:first-child{max-width:20em}
-thead th{border-bottom:2px solid #52606d}
-a.page{display:inline-block;padding:.4rem .9rem;border:2px solid #1d5b9e;border-radius:6px}
-td.number{white-space:nowrap}
-.caption{color:#52606d;font-size:13px}nav a{margin-right:1rem}.scroll{overflow-x:auto}
-"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +22,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Key:
+    """What colors mean: (color, meaning, shape); shapes are box, line, line dashed, line dotted."""
+
+    entries: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
 class Section:
-    """Part of a page. ``parts`` holds links, tables and plotly figures, shown in order."""
+    """Part of a page. ``parts`` holds links, keys, tables and plotly figures, shown in order."""
 
     title: str
     text: str = ""
@@ -47,9 +43,10 @@ def write_page(
     title: str,
     summary: str,
     sections: Sequence[Section],
+    verdict: Verdict | None = None,
     reload: float | None = None,
 ) -> Path:
-    """Write the page; plotly's script is inlined once, so the file opens without a network.
+    """Write the page, the verdict first; plotly's script is inlined once: no network is needed.
 
     Written under a temporary name and renamed, so a reader never sees half a page. ``reload``:
     seconds after which a browser loads it again.
@@ -59,14 +56,28 @@ def write_page(
         f"<a href='#section-{number}'>{html.escape(section.title)}</a>"
         for number, section in enumerate(sections)
     )
+    links = f"<nav>{links}</nav>" if len(sections) > 1 else ""
+    view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
     text = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{again}"
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{prose(summary)}</p><nav>{links}</nav>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{view}{again}"
+        f"<title>{html.escape(title)}</title><style>{style('theme')}{style('page')}</style></head>"
+        f"<body><h1>{html.escape(title)}</h1>{_head(verdict)}<p>{prose(summary)}</p>{links}"
         f"{section_html(sections)}</body></html>"
     )
     write_text(path, text)
     return path
+
+
+def style(name: str) -> str:
+    """A style sheet of this package."""
+    return files("l2r.report").joinpath(f"{name}.css").read_text(encoding="utf-8")
+
+
+def _head(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    cannot = f"<b>What this cannot say.</b> {prose(verdict.cannot)}" if verdict.cannot else ""
+    return f"<p class='verdict'>{prose(verdict.says)}</p><p class='cannot'>{cannot}</p>"
 
 
 def section_html(sections: Sequence[Section]) -> str:
@@ -82,7 +93,20 @@ def section_html(sections: Sequence[Section]) -> str:
             elif isinstance(part, Table):
                 body += f"<h3>{html.escape(part.title)}</h3>" if part.title else ""
                 body += f"<div class='scroll'>{part.to_html()}</div>"
+            elif isinstance(part, Key):
+                body += _key(part)
             else:
-                body += part.to_html(full_html=False, include_plotlyjs=script)
+                figure = part.to_html(full_html=False, include_plotlyjs=script)
+                wide = part.layout.meta or 0  # pixels that it needs; a narrow page scrolls it
+                body += f"<div class='scroll'><div style='min-width:{wide}px'>{figure}</div></div>"
                 script = False
     return body
+
+
+def _key(key: Key) -> str:
+    items = ""
+    for color, meaning, shape in key.entries:
+        kind = "" if shape == "box" else f" class='{shape}'"
+        paint = "background" if shape == "box" else "border-color"
+        items += f"<li><i{kind} style='{paint}:{color}'></i>{html.escape(meaning)}</li>"
+    return f"<ul class='key'>{items}</ul>"

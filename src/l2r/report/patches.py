@@ -9,8 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.page import Section, write_page
+from l2r.report.page import Link, Section, write_page
 from l2r.report.style import expert_axis, layout
+from l2r.report.verdicts import Verdict, span
 from l2r.runs.diagnosis import block_number
 from l2r.runs.folder import RunFolder
 from l2r.runs.patches import PatchRouting
@@ -31,13 +32,33 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
     return [Section("Patches and experts", text, [compare_patches(routings)])]
 
 
+def patch_links(pages: Sequence[Path], folder: Path) -> list[Section]:
+    """The section that leads from a page in ``folder`` to the patches of its checkpoints."""
+    links = [
+        Link(page.relative_to(folder).as_posix(), f"Patches of {page.parent.name}")
+        for page in pages
+    ]
+    return (
+        [Section("Patches and experts", "The expert of every patch of a few images.", links)]
+        if links
+        else []
+    )
+
+
 def write_patch_page(folder: Path, routing: PatchRouting, model: str) -> Path:
     """patches.npz and patches.html of the images of one model in ``folder``."""
     routing.save(folder / "patches.npz")
     figure = patch_figure(routing, images=len(routing.images))
     section = Section("Patches and experts", _HOW_TO_READ, [figure])
     page = folder / "patches.html"
-    return write_page(page, title=folder.name, summary=model, sections=[section])
+    first = routing.experts[..., 0].reshape(len(routing.layers), -1)
+    used = span([len(np.unique(layer)) for layer in first])
+    verdict = Verdict(
+        f"The patches of {len(routing.images)} images go first to {used} of "
+        f"{int(routing.num_experts)} experts by layer.",
+        "What an expert does in other images: these are few, and taken in order.",
+    )
+    return write_page(page, title=folder.name, summary=model, sections=[section], verdict=verdict)
 
 
 def patch_figure(routing: PatchRouting, *, images: int = 6) -> go.Figure:
@@ -70,13 +91,17 @@ def _figure(
         rows=count,
         cols=1 + len(panels),
         column_titles=["image", *(title for title, _, _ in panels)],
-        row_titles=list(row_titles),
         horizontal_spacing=0.008,
         vertical_spacing=0.012,
     )
-    for row in range(count):
+    for row, title in enumerate(row_titles):
         pixels = routing.images[row]
         source = _png(pixels)
+        low, high = figure.get_subplot(row + 1, 1).yaxis.domain
+        figure.add_annotation(
+            text=title, x=0, y=(low + high) / 2, xref="paper", yref="paper", xanchor="right",
+            xshift=-6, showarrow=False,
+        )  # fmt: skip
         for column in range(1 + len(panels)):
             place = {"row": row + 1, "col": column + 1}
             figure.add_trace(go.Image(source=source, hoverinfo="skip"), **place)
@@ -91,9 +116,9 @@ def _figure(
         layout(
             title="Which expert each patch goes to",
             height=110 + _TILE * count,
-            width=160 + _TILE * (1 + len(panels)),
+            width=260 + _TILE * (1 + len(panels)),
             coloraxis=expert_axis(experts, "expert", x=1.06),
-            margin={"l": 10, "r": 40, "t": 80, "b": 20},
+            margin={"l": 110, "r": 40, "t": 80, "b": 20},
         )
     )
     return figure
@@ -120,7 +145,7 @@ def _overlay(routing: PatchRouting, layer: int, row: int, shape: tuple[int, ...]
         text=text,
         hovertemplate="%{text}<extra></extra>",
         coloraxis="coloraxis",
-        opacity=0.55,
+        opacity=0.85,  # near the colors of the scale beside it
         xgap=1,
         ygap=1,
     )

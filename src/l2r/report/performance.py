@@ -7,8 +7,10 @@ from typing import Any
 import plotly.graph_objects as go
 
 from l2r.report.page import Section, write_page
-from l2r.report.style import ROUTER_COLORS, layout, router_color
+from l2r.report.palette import router_color, router_of
+from l2r.report.style import layout
 from l2r.report.tables import Table
+from l2r.report.verdicts import Verdict
 from l2r.runs.reading import parse_json, read_bytes
 
 AXES = {
@@ -122,7 +124,9 @@ def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
     )
     height = 130 + 26 * len(records)
     margin = {"l": 230, "r": 30, "t": 60, "b": 60}
-    figure.update_layout(layout(title=group or str(bench["name"]), height=height, margin=margin))
+    figure.update_layout(
+        layout(wide=520, title=group or str(bench["name"]), height=height, margin=margin)
+    )
     figure.update_xaxes(title=_UNITS[unit], rangemode="tozero")
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -156,13 +160,15 @@ def read_bench(path: Path) -> dict[str, Any]:
 def write_bench_page(bench: Mapping[str, Any], path: Path) -> Path:
     """One self-contained page with the figures and the table of one benchmark."""
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
-    return write_page(path, title="Performance", summary=place, sections=[bench_section(bench)])
+    verdict = Verdict(of_bench(bench), "Other machines, other sizes, and this one under load.")
+    sections = [bench_section(bench)]
+    return write_page(path, title="Performance", summary=place, sections=sections, verdict=verdict)
 
 
 def _color(contender: str) -> str:
     """Color of the first router that a contender's name mentions."""
     words = contender.replace(",", " ").split()
-    return router_color(next((word for word in words if word in ROUTER_COLORS), contender))
+    return router_color(next((word for word in words if router_of(word)), contender))
 
 
 def _group(record: Mapping[str, Any]) -> str:

@@ -1,11 +1,13 @@
 """Several runs side by side: use of experts by layer and by domain, robustness, routing gain."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from l2r.report.style import layout, panel_figure, router_color
+from l2r.report.palette import INK, router_color
+from l2r.report.style import layout, panel_figure
 from l2r.runs.diagnosis import Array, Diagnosis
 
 # Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
@@ -78,13 +80,31 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
             x=list(views),
             y=values,
             error_y=error,
-            text=["" if value is None else f"{value:.4f}" for value in values],
+            text=["" if value is None else f"{value:.3f}" for value in values],
+            textposition="outside",
+            cliponaxis=False,
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             **place,
         )
-    figure.update_layout(**layout(height=380, title=title, margin={"t": 90, "b": 90}))
+        figure.update_yaxes(range=_reach([v for v in values if v is not None], error), **place)
+    wide = max(70 * len(views) + 60, 200) * len(fields)
+    figure.update_layout(**layout(wide=wide, height=380, title=title, margin={"t": 90, "b": 90}))
     return figure
+
+
+def _reach(values: Sequence[float], error: Mapping[str, Any] | None) -> list[float] | None:
+    """Ends of an axis on which the bars differ visibly: from 0 where they differ by a fifth.
+
+    Where all are closer than that, the axis begins below the least.
+    """
+    if not values:
+        return None
+    up = max(error["array"]) if error else 0.0
+    low, high = min(values), max(values)
+    spread = max(high - low, 2 * up, 1e-3 * abs(high), 1e-9)
+    start = low - spread if low > 0 and high - low < 0.2 * high else min(0.0, low - 0.2 * spread)
+    return [start, high + up + 0.25 * (high + up - start)]
 
 
 def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
@@ -115,7 +135,7 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
                     **place,
                 )
         for noise in noises:
-            figure.add_vline(x=noise, line_dash="dash", line_color="#52606d", **place)
+            figure.add_vline(x=noise, line_dash="dash", line_color=INK, **place)
             figure.add_annotation(
                 x=noise,
                 y=1.02,
@@ -128,7 +148,7 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
         figure.update_xaxes(title_text="norm of the change of the router input", **place)
         figure.update_yaxes(title_text="share of tokens", range=[0, 1.06], **place)
     legend = {"orientation": "h", "y": -0.25, "x": 0}
-    figure.update_layout(**layout(height=430, legend=legend))
+    figure.update_layout(**layout(wide=720, height=430, legend=legend))
     return figure
 
 
@@ -175,8 +195,9 @@ def _heatmaps(
         },
     }
     text = f"{title}: use of each expert relative to the layer's mean"
+    few = {"t": 90, "b": 70}
     figure.update_layout(
-        **layout(height=area + 160, title=text, coloraxis=colors, margin={"t": 90, "b": 70})
+        **layout(wide=330 * columns, height=area + 160, title=text, coloraxis=colors, margin=few)
     )
     return figure
 

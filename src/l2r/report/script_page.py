@@ -28,7 +28,7 @@ def write_script_page(
 
     fill = {
         "/*TITLE*/": html.escape(title),
-        "/*STYLE*/": read("script_page.css") + read(f"{name}.css"),
+        "/*STYLE*/": "".join(read(f"{file}.css") for file in ("theme", "script_page", name)),
         "/*DATA*/": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "/*SCRIPT*/": "".join(read(f"{file}.js") for file in ("script_page", *libraries, name)),
         "/*FIGURES*/": figures,

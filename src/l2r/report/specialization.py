@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import sample_colorscale
 
-from l2r.report.style import expert_colors, layout, line_style, panel_figure, router_color
+from l2r.report.palette import expert_colors, layer_colors
+from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.diagnosis import Diagnosis, agree
 
 # number of a layer -> title and axis of its panel
@@ -65,7 +65,13 @@ def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
     text = "Specialization by layer; dotted: by chance, with its 95% band"
     legend = {"orientation": "h", "y": -0.3 / rows, "x": 0}
     figure.update_layout(
-        **layout(height=330 * rows + 120, title=text, legend=legend, margin={"t": 90, "b": 110})
+        **layout(
+            wide=330 * min(3, len(fields)),
+            height=330 * rows + 120,
+            title=text,
+            legend=legend,
+            margin={"t": 90, "b": 110},
+        )
     )
     return figure
 
@@ -74,8 +80,7 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
     """Share of each domain's tokens that go to each expert, and k / N, a panel per layer."""
     figure, places = panel_figure([f"layer {view.label(layer)}" for layer in layers], 1)
     domains = view.info["domains"]
-    few = len(domains) <= 6  # as many colors as everybody can tell apart
-    colors = [router_color("", i) for i in range(6)] if few else expert_colors(len(domains))
+    colors = expert_colors(len(domains))
     for place, layer in zip(places, layers, strict=True):
         counts = view.array(layer, "usage_by_domain")
         top_k = view.array(layer, "topk").sum()
@@ -97,7 +102,7 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
     legend = {"orientation": "h", "y": -0.28 / len(layers), "x": 0}
     height = 190 * len(layers) + 180
     figure.update_layout(
-        **layout(height=height, title=text, legend=legend, margin={"t": 90, "b": 90})
+        **layout(wide=560, height=height, title=text, legend=legend, margin={"t": 90, "b": 90})
     )
     return figure
 
@@ -135,7 +140,13 @@ def coactivation_heatmaps(
     which = "all experts" if all_shown else f"the {most} experts with the strongest pairs"
     text = f"Co-activation P(E_j | E_i) of {which}"
     figure.update_layout(
-        **layout(height=480, title=text, coloraxis=colors, margin={"t": 120, "b": 70})
+        **layout(
+            wide=330 * len(titles),
+            height=480,
+            title=text,
+            coloraxis=colors,
+            margin={"t": 120, "b": 70},
+        )
     )
     return figure
 
@@ -159,7 +170,9 @@ def frequency_lines(views: Mapping[str, Diagnosis]) -> go.Figure:
             )
         figure.update_xaxes(title_text="occurrences of the word (log)", type="log", **place)
         figure.update_yaxes(title_text=axis, **place)
-    figure.update_layout(**layout(height=400, title="Dependence on word frequency, mean of layers"))
+    figure.update_layout(
+        **layout(wide=760, height=400, title="Dependence on word frequency, mean of layers")
+    )
     return figure
 
 
@@ -191,7 +204,7 @@ def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
     colors = {"colorscale": "Blues", "cmin": 0, "cmax": 1, "colorbar": {"title": "share"}}
     text = "Agreement of routers on the same tokens, mean over layers"
     figure.update_layout(
-        **layout(height=260 + 34 * len(names), title=text, coloraxis=colors,
+        **layout(wide=900, height=260 + 34 * len(names), title=text, coloraxis=colors,
                  margin={"l": 90, "t": 110, "b": 80})
     )  # fmt: skip
     return figure
@@ -203,7 +216,7 @@ def saturation_curves(view: Diagnosis, over_time: Mapping[str, Any]) -> go.Figur
     figure, places = panel_figure(list(titles.values()), 2)
     x = over_time["checkpoints"]
     depth = len(over_time["top1"][0])
-    colors = sample_colorscale("Viridis", np.linspace(0, 0.9, depth).tolist())
+    colors = layer_colors(depth)
     for place, field in zip(places, titles, strict=True):
         for layer, values in enumerate(zip(*over_time[field], strict=True)):
             figure.add_scatter(
@@ -229,7 +242,9 @@ def saturation_curves(view: Diagnosis, over_time: Mapping[str, Any]) -> go.Figur
         figure.update_yaxes(title_text="share that the last checkpoint shares", range=[0, 1.05],
                             **place)  # fmt: skip
     figure.update_layout(
-        **layout(height=440, title="Router saturation on the same tokens", margin={"t": 90})
+        **layout(
+            wide=760, height=440, title="Router saturation on the same tokens", margin={"t": 90}
+        )
     )
     return figure
 

@@ -1,50 +1,28 @@
-"""Colors and layout that every figure shares."""
+"""Layout that every figure shares."""
 
-import colorsys
 from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.runs.router_names import PAPER_ROUTERS
-
-# Color-blind safe hues (Okabe and Ito), one per router, the same in every figure.
-_COLORS = ("#52606d", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
-ROUTER_COLORS = dict(zip(PAPER_ROUTERS, _COLORS, strict=True))
-_SPARE = ("#0072b2", "#b8a000", "#000000", "#8b5cf6", "#be185d", "#a16207")
-_DASHES = ("solid", "dash", "dot", "dashdot")
-
-
-def router_color(name: str, position: int = 0) -> str:
-    """Color of a router; others take a spare color by their position."""
-    return ROUTER_COLORS.get(name, _SPARE[position % len(_SPARE)])
+from l2r.report.palette import INK, expert_colors, router_color, router_dash, stepped
 
 
 def line_style(name: str, position: int) -> dict[str, Any]:
-    """Line of a curve: a router's own color, or a spare one, dashed from the seventh on."""
-    dash = "solid" if name in ROUTER_COLORS else _DASHES[position // len(_SPARE) % len(_DASHES)]
-    return {"color": router_color(name, position), "width": 1.8, "dash": dash}
-
-
-def expert_colors(count: int) -> list[str]:
-    """Distinct colors for experts: hues around the circle, lightness alternating."""
-    colors = []
-    for expert in range(count):
-        lightness = (0.45, 0.62, 0.34)[expert % 3]
-        red, green, blue = colorsys.hls_to_rgb(expert / count, lightness, 0.75)
-        colors.append("#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue)))
-    return colors
+    """Line of a curve: the color of its router; variants of a router are dashed."""
+    return {
+        "color": router_color(name, position),
+        "width": 1.8,
+        "dash": router_dash(name, position),
+    }
 
 
 def expert_axis(count: int, title: str, **colorbar: Any) -> dict[str, Any]:
     """Color axis with one flat color per expert, readable at 64 experts and more."""
-    scale: list[list[Any]] = []
-    for expert, color in enumerate(expert_colors(count)):
-        scale += [[expert / count, color], [(expert + 1) / count, color]]
     ticks = list(range(0, count, max(1, -(-count // 16))))
     return {
-        "colorscale": scale,
+        "colorscale": stepped(expert_colors(count)),
         "cmin": -0.5,
         "cmax": count - 0.5,
         "colorbar": {"title": title, "tickvals": ticks, **colorbar},
@@ -59,12 +37,19 @@ def panel_figure(titles: Sequence[str], across: int, **options: Any) -> tuple[go
     return figure, [{"row": n // columns + 1, "col": n % columns + 1} for n in range(len(titles))]
 
 
-def layout(**changes: Any) -> dict[str, Any]:
-    """Layout of every figure; ``changes`` are added to it."""
+def layout(*, wide: int = 0, **changes: Any) -> dict[str, Any]:
+    """Layout of every figure; ``changes`` are added to it.
+
+    Backgrounds are the page's. ``wide`` are the pixels that the figure needs: a page that is
+    narrower scrolls it, so that no label covers another.
+    """
     base: dict[str, Any] = {
         "template": "plotly_white",
-        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
         "margin": {"l": 70, "r": 30, "t": 60, "b": 60},
         "height": 420,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "meta": wide,
     }
     return {**base, **changes}

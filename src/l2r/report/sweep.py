@@ -17,6 +17,7 @@ from l2r.report.curves import HEALTH_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, gain_bars, usage_by_layer
 from l2r.report.tables import Table
+from l2r.report.verdicts import of_arms
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 
 
@@ -46,7 +47,8 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
     sections.append(Section("Routing health", text, [curves(lines, HEALTH_PANELS, unit)]))
     sections.append(Section("Runs", parts=[facts_table(runs)]))
     summary = f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed."
-    return write_page(path, title="l2r: sweep", summary=summary, sections=sections)
+    verdict = of_arms(lines)
+    return write_page(path, title="l2r: sweep", summary=summary, sections=sections, verdict=verdict)
 
 
 def _usage(ablation: Ablation) -> list[Section]:

@@ -14,8 +14,8 @@ class Table:
     """Columns and rows of plain values; floats are shown with ``digits`` decimals.
 
     ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold where
-    rows differ. Rows whose number is in ``unranked`` are compared with no other. ``few`` names the
-    columns, most important first, that stand beside the first one where six have room (``brief``).
+    rows differ. ``few`` names the columns, most important first, that stand beside the first one
+    where six have room (``brief``).
     ``verdict`` is the sentence that a terminal prints before the table.
     """
 
@@ -25,7 +25,6 @@ class Table:
     caption: str = ""
     digits: int = 4
     best: tuple[tuple[str, str], ...] = ()
-    unranked: frozenset[int] = frozenset()
     few: tuple[str, ...] = ()
     verdict: str = ""
 
@@ -75,11 +74,11 @@ class Table:
         best = self._best_values()
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
         body = ""
-        for number, row in enumerate(self.rows):
-            cells, ranked = "", number not in self.unranked
+        for row in self.rows:
+            cells = ""
             for column, value in zip(self.columns, row, strict=True):
                 text = html.escape(self.show(value))
-                marked = ranked and column in best and text == self.show(best[column])
+                marked = column in best and text == self.show(best[column])
                 kind = " class='number'" if NUMBER.match(text) else ""
                 cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
@@ -94,11 +93,10 @@ class Table:
 
     def _best_values(self) -> dict[str, float]:
         choose = {"max": max, "min": min}
-        ranked = [row for number, row in enumerate(self.rows) if number not in self.unranked]
         best = {}
         for column, direction in self.best:
             position = self.columns.index(column)
-            values = [r[position] for r in ranked if isinstance(r[position], int | float)]
+            values = [r[position] for r in self.rows if isinstance(r[position], int | float)]
             values = [v for v in values if not math.isnan(v)]
             if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)

@@ -3,7 +3,6 @@
 "use strict";
 
 const controls = { left: find("left"), right: find("right"), layer: find("layer") };
-const LEVELS = 4; // of lightness, in text_view.css
 const NONE = -1;
 
 // What is on the screen: the panes, the token that has the focus, the expert chosen in each pane.
@@ -63,17 +62,21 @@ const visible = (piece) => {
 };
 const shortly = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "∞";
 
-// Experts of one level of lightness share the circle of hues evenly; neighbors differ in level.
-function writeColors(experts) {
-  const hues = Math.ceil(experts / LEVELS);
-  let rules = "";
-  for (let e = 0; e < experts; e++) {
-    const level = e % LEVELS;
-    const hue = 360 / hues * (Math.floor(e / LEVELS) + level / LEVELS);
-    rules += `.e${e}{background:oklch(var(--l${level}) var(--chroma) ${hue.toFixed(1)});` +
-      `color:var(--i${level})}`;
-  }
-  document.head.append(make("style", { textContent: rules }));
+// The colors of every page (palette.py), each with black or white letters.
+function writeColors() {
+  const rules = data.colors.map(([color, ink], e) => `.e${e}{background:${color};color:${ink}}`);
+  document.head.append(make("style", { textContent: rules.join("") }));
+}
+
+// The color of each expert of the first checkpoint; a click chooses it.
+function showKey() {
+  const swatches = Array.from({ length: panes[0].checkpoint.experts }, (_, e) => {
+    const button = make("button", { type: "button", className: `swatch e${e}` }, String(e));
+    button.setAttribute("aria-label", `choose expert ${e}`);
+    button.addEventListener("click", () => choose(0, panes[0].expert === e ? NONE : e));
+    return button;
+  });
+  find("experts").replaceChildren("Experts ", ...swatches);
 }
 
 function buildPane(checkpoint, number) {
@@ -95,11 +98,12 @@ function buildPane(checkpoint, number) {
     passage.setAttribute("aria-label", `${text.domains[domain]}, passage ${n + 1}`);
     for (let c = 0; c < text.columns; c++) {
       const piece = text.pieces[text.tokens[text.places[tokens.length]]];
-      const token = make("span", { tabIndex: -1 }, visible(piece));
+      const space = /^ +(?=\S)/.exec(piece)?.[0] ?? ""; // uncolored: it may hang at a line's end
+      const token = make("span", { tabIndex: -1 }, visible(piece.slice(space.length)));
       token.setAttribute("role", "button");
       token.place = { pane: number, token: tokens.length };
       tokens.push(token);
-      passage.append(token, breaksAfter(piece));
+      passage.append(space, token, breaksAfter(piece));
     }
     root.append(passage);
   });
@@ -116,6 +120,7 @@ function rebuild() {
   controls.layer.max = Math.max(...panes.map((pane) => pane.checkpoint.layers.length)) - 1;
   current.pane = Math.min(current.pane, panes.length - 1);
   current.token = Math.min(current.token, panes[current.pane].tokens.length - 1);
+  showKey();
   paint();
 }
 
@@ -197,12 +202,14 @@ function factsOf(pane, token) {
     table.append(make("tr", {}, make("td", {}, button),
       make("td", { className: "weight" }, weight.toFixed(4)), make("td", { className: "bar" }, bar)));
   }
+  const sum = choicesOf(checkpoint, layer, token).reduce((all, { weight }) => all + weight, 0);
   const radius = layer.radius[token];
   const facts = make("dl");
   for (const [name, value] of [
     ["margin", shortly(layer.margin[token])],
     ["entropy", shortly(layer.entropy[token])],
     ["certified radius", Number.isNaN(radius) ? `none: ${layer.remark}` : shortly(radius)],
+    ["sum of weights", sum.toFixed(2)],
   ]) facts.append(make("dt", {}, name), make("dd", {}, value));
   return make("div", {}, make("h3", {}, checkpoint.name), table, facts);
 }
@@ -336,7 +343,7 @@ function start() {
     for (const list of [controls.left, controls.right]) list.append(make("option", { value: n }, name));
   });
   controls.right.value = last > 0 && shared(last) ? last : NONE;
-  writeColors(Math.max(...data.checkpoints.map((checkpoint) => checkpoint.experts)));
+  writeColors();
 
   followTheme();
   controls.left.addEventListener("change", rebuild);

@@ -6,6 +6,7 @@ numbers are kept as they are.
 """
 
 import base64
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from l2r.report.page import Link, Section
+from l2r.report.palette import expert_colors, ink_on
 from l2r.report.script_page import write_script_page
 from l2r.runs.text_routing import TextRouting
 
 _MOST = 8  # checkpoints of one page
+_BY_TOKEN = ("experts", "weights", "margin", "entropy", "radius")
 _KINDS = {
     **dict.fromkeys(("margin", "entropy", "radius", "context_weights"), "<f4"),
     **dict.fromkeys(("contexts", "vocabulary", "vocabulary_counts"), "<i4"),
@@ -46,7 +49,22 @@ def text_page_of(path: Path) -> Path:
 def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
     """The page of one checkpoint or several, side by side where they read the same tokens."""
     title = f"Text and experts: {', '.join(texts)}"
-    return write_script_page(path, "text_view", title=title, data=page_data(texts))
+    ordered = {name: prose_first(routing) for name, routing in texts.items()}
+    return write_script_page(path, "text_view", title=title, data=page_data(ordered))
+
+
+def prose_first(routing: TextRouting) -> TextRouting:
+    """The same with the domains in the order of their share of letters and spaces: code last."""
+    shares = []
+    for domain in range(len(routing.domains)):
+        rows = routing.shown[routing.domain[routing.shown] == domain]
+        text = "".join(routing.pieces[routing.tokens[rows].ravel()])
+        plain = sum(letter.isalpha() or letter == " " for letter in text)
+        shares.append(round(plain / max(1, len(text)), 1))
+    place = np.argsort([-share for share in shares], kind="stable").argsort()
+    order = place[routing.domain[routing.shown].astype(int)].argsort(kind="stable")
+    by_token = {n: getattr(routing, n)[:, order] for n in _BY_TOKEN}
+    return dataclasses.replace(routing, shown=routing.shown[order], **by_token)
 
 
 def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
@@ -59,7 +77,10 @@ def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
             distinct.append(routing)
         text = same[0] if same else len(distinct) - 1
         checkpoints.append({"name": name, "text": text, **_checkpoint(routing)})
-    return {"texts": [_text(routing) for routing in distinct], "checkpoints": checkpoints}
+    most = max((routing.contexts.shape[1] for routing in texts.values()), default=0)
+    colors = [[color, ink_on(color)] for color in expert_colors(most)]
+    read = [_text(routing) for routing in distinct]
+    return {"texts": read, "checkpoints": checkpoints, "colors": colors}
 
 
 def _same_text(one: TextRouting, other: TextRouting) -> bool:

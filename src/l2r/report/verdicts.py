@@ -96,11 +96,9 @@ def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
     first = {name: ever_first(view) for name, view in views.items()}
     low = min(first, key=lambda name: min(first[name]))
     experts = len(views[low].array(0, "top1"))
-    least, most = min(first[low]), max(first[low])
-    span = str(least) if least == most else f"{least} to {most}"
     layers = "in its layer" if len(first[low]) == 1 else "by layer"
     many = f"Fewest of {len(views)}: " if len(views) > 1 else ""
-    says = f"{many}{low} ever puts {span} of {experts} experts first {layers}."
+    says = f"{many}{low} ever puts {span(first[low])} of {experts} experts first {layers}."
     gains = {n: v.numbers().get("routing_gain") for n, v in views.items()}
     if all(gain is not None for gain in gains.values()):
         worst = min(gains, key=lambda name: gains[name] or 0.0)
@@ -116,6 +114,12 @@ def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
 def ever_first(view: Diagnosis) -> list[int]:
     """By layer, the number of experts that some token chose first."""
     return [int((use > 0).sum()) for use in view.by_layer("top1")]
+
+
+def span(counts: Sequence[int]) -> str:
+    """Least and most of some counts: ``8 to 10``, or ``8`` where all are."""
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def of_study(study: Study) -> Verdict:

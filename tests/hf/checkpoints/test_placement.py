@@ -118,7 +118,7 @@ def test_a_checkpoint_larger_than_memory_is_diagnosed_as_one_that_fits(
     write_token_files(tmp_path / "tokens", documents, tokenizer=identity)
     asked = (
         *("--data", tmp_path / "tokens", "--instances", "4", "--length", "16", "--sample", "32"),
-        *("--certify", "2", "--text", "0", "--device", "cpu", "--json"),
+        *("--certify", "2", "--text-tokens", "0", "--device", "cpu", "--json"),
     )
     by_disk = l2r("diagnose", folder, *asked, "--out", tmp_path / "by-disk")
     assert by_disk.code == 0, by_disk

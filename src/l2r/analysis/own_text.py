@@ -1,0 +1,73 @@
+"""A text of the reader's own, of any length, as the routers of a checkpoint see it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.analysis.diagnostics.reading import read
+from l2r.analysis.diagnostics.text_routing import TextTrace
+from l2r.hf.checkpoints import is_image_classifier, load_causal_lm
+from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.checkpoints.loading import FLOAT32
+from l2r.hf.checkpoints.placement import Placement
+from l2r.routers.offload import device_of
+from l2r.runs.text_routing import TextRouting
+
+DOMAIN = "your text"
+
+
+def route_text(
+    checkpoint: str | Path,
+    text: str,
+    *,
+    placement: Placement = FLOAT32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> TextRouting:
+    """Routing of every token of ``text``, one token long or a book; nothing else is measured.
+
+    ``checkpoint`` is a folder, a run folder or a hub id with its ``revision``. Text that is longer
+    than the model's context is cut into passages of equal length; ``say`` gets a line about them.
+
+    Raises ValueError for an image classifier, a checkpoint without a tokenizer and empty text.
+    """
+    folder = local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code)
+    if is_image_classifier(folder):
+        raise ValueError(f"text is for language models; {checkpoint} classifies images")
+    model, tokenizer = load_causal_lm(
+        folder, placement=placement, trust_remote_code=trust_remote_code
+    )
+    if tokenizer is None:
+        raise ValueError(f"text needs a tokenizer to be read with; {checkpoint} has none")
+    rows = _passages(tokenizer(text)["input_ids"], tokenizer, model.config, say)
+    trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
+    device = device_of(model)
+    batches = (
+        {"input_ids": row[None].to(device), "domain": torch.zeros(1, dtype=torch.int64)}
+        for row in rows
+    )
+    read(model, batches, [trace], run=_run)
+    return trace.result(tokenizer)
+
+
+def _passages(ids: list[int], tokenizer: Any, config: Any, say: Callable[[str], object]) -> Tensor:
+    """Rows [B, S] of all tokens; what the last one lacks is filled with end-of-text behind it."""
+    if not ids:
+        raise ValueError("text must hold at least one token; got none")
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or len(ids)
+    count = -(-len(ids) // most)
+    length = -(-len(ids) // count)
+    lacking = count * length - len(ids)
+    if count > 1:
+        say(f"{len(ids)} tokens in {count} passages of {length}, the model's context being {most}")
+    end = tokenizer.eos_token_id
+    filled = [*ids, *[ids[-1] if end is None else end] * lacking]
+    return torch.tensor(filled).reshape(count, length)
+
+
+def _run(model: Any, inputs: dict[str, Tensor]) -> Any:
+    return model(input_ids=inputs["input_ids"], use_cache=False)

@@ -1,0 +1,185 @@
+"""Tables of a study: contrasts, precision, arms, effects and proposals of screens."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from l2r.report.evidence_figures import (
+    METRICS,
+    in_words,
+)
+from l2r.report.tables import Table
+from l2r.report.verdicts import of_study
+from l2r.runs.study import ScreenDesign, Study
+from l2r.stats.contrasts import Judged, estimate
+from l2r.stats.effects import Effect, best_by_fit, effects_of
+from l2r.stats.statistics import Interval
+
+_SCREENED = ("validation_ce", "routing_gain", "load_entropy")
+_COLUMNS = (
+    "contrast", "kind", "paper", "metric", "first", "second", "difference", "plain paired t",
+    "at step 0", "seeds", "p", "p equivalent", "verdict", "why undecided", "seeds that decide",
+)  # fmt: skip
+METHOD = (
+    "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
+    "worse need p <= alpha for the difference and for what training added to it since step 0 "
+    "(the larger p is shown); equivalent needs both one-sided tests inside the margin. Primary "
+    "p-values are Holm's over all primary contrasts; secondary ones are not adjusted."
+)
+
+
+def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
+    """A row per contrast, captioned with the method; ``primary`` picks one kind, for a page."""
+    rows = [_row(j) for j in study.judged if primary in (None, j.contrast.primary)]
+    unsaid = {"kind"} if primary is not None else set()
+    unsaid |= {"paper"} if not any(j.contrast.where for j in study.judged) else set()
+    shown = [j for j in study.judged if primary in (None, j.contrast.primary)]
+    unsaid |= {"plain paired t"} if all(j.plain is None for j in shown) else set()
+    unsaid |= {"why undecided"} if not any(j.reason for j in shown) else set()
+    kept = [c for c, column in enumerate(_COLUMNS) if column not in unsaid]
+    columns = tuple(_COLUMNS[c] for c in kept)
+    rows = [tuple(row[c] for c in kept) for row in rows]
+    title = {None: study.title, True: "Primary contrasts", False: "Secondary contrasts"}[primary]
+    return Table(
+        title,
+        columns,
+        tuple(rows),
+        caption=METHOD if primary is None else "",
+        few=("difference", "p", "verdict", "seeds that decide"),
+        verdict=of_study(study).says,
+    )
+
+
+def precision_table(study: Study) -> Table:
+    """What the seeds can tell, by metric: deviations of paired differences, half-widths."""
+    rows = []
+    for metric in dict.fromkeys(j.contrast.metric for j in study.judged):
+        own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
+        if own:
+            sd = math.sqrt(statistics.fmean(j.sd**2 for j in own))
+            most, half = max(j.sd for j in own), max(j.difference.half for j in own)
+            rows.append((METRICS.get(metric, metric), len(own), sd, most, half))
+    columns = (
+        "metric", "contrasts", "SD of paired differences, rms", "largest SD", "widest half-width",
+    )  # fmt: skip
+    return Table("Precision reached", columns, tuple(rows))
+
+
+def arm_table(study: Study) -> Table:
+    """Means over the seeds of every arm, with step 0 of the losses and the gain."""
+    rows = []
+    measured = [m for m in METRICS if any(m in result.trained for result in study.results)]
+    for arm in study.arms:
+        seeds = len(study.values(arm, "validation_ce"))
+        if seeds:
+            ce = estimate(study.values(arm, "validation_ce")).interval(study.alpha)
+            cells = [_shown(metric, study.values(arm, metric)) for metric in measured]
+            before = [
+                _mean(study.values(arm, metric, "untrained"))
+                for metric in ("validation_ce", "routing_gain", "load_entropy")
+            ]
+            rows.append((_words(arm), seeds, *cells, ce.half if seeds > 1 else None, *before))
+    columns = (
+        "arm", "seeds", *(METRICS[m] for m in measured), "validation CE ±",
+        "validation CE, step 0", "routing gain, step 0", "load entropy, step 0",
+    )  # fmt: skip
+    return Table("Arms, means over seeds", columns, tuple(rows))
+
+
+def main_table(study: Study) -> Table:
+    """The contrasts, or of a study that has none, what its screens propose."""
+    return contrast_table(study) if study.judged or not study.screens else proposals(study)
+
+
+def terminal_table(study: Study) -> Table:
+    """The primary contrasts where there are any; else ``main_table``."""
+    primary = any(j.contrast.primary for j in study.judged)
+    return contrast_table(study, primary=True) if primary else main_table(study)
+
+
+def proposals(study: Study) -> Table:
+    """What each screen proposes, by its fit and by what was run."""
+    rows = []
+    for name, found in effects_by_screen(study).items():
+        screen = study.screens[name]
+        cell, change = best_by_fit(screen.levels, screen.interactions, found["validation_ce"])
+        ran = {arm: study.values(arm, "validation_ce") for arm in screen.arms}
+        best = min((arm for arm in ran if ran[arm]), key=lambda arm: statistics.fmean(ran[arm]))
+        words = ", ".join(f"{f} {v}" for f, v in zip(screen.levels, cell, strict=True))
+        rows.append((name, words, change, _words(best), statistics.fmean(ran[best])))
+    columns = ("screen", "best by the fit", "change from all first levels", "best that was run")
+    return Table(
+        "Proposed: least validation CE",
+        (*columns, "its validation CE"),
+        tuple(rows),
+        verdict=of_study(study).says,
+    )
+
+
+def _row(j: Judged) -> tuple[object, ...]:
+    return (
+        in_words(j.contrast),
+        "primary" if j.contrast.primary else "secondary",
+        j.contrast.where,
+        j.contrast.metric,
+        f"{j.contrast.first} {j.means[0]:.4f}",
+        f"{j.contrast.second} {j.means[1]:.4f}",
+        show_interval(j.difference),
+        "-" if j.plain is None else f"{show_interval(j.plain)}, p {j.p_plain:.2g}",
+        show_interval(j.untrained),
+        j.seeds,
+        f"{j.p:.2g}",
+        "-" if j.p_equivalent is None else f"{j.p_equivalent:.2g}",
+        j.verdict,
+        j.reason,
+        j.needed,
+    )
+
+
+def show_interval(value: Interval) -> str:
+    """``+0.0123 [+0.0021, +0.0225]``."""
+    return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
+
+
+def effects_by_screen(study: Study) -> dict[str, dict[str, list[Effect]]]:
+    """Effects by screen and metric, of the screens whose runs so far tell them apart."""
+    found = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
+    return {name: effects for name, effects in found.items() if effects}
+
+
+def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
+    own = [result for result in study.results if result.arm in screen.arms]
+    cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
+    found = {}
+    for metric in _SCREENED:
+        values = [r.trained[metric] for r in own]
+        try:
+            found[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
+        except ValueError:
+            return {}
+    return found
+
+
+def effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:
+    first: Sequence[Effect] = next(iter(effects.values()))
+    rows = [
+        (e.factor, e.level, *(show_interval(effects[m][i].change) for m in effects))
+        for i, e in enumerate(first)
+    ]
+    columns = ("factor", "level", *(METRICS[metric] for metric in effects))
+    return Table(f"Main effects: {name}", columns, tuple(rows))
+
+
+def _words(arm: str) -> str:
+    """The name of an arm with places where a column can break it."""
+    return arm.replace(",", ", ")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _shown(metric: str, values: Sequence[float]) -> float | str | None:
+    """A mean; numbers of experts with one decimal."""
+    mean = _mean(values)
+    return f"{mean:.1f}" if metric == "first_experts" and mean is not None else mean

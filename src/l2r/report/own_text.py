@@ -1,0 +1,57 @@
+"""A text of the reader's own on the terminal: a row per token, its first experts by layer."""
+
+from typing import Any
+
+import numpy as np
+
+from l2r.report.tables import Table
+from l2r.report.verdicts import span
+from l2r.runs.diagnosis import block_number
+from l2r.runs.text_routing import TextRouting
+
+_TOKENS, _LAYERS = 24, 5  # of a terminal
+
+
+def own_text_table(routing: TextRouting, name: str) -> Table:
+    """First experts of the first tokens in five layers at most, with the verdict of the text."""
+    depth = len(routing.layers)
+    layers = sorted({round(n * (depth - 1) / (_LAYERS - 1)) for n in range(_LAYERS)})
+    first = routing.experts[..., 0].reshape(depth, -1)
+    pieces = _pieces(routing)
+    columns = ("token", *(f"layer {_number(routing, layer)}" for layer in layers))
+    rows = [
+        (repr(piece)[1:-1], *(int(first[layer, n]) for layer in layers))
+        for n, piece in enumerate(pieces[:_TOKENS])
+    ]
+    used = [len(np.unique(of_layer)) for of_layer in first]
+    verdict = (
+        f"{name}: the {len(pieces)} tokens go first to {span(used)} of "
+        f"{routing.contexts.shape[1]} experts by layer."
+    )
+    left = len(pieces) - len(rows)
+    caption = f"First experts. {left} more tokens: --json, or the page." if left else ""
+    return Table("", columns, tuple(rows), caption or "First experts.", verdict=verdict)
+
+
+def own_text_records(routing: TextRouting) -> list[dict[str, Any]]:
+    """Every token with its experts and weights in every layer, for programs."""
+    depth, k = len(routing.layers), routing.experts.shape[-1]
+    experts = routing.experts.reshape(depth, -1, k).swapaxes(0, 1)
+    weights = routing.weights.reshape(depth, -1, k).swapaxes(0, 1)
+    return [
+        {"token": piece, "experts": e.tolist(), "weights": w.tolist()}
+        for piece, e, w in zip(_pieces(routing), experts, weights, strict=True)
+    ]
+
+
+def _pieces(routing: TextRouting) -> list[str]:
+    columns = routing.margin.shape[2]
+    ids = routing.tokens[routing.shown][:, :columns]
+    return [str(piece) for piece in routing.pieces[ids.ravel()]]
+
+
+def _number(routing: TextRouting, layer: int) -> str:
+    """Number of a layer as the model counts its blocks; its position where two have the same."""
+    blocks = [block_number(str(name)) for name in routing.layers]
+    unique = len({*blocks} - {None}) == len(blocks)
+    return str(blocks[layer]) if unique else str(layer)

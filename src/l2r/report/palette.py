@@ -1,0 +1,109 @@
+"""The colors of every page: by expert, by router, by layer; and a gray for both themes."""
+
+import colorsys
+from collections.abc import Sequence
+
+from l2r.runs.router_names import PAPER_ROUTERS
+from l2r.runs.spelling import known_as
+
+# Of texts and lines inside of figures: readable on white and on the dark page.
+INK = "#7b8794"
+
+# Okabe and Ito's hues, one per router.
+_ROUTERS = (INK, "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
+ROUTER_COLORS = dict(zip(PAPER_ROUTERS, _ROUTERS, strict=True))
+_ALIASES = {"l2r": "l2r_sips"}  # as plans call them
+_SPARE = ("#0072b2", "#b8a000", "#8b5cf6", "#be185d", "#a16207", "#4d7c0f")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+# Sixteen colors, far apart for normal sight, protanopia, deuteranopia and tritanopia: found by
+# farthest-point search on a grid of sRGB; tests/report/test_palette.py has the distances.
+EXPERTS = (
+    "#40809f", "#ffdf40", "#9f6000", "#bfdfff", "#600080", "#4000ff", "#204000", "#60bf80",
+    "#df8020", "#9f60ff", "#808060", "#800040", "#bf9fff", "#20ffbf", "#df9fbf", "#006060",
+)  # fmt: skip
+
+# Green better, orange worse, blue equivalent, gray undecided.
+VERDICT_COLORS = {
+    "better": "#009e73",
+    "worse": "#d55e00",
+    "equivalent": "#0072b2",
+    "undecided": INK,
+}
+
+
+def router_of(name: str) -> str | None:
+    """The router that a run, an arm or a contender is called after; None for another name.
+
+    ``l2r-sips``, ``l2r_sips.seed-1`` and ``l2r_sips_tuned`` are of l2r_sips, ``l2r-best`` too.
+    """
+    plain = name.partition(".")[0].partition("/")[-1] or name.partition(".")[0]
+    known = (*ROUTER_COLORS, *_ALIASES)
+    whole = known_as(plain, known)
+    if whole not in known:
+        under = plain.replace("-", "_")
+        whole = max((r for r in known if under.startswith(f"{r}_")), key=len, default="")
+    if "," in name or not whole:
+        return None
+    return _ALIASES.get(whole, whole)
+
+
+def router_color(name: str, position: int = 0) -> str:
+    """Color of a router and of its variants; others take a spare color by their position."""
+    router = router_of(name)
+    return _SPARE[position % len(_SPARE)] if router is None else ROUTER_COLORS[router]
+
+
+def router_dash(name: str, position: int = 0) -> str:
+    """Solid for a router; variants and what repeats a spare color are dashed."""
+    router = router_of(name)
+    if router is None:
+        return _DASHES[position // len(_SPARE) % len(_DASHES)]
+    plain = known_as(name, (*ROUTER_COLORS, *_ALIASES)) in (*ROUTER_COLORS, *_ALIASES)
+    return _DASHES[0 if plain else 1 + position % 3]
+
+
+def expert_colors(count: int) -> list[str]:
+    """A color per expert: sixteen far apart; of more, one hue per cluster of neighbors.
+
+    Experts of a cluster differ in lightness, and figures say the number on hover.
+    """
+    if count <= len(EXPERTS):
+        return list(EXPERTS[:count])
+    each = -(-count // len(EXPERTS))
+    return [_lightened(EXPERTS[e // each], e % each, each) for e in range(count)]
+
+
+def layer_colors(depth: int) -> list[str]:
+    """From dark to light along one scale (Viridis), first layer to last."""
+    from plotly.colors import sample_colorscale
+
+    ends = [0.15 + 0.7 * n / max(1, depth - 1) for n in range(depth)]
+    return list(sample_colorscale("Viridis", ends))
+
+
+def ink_on(color: str) -> str:
+    """Black or white, whichever has the larger contrast on a color."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    luminance = sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"
+
+
+def stepped(colors: Sequence[str]) -> list[list[float | str]]:
+    """A color scale of plotly with one flat part per color."""
+    scale: list[list[float | str]] = []
+    for number, color in enumerate(colors):
+        scale += [[number / len(colors), color], [(number + 1) / len(colors), color]]
+    return scale
+
+
+def _lightened(color: str, step: int, steps: int) -> str:
+    """The color with another lightness; one step and the next are far apart, dark beside light."""
+    step = step // 2 + (step % 2) * -(-steps // 2)
+    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    hue, light, strength = colorsys.rgb_to_hls(red, green, blue)
+    low = min(max(0.16, light - 0.25), 0.38)
+    light = low + 0.5 * step / max(1, steps - 1)
+    parts = colorsys.hls_to_rgb(hue, light, strength)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)

@@ -1,0 +1,72 @@
+"""``l2r diagnose --text``: a sentence, a file or standard input, of any length, in colors."""
+
+import io
+import json
+
+import pytest
+
+from l2r.runs.text_routing import TextRouting
+from tests.cli.test_diagnose import SHORT
+
+
+def records(l2r, checkpoint, tmp_path, *text):
+    out = tmp_path / "out"
+    code, shown, err = l2r("diagnose", checkpoint, "--text", *text, "--out", out, "--json")
+    assert code == 0, err
+    assert err.count(str(out / "text.html")) == 1 and (out / "text.html").is_file()
+    (tokens,) = json.loads(shown).values()
+    return tokens
+
+
+def test_a_sentence_a_file_and_standard_input_are_routed_alike(
+    l2r, checkpoint, tmp_path, monkeypatch
+):
+    sentence = "the cat sat"
+    tokens = records(l2r, checkpoint, tmp_path, sentence)
+    assert "".join(token["token"] for token in tokens).strip() == sentence
+    for token in tokens:
+        assert len({len(layer) for layer in token["experts"]}) == 1
+        for weights in token["weights"]:
+            assert weights == sorted(weights, reverse=True)
+    (tmp_path / "mine.txt").write_text(sentence)
+    assert records(l2r, checkpoint, tmp_path, tmp_path / "mine.txt") == tokens
+    monkeypatch.setattr("sys.stdin", io.StringIO(sentence))
+    assert records(l2r, checkpoint, tmp_path, "-") == tokens
+
+
+def test_one_token_and_more_than_the_context_are_routed(l2r, checkpoint, tmp_path):
+    (one,) = records(l2r, checkpoint, tmp_path, "a")
+    assert one["token"].strip() == "a"
+    from transformers import AutoConfig
+
+    context = AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    tokens = records(l2r, checkpoint, tmp_path, "a b c d e f g " * context)
+    assert len(tokens) > context
+    text = "".join(token["token"] for token in tokens)
+    assert text.startswith("a b c d") and text.count("g") == context
+
+
+def test_the_choices_are_those_of_a_diagnosis_of_the_same_tokens(l2r, checkpoint, tmp_path):
+    """A row of 16 tokens of a diagnosis, read again as a text of one's own."""
+    (tmp_path / "data").mkdir()
+    sentence = "the cat sat on the mat and the dog sat on the cat " * 4
+    (tmp_path / "data" / "one.txt").write_text(sentence)
+    data = ("--data", tmp_path / "data" / "one.txt", "--text-tokens", 16)
+    code, _, err = l2r("diagnose", checkpoint, *data, *SHORT, "--out", tmp_path / "whole")
+    assert code == 0, err
+    (found,) = (tmp_path / "whole").glob("*/text.npz")
+    whole = TextRouting.read(found)
+    tokens = records(l2r, checkpoint, tmp_path, sentence)
+    pieces = [str(whole.pieces[token]) for token in whole.tokens[whole.shown[0]]]
+    own = [token["token"] for token in tokens[: len(pieces)]]
+    if own == pieces:  # nothing was put before the text
+        first = [token["experts"][0][0] for token in tokens[: len(pieces)]]
+        assert first == whole.experts[0, 0, :, 0].tolist()
+    else:
+        pytest.fail(f"other tokens: {own} and {pieces}")
+
+
+@pytest.mark.parametrize("text", ["", "1024", "-5"])
+def test_nothing_and_a_number_are_refused(l2r, checkpoint, tmp_path, text):
+    command = ("diagnose", checkpoint, f"--text={text}", "--out", tmp_path / "out")
+    assert "--text" in l2r(*command).refusal()

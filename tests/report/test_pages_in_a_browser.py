@@ -1,0 +1,79 @@
+"""Every page in a browser: light, dark and on a phone, without errors and nothing too wide."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.report.pages import every_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: l2r-moe[browser]")
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+
+PAGES = ("report", "text", "diagnosis", "patches", "study", "sweep", "explorer", "bench")
+FORMS = {"light": ("light", 1280), "dark": ("dark", 1280), "phone": ("dark", 420)}
+SHOTS = os.environ.get("L2R_SCREENSHOTS")  # a folder for pictures of all, to look at
+
+
+@pytest.fixture(scope="session")
+def browser():
+    with playwright.sync_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        yield driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory):
+    found = every_page(tmp_path_factory.mktemp("pages"))
+    assert set(found) == set(PAGES)
+    return found
+
+
+DRAWN = "[...document.querySelectorAll('.js-plotly-plot')].every(d => d.layout)"
+MARKS = """[...new Set([...document.querySelectorAll('.xtick text, .ytick text, .legendtext')]
+  .map(mark => getComputedStyle(mark).fill).filter(Boolean))]"""
+LUMINANCE = """color => {
+  const [r, g, b, a = 1] = color.match(/[\\d.]+/g).map(Number);
+  const [x, y, z] = [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return a ? 0.2126 * x + 0.7152 * y + 0.0722 * z : -1;
+}"""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_in_three_forms(name, browser, pages):
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    tab, errors = context.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    tab.on("console", lambda said: errors.append(said.text) if "WARN" in said.text else None)
+    tab.emulate_media(color_scheme="light")
+    tab.goto(pages[name].as_uri())
+    for form, (scheme, width) in FORMS.items():
+        tab.emulate_media(color_scheme=scheme)
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_function(DRAWN)
+        back = tab.evaluate(f"({LUMINANCE})(getComputedStyle(document.body).backgroundColor)")
+        ink = tab.evaluate(f"({LUMINANCE})(getComputedStyle(document.body).color)")
+        high, low = max(back, ink) + 0.05, min(back, ink) + 0.05
+        assert high / low >= 7 and (back < ink) == (scheme == "dark"), (form, back, ink)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, form
+        fills = tab.evaluate(MARKS)  # of figures, which follow the theme
+        for fill in (tab.evaluate(f"({LUMINANCE})('{color}')") for color in fills):
+            assert (max(fill, back) + 0.05) / (min(fill, back) + 0.05) >= 7, (form, fill)
+        if SHOTS:
+            tab.wait_for_timeout(300)
+            Path(SHOTS).mkdir(parents=True, exist_ok=True)
+            tab.screenshot(path=f"{SHOTS}/{name}-{form}.png", full_page=True)
+    context.close()
+    assert errors == []
+
+
+def test_a_page_says_its_verdict_first_and_what_it_cannot_say(pages):
+    for name in set(PAGES) - {"text", "explorer"}:
+        text = pages[name].read_text()
+        assert text.index("<h1>") < text.index("class='verdict'") < text.index("<h2"), name
+        assert "What this cannot say." in text, name

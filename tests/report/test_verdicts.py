@@ -1,0 +1,84 @@
+"""One sentence per result: the same on the terminal and at the head of the page."""
+
+import html
+
+import numpy as np
+import pytest
+
+from l2r.report.comparison import write_report
+from l2r.report.diagnosis import summary_table, write_diagnosis
+from l2r.report.verdicts import of_checkpoints, of_plan, of_runs
+from tests.report.pages import made_diagnosis
+from tests.report.runs import made_run
+
+
+def runs_of(folder, values):
+    """A run per name and seed, with its final cross-entropy."""
+    return [
+        made_run(folder / (name if seed == 0 else f"{name}.seed-{seed}"), ce=ce, seed=seed)
+        for name, seeds in values.items()
+        for seed, ce in enumerate(seeds)
+    ]
+
+
+def test_one_seed_ranks_nothing(tmp_path):
+    found = of_runs(runs_of(tmp_path, {"linear": [5.1], "xmoe": [5.3], "l2r_sips": [4.9]}))
+    assert found.says == (
+        "One seed ranks nothing: validation CE runs from 4.900 (l2r_sips) to 5.300 (xmoe)."
+    )
+
+
+def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
+    """Pairs differ by 0.2 +- 0.01 where seeds differ by 1; the last arm's by 0 +- 1."""
+    values = {
+        "linear": [5.0, 6.0, 7.0],
+        "xmoe": [5.2, 6.21, 7.19],
+        "l2r_dot": [4.8, 5.79, 6.81],
+        "l2r_sips": [6.0, 5.0, 7.5],
+    }
+    assert of_runs(runs_of(tmp_path, values)).says == (
+        "Validation CE against linear over 3 seeds: better: l2r_dot; worse: xmoe; "
+        "not shown to differ: l2r_sips."
+    )
+
+
+def test_runs_that_go_on_are_not_judged(tmp_path):
+    run = made_run(tmp_path / "linear", until=60)
+    assert of_runs([run]).says == "No run is finished: nothing is compared yet."
+
+
+def test_the_terminal_and_the_page_say_the_same(tmp_path):
+    runs = runs_of(tmp_path / "runs", {"linear": [5.1], "l2r_sips": [4.9]})
+    table, (page, *_) = write_report(runs, tmp_path / "page.html")
+    assert table.verdict == of_runs(runs).says
+    assert f"<p class='verdict'>{html.escape(table.verdict)}" in page.read_text()
+    views = {"a": made_diagnosis(0), "b": made_diagnosis(1)}
+    says = of_checkpoints(views).says
+    assert summary_table(views).verdict == says
+    shown = write_diagnosis(views, tmp_path / "index.html").read_text()
+    assert f"<p class='verdict'>{html.escape(says)}" in shown
+
+
+def test_a_diagnosis_counts_the_experts_that_are_ever_first():
+    view = made_diagnosis()
+    view.arrays["0.top1"] = np.array([0.5, 0.5, 0, 0, 0, 0])
+    view.arrays["1.top1"] = np.array([0.2, 0.2, 0.6, 0, 0, 0])
+    assert of_checkpoints({"mine": view}).says == (
+        "mine ever puts 2 to 3 of 6 experts first by layer. "
+        "Random experts instead would cost 0.120 nats."
+    )
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"), [(0.05, "3.0 minutes"), (12.34, "12.3 hours"), (None, "9 tokens/s.")]
+)
+def test_a_plan_says_first_whether_it_fits(hours, words):
+    best = {
+        "simulated": 61.2e9, "formula": 1, "parallel": "fsdp2", "micro_batch": 4, "gpus": 8,
+        "checkpointing": False, "hours": hours, "tokens_per_second": 9, "fits": True,
+    }  # fmt: skip
+    above = {"simulated": None, "formula": 99e9, "micro_batch": 8, "fits": False}
+    says = of_plan({"best": best, "above": above, "gpu": {"name": "h100"}}).says
+    assert says.startswith("Fits 8 x h100: training.parallel=fsdp2 training.micro_batch=4")
+    assert "61.2 GB per GPU" in says and words in says
+    assert says.endswith("micro_batch 8 does not: 99.0 GB.")

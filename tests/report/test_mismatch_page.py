@@ -1,0 +1,77 @@
+"""The page of routes that differ, in a browser."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from l2r.report.mismatch import limits, verdict, write_mismatch
+from tests.runs.test_mismatch import small
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: l2r-moe[browser]")
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=CHROMIUM)
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """The page, which must not have logged an error at the end."""
+    path = write_mismatch(tmp_path / "page.html", small(), name="a<b", against="bf16")
+    context = browser.new_context(color_scheme="dark", viewport={"width": 420, "height": 800})
+    tab, errors = context.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda message: errors.append(message.text))
+    tab.goto(path.as_uri())
+    yield tab
+    context.close()
+    assert errors == []
+
+
+def marked(page):
+    """How many layers each token is marked for."""
+    return page.locator("#text .t").evaluate_all(
+        "tokens => tokens.map(t => Number((/f(\\d)/.exec(t.className) ?? [0, 0])[1]))"
+    )
+
+
+def test_verdict_and_limits_stand_at_the_head(page):
+    assert page.locator("#verdict").inner_text() == verdict(small(), "bf16")
+    assert page.locator("#limits").inner_text() == limits(small())
+    assert "a<b against bf16" in page.locator("h1").inner_text()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_tokens_are_marked_by_the_layers_that_differ(page):
+    changed = small().changed
+    assert marked(page) == changed.sum(axis=0).tolist() == [0, 2, 0, 0, 1]
+    page.locator("#layer").select_option(label="layer 0")
+    assert marked(page) == changed[0].tolist()
+
+
+def test_the_next_flip_shows_both_sides_experts(page):
+    page.locator("#next").click()
+    assert page.locator(".t.current").inner_text() == "12"
+    rows = page.locator("#token tr").all_inner_texts()
+    assert rows[1].split("\t")[:3] == ["0", "0 1", "0 2"]
+    assert rows[2].split("\t")[:3] == ["2", "0 1", "2 3"]
+    assert page.locator("#token tr.changed").count() == 2
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".t.current").inner_text() == " word"
+
+
+def test_bars_are_the_shares_and_nothing_is_wider_than_a_phone(page):
+    first = page.locator("#charts tr").first.inner_text()
+    assert "20.0%" in first and "80.0% certified" in first
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_a_page_without_routes_says_so():
+    nothing = small(other_experts=np.full_like(small().experts, -1))
+    assert "nothing was compared" in verdict(nothing, "bf16")

@@ -177,3 +177,5 @@ def test_compiled_code_is_for_the_memory_of_this_machine() -> None:
     for place, wanted in (("cpu", library() is not None), ("meta", False)):
         given = Tensors(torch.empty_like(x, device=place), torch.empty(2, 8, device=place))
         assert cpu._compiled(given, Sizes(3, 8, 2)) is wanted
+        half = given._replace(x=given.x.bfloat16())
+        assert cpu._compiled(half, Sizes(3, 8, 2)) is wanted

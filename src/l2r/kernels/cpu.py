@@ -1,4 +1,4 @@
-"""CPU backend: compiled code for fp32 tokens, blocks of torch operations for the rest.
+"""CPU backend: compiled code for fp32 parameters, blocks of torch operations for the rest.
 
 Shape letters: T tokens, R rank, N experts, H anchors.
 """
@@ -27,6 +27,7 @@ from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_sta
 _sizes, _score = Struct("6q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
 _MAX_RANK = 64  # above, the products of torch are faster
+_MAX_HALF_NUMBERS = 2**21  # of x in half precision, above which its copy in fp32 is slower
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
 
@@ -35,7 +36,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
     sizes = sizes_of(given)
     if _compiled(given, sizes):
         done = empty_results(given, options)
-        _run("l2r_forward", sizes, options, done)
+        _run("l2r_forward", sizes, options, _wide(done))
         return done
     if in_one_stage(given, options):
         return blocks.forward(given, options)
@@ -47,9 +48,12 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     anchors, sizes = tensors.anchors, sizes_of(tensors)
     few = anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS
     if few and _compiled(tensors, sizes):
-        grads = empty_grads(tensors, options)
-        _run("l2r_backward", sizes, options, tensors, up, grads)
-        return grads
+        wide = _wide(tensors)
+        grads = empty_grads(wide, options)
+        _run("l2r_backward", sizes, options, wide, up, grads)
+        if grads.x is None or tensors.x is None:
+            return grads
+        return grads._replace(x=grads.x.to(tensors.x.dtype))
     if in_one_stage(tensors, options):
         return blocks.backward(tensors, up, options)
     return backward_in_stages(backward, tensors, up, options)
@@ -58,13 +62,20 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
 def _compiled(tensors: Tensors, sizes: Sizes) -> bool:
     """Whether the compiled code takes these tensors and is not slower than torch's products."""
     t = tensors
-    for tensor in (t.x, t.weight, t.anchors, t.query, t.logits):
+    for tensor in (t.weight, t.anchors, t.query, t.logits):
         if tensor is not None and tensor.dtype is not torch.float32:
             return False
+    if t.x is not None and t.x.dtype is not torch.float32 and t.x.numel() > _MAX_HALF_NUMBERS:
+        return False
     few = sizes.rank <= _MAX_RANK or sizes.tokens <= blocks.FEW_TOKENS
     if t.rho_hat is not None or sizes.tokens == 0 or not few:
         return False
     return first_input(tensors).is_cpu and library() is not None
+
+
+def _wide(tensors: Tensors) -> Tensors:
+    """Return the tensors with x in fp32: a copy costs less than torch's operations on halves."""
+    return tensors if tensors.x is None else tensors._replace(x=tensors.x.float())
 
 
 def _run(name: str, sizes: Sizes, options: Options, *tensors: Tensors) -> None:

@@ -454,3 +454,15 @@ def test_images_are_measured_by_the_same_names(tmp_path):
     (result,) = results_of(plan, cells, places)
     assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
     assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1
+
+
+def test_results_that_are_not_there_are_not_judged(tmp_path, monkeypatch, l2r):
+    monkeypatch.chdir(tmp_path)
+    message = l2r("evidence", "decision", "--judge-only").refusal()
+    assert "--judge-only needs results of decision" in message and "results/evidence" in message
+
+
+def test_a_plan_without_a_primary_contrast_runs_all_its_seeds():
+    contrasts = [{**contrast, "primary": False} for contrast in SMALL["contrasts"]]
+    plan = Plan.model_validate({**SMALL, "contrasts": contrasts, "half_width": None})
+    assert not is_decided(plan, [])

@@ -64,6 +64,11 @@ def evidence(
         failed, signal = run_share(registered, cells, places, limit=share, report=say)
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work
+    if judge_only and not found:
+        raise ValueError(
+            f"--judge-only needs results of {registered.name}; got none in {places.results} "
+            "(--results names the folder of all studies)"
+        )
     if not judge_only:
         try:
             found = run_plan(registered, plan, places, Budget(most, hours, processes), say)

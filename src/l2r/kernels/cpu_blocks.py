@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from l2r.functional import best_experts, phi, psi
+from l2r.functional import phi, psi
 from l2r.kernels.contract import Options, Score, Tensors, first_input
+from l2r.kernels.cpu_selection import select, select_backward
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 _SCORE_NUMBERS = 2**17  # scores in a block, per thread
@@ -32,7 +33,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
     if given.anchors is not None:
         logits = _Core(given, options.score).all_logits().to(first_input(given).dtype)
         return given._replace(logits=logits)
-    return _select(given, options)
+    return select(given, options)
 
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
@@ -42,7 +43,7 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     if tensors.anchors is not None:
         assert up.logits is not None and tensors.logits is not None
         return _Core(tensors, options.score).backward(up.logits, tensors.logits)
-    return Tensors(logits=_select_backward(tensors, up, normalize=options.normalize))
+    return Tensors(logits=select_backward(tensors, up, normalize=options.normalize))
 
 
 def _project(given: Tensors, score: Score) -> Tensors:
@@ -61,45 +62,6 @@ def _project(given: Tensors, score: Score) -> Tensors:
         norm.square_().mul_(1 / hidden).add_(score.norm_eps).rsqrt_()
         query.mul_(norm.unsqueeze(1))
     return given._replace(query=query.to(weight.dtype), rstd=norm)
-
-
-def _select(given: Tensors, options: Options) -> Tensors:
-    wide = first_input(given).float()
-    indices = _best(wide, options.top_k)
-    weights = torch.softmax(wide, dim=1).gather(1, indices)
-    lse = None
-    if options.save:  # log sum exp = logit - log prob, exact for the most probable expert
-        lse = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
-    if options.normalize:
-        weights = weights / weights.sum(dim=1, keepdim=True)
-    return given._replace(weights=weights, indices=indices, lse=lse)
-
-
-def _best(logits: Tensor, top_k: int) -> Tensor:
-    """``best_experts``; sorts all of them only where there are equals, or NaN, to put in order."""
-    if logits.is_cpu:  # another device would have to be waited for
-        values, indices = torch.topk(logits, min(top_k + 1, logits.shape[1]), dim=1)
-        if bool((values[:, 1:] < values[:, :-1]).all()):
-            return indices[:, :top_k].contiguous()
-    return best_experts(logits, top_k)
-
-
-def _select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor:
-    """Gradient of the logits [T, N], fp32."""
-    logits, weights, indices, lse = tensors.logits, tensors.weights, tensors.indices, tensors.lse
-    assert logits is not None and weights is not None and indices is not None and lse is not None
-    if up.weights is None:
-        assert up.logits is not None
-        return up.logits.float()
-    chosen = weights * up.weights
-    total = chosen.sum(dim=1, keepdim=True)
-    if normalize:
-        grad = torch.zeros_like(logits, dtype=torch.float32)
-        chosen -= weights * total
-    else:
-        grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_().mul_(-total)
-    grad.scatter_add_(1, indices, chosen)
-    return grad if up.logits is None else grad.add_(up.logits)
 
 
 def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors:

@@ -1,16 +1,39 @@
-"""``l2r evidence``: run a registered plan over several seeds, and say what it shows."""
+"""``l2r evidence``: run a registered plan over several seeds and judge it; write a new plan."""
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, Open
 
+if TYPE_CHECKING:
+    from l2r.studies.new_plan import Question
+    from l2r.studies.study_plan import Plan
 
-def evidence(
+
+class _RunByDefault(TyperGroup):
+    """Takes ``l2r evidence PLAN`` as ``l2r evidence run PLAN``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        asks_for_help = args[:1] in (["-h"], ["--help"])
+        if not asks_for_help and (not args or args[0] not in self.commands):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+evidence = typer.Typer(
+    cls=_RunByDefault,
+    help="Run a registered plan over several seeds and judge it, or write a new plan.",
+    epilog="Example: l2r evidence paper --hours 3 (the same as l2r evidence run paper --hours 3)",
+)
+
+
+@evidence.command()
+def run(
     plan: Annotated[str, typer.Argument(help="Plan of the package, or a YAML path.")] = "paper",
     seeds: Annotated[
         int | None, typer.Option(help="At most so many seeds for now (default: the plan's).", min=1)
@@ -81,3 +104,79 @@ def evidence(
     page, text = write_study(study, out / registered.name, results / registered.name)
     say(registered.state)
     print_pages([page, text], show=open_, err=True)
+
+
+@evidence.command()
+def new(
+    plan: Annotated[Path, typer.Argument(help="The plan's file, NAME.yaml.")],
+    arm: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME or NAME:KEY=VALUE,KEY=VALUE, at least twice; the first is what the others "
+            "are compared with."
+        ),
+    ],
+    recipe: Annotated[str, typer.Option(help="Recipe that all arms share.")] = "demo/linear",
+    metric: Annotated[str, typer.Option(help="Measure that is compared.")] = "validation_ce",
+    better: Annotated[
+        Literal["smaller", "larger"], typer.Option(help="Better values of the metric.")
+    ] = "smaller",
+    margin: Annotated[
+        float, typer.Option(help="Smallest difference that matters (nats, for losses).")
+    ] = 0.02,
+    sd: Annotated[
+        float, typer.Option(help="Expected deviation of the paired differences over seeds.")
+    ] = 0.018,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a run (default: the recipe's).", min=1)
+    ] = None,
+    first_seed: Annotated[
+        int, typer.Option(help="First seed: none that an earlier study has seen.", min=0)
+    ] = 0,
+    results: Annotated[
+        Path, typer.Option(help="Folder of the results that the hours are taken from.")
+    ] = Path("results/evidence"),
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan of your own, with the seeds that its margin needs and the hours they take.
+
+    Example: l2r evidence new rank.yaml --arm r2:router.rank=2 --arm r8:router.rank=8 --recipe
+    demo/l2r-sips --tokens 1024000
+    """
+    from l2r.cli.console import print_table
+    from l2r.studies.new_plan import Question, seconds_per_run, write_plan
+
+    for name, value in (("margin", margin), ("sd", sd)):
+        if not value > 0:
+            raise ValueError(f"{name} must be > 0; got {value:g}")
+    named = [word.partition(":")[::2] for word in arm]
+    arms = {name: [change for change in changes.split(",") if change] for name, changes in named}
+    if len(arms) < len(arm):
+        raise ValueError(f"arm must have a name of its own; got {', '.join(arm)}")
+    question = Question(
+        plan.stem, recipe, arms, metric, better, margin, sd, tokens, first_seed=first_seed
+    )
+    written = write_plan(plan, question)
+    print_table(_power_table(question, written, seconds_per_run(written, results)), as_json=as_json)
+    say(f"written: {plan}; commit it, then: l2r evidence {plan}")
+
+
+def _power_table(question: "Question", plan: "Plan", seconds: float | None) -> Any:
+    """Difference found and hours by number of seeds, around what the plan has."""
+    from l2r.report.tables import Table
+    from l2r.studies.new_plan import POWER
+
+    needed = plan.seeds.least
+    cost = None if seconds is None else seconds * len(plan.arms) / 3600
+    rows = tuple(
+        (seeds, question.detectable(seeds), None if cost is None else round(seeds * cost, 1))
+        for seeds in sorted({3, 5, 10, 20, needed})
+    )
+    hours = "" if cost is None else f", {needed * cost:.1f} hours of one core"
+    return Table(
+        "Power",
+        ("seeds", f"difference found with power {POWER:g}", "hours of one core"),
+        rows,
+        verdict=f"{needed} seeds find a difference of {question.margin:g}{hours}.",
+        caption="Hours: from stored runs of this model on this processor; empty without any.",
+    )

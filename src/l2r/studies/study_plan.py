@@ -208,6 +208,14 @@ class Registered:
         return {"name": self.name, "digest": self.digest, "commit": self.commit}
 
 
+def validated_plan(name: str, values: Any) -> Plan:
+    """Plan of a mapping. Raises ValueError, in one line, for a bad one."""
+    try:
+        return Plan.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
+
+
 def plan_names() -> list[str]:
     """Plans of the package."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
@@ -220,10 +228,7 @@ def read_plan(name: str) -> Registered:
         known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
         raise ValueError(f"unknown plan {name!r}{known}")
     text, values = path.read_bytes(), read_yaml(path)
-    try:
-        plan = Plan.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
+    plan = validated_plan(name, values)
     digest = hashlib.sha256(text).hexdigest()[:16]
     if path.resolve().parent == _FOLDER.resolve():
         return Registered(plan, path.stem, digest, *_registration(path.name))

@@ -15,8 +15,7 @@ from l2r.training.evaluation.scoring import ScoredDocument, TaskResult
 def test_row_is_printed_and_written_and_a_second_run_reuses_it(l2r, checkpoint):
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa,boolq", "--limit", 3)
     assert code == 0, err
-    for column in ("Hum", "SocSci", "BoolQ", "HSwag", "Overall", "95% from", "95% to"):
-        assert column in out
+    assert out.startswith("model: ") and "95% from" in out and "more columns" in out
     assert "boolq: " in err and "contexts cut to the model's length" in err
     written = json.loads((checkpoint / "evaluation.json").read_text())
     assert written["tasks"]["piqa"]["documents"] == 3
@@ -26,7 +25,9 @@ def test_row_is_printed_and_written_and_a_second_run_reuses_it(l2r, checkpoint):
     stored = checkpoint / "evaluation" / "piqa.json"
     before = stored.stat().st_mtime_ns
     again = l2r("eval", checkpoint, "--tasks", "piqa,boolq", "--limit", 3, "--json")
-    assert json.loads(again.out)[0]["PIQA"] == written["accuracy"]["PIQA"]
+    row = json.loads(again.out)[0]
+    assert {"Hum", "SocSci", "BoolQ", "HSwag", "Overall"} <= set(row)
+    assert row["PIQA"] == written["accuracy"]["PIQA"]
     assert stored.stat().st_mtime_ns == before  # nothing was scored again
     l2r("eval", checkpoint, "--tasks", "piqa", "--limit", 2)
     assert stored.stat().st_mtime_ns != before  # other settings
@@ -165,10 +166,10 @@ def test_loss_on_text_is_printed_by_file_and_in_all_and_kept(l2r, checkpoint, te
     command = ("eval", checkpoint, "--text", text[0], "--text", text[1])
     code, out, err = l2r(*command)
     assert code == 0, err
-    for word in ("a.txt", "b.txt", "in all", "nats/token", "perplexity", "bits/byte"):
+    for word in ("a.txt", "b.txt", "in all", "perplexity", "bits/byte"):
         assert word in out
     (written,) = (checkpoint / "evaluation").glob("text-*.json")
-    assert f"wrote {written}" in err and "end-of-text" in out
+    assert f"wrote {written}" in err
     rows = json.loads(l2r(*command, "--json").out)
     numbers = json.loads(written.read_text())["texts"]
     assert [row["Text"] for row in rows] == ["a.txt", "b.txt", "in all"] == list(numbers)
@@ -219,7 +220,7 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
         (["b.txt", "--text", "a.txt"], "every text needs a --text of its own; got "),
         (["--text", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
         (["--text", "a.txt", "--limit", "0"], "limit must be >= 1"),
-        (["--text", "a.txt", "--batch-size", "0"], "batch_size must be >= 1"),
+        (["--text", "a.txt", "--batch-size", "0"], "--batch-size must be >= 1"),
         (["--text", "empty.jsonl"], "text must not be empty; got empty.jsonl"),
     ],
 )

@@ -1,23 +1,10 @@
 """The page of routes that differ, in a browser."""
 
-import shutil
-
 import numpy as np
 import pytest
 
 from l2r.report.mismatch import limits, verdict, write_mismatch
 from tests.runs.test_mismatch import small
-
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: l2r-moe[browser]")
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=CHROMIUM)
 
 
 @pytest.fixture

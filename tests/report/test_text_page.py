@@ -1,26 +1,14 @@
 """The text page in a browser, with real clicks and keys."""
 
 import dataclasses
-import shutil
 
 import pytest
 
 from l2r.report.text_view import write_text_page
 from tests.report.texts import WORDS, random_text
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: l2r-moe[browser]")
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
-
 ONE, TWO = random_text(), random_text(layers=3, experts=9, seed=1)
 OTHER = random_text(pieces=WORDS[::-1], seed=2)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=CHROMIUM)
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +168,12 @@ def test_choosing_an_expert_frames_its_tokens_and_shows_what_it_serves(page):
 def test_the_switch_shows_other_checkpoints_and_texts(page):
     page.locator("#left").select_option(label="two")
     page.locator("#right").select_option(label="none")
-    playwright.expect(page.locator(".pane")).to_have_count(1)
+    page.wait_for_function("document.querySelectorAll('.pane').length === 1")
     assert firsts(page) == first_of(TWO, 0)
     page.locator("#right").select_option(label="other")  # of another vocabulary
     assert token(page, 0, pane=1).text_content() == WORDS[::-1][OTHER.tokens[0, 0]].lstrip()
     token(page, 4, pane=1).hover()
-    playwright.expect(page.locator("#token table")).to_have_count(1)
+    page.wait_for_function("document.querySelectorAll('#token table').length === 1")
     assert rows_of(page) == expected_rows(OTHER, 0, 4)
 
 

@@ -382,7 +382,9 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
     said = text.read_text()
     for words in ("Power, said before", "| z | none | -0.3", "better", "Precision reached"):
         assert words in said, words
-    assert "validation CE: l2r smaller than linear" in said  # a contrast without a text of its own
+    assert (
+        "validation CE: is l2r smaller than linear?" in said
+    )  # a contrast without a text of its own
     assert "| paper |" not in said  # no contrast has a place there
     shown = page.read_text()
     assert "gamma x z" in shown

@@ -167,7 +167,7 @@ def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch)
         evaluation = json.loads((run / "evaluation.json").read_text())
         assert evaluation["accuracy"]["Overall"] is not None
         assert evaluation["settings"]["requests"] == 8
-    for words in ("Selected shards", "validation tokens", "l2r-sips - linear", "Overall"):
+    for words in ("Subset of allenai/OLMoE-mix-0924", "validation", "l2r-sips - linear", "Overall"):
         assert words in shown, words
     for page in ("diagnosis/index.html", "runs/olmoe-1b-7b/report.html"):
         assert "l2r-sips" in (tmp_path / page).read_text()

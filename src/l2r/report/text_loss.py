@@ -40,8 +40,10 @@ def _verdict(losses: Records, differences: Records) -> str:
     texts = [(n, t, v["bits_per_byte"] or {}) for n, of in losses.items() for t, v in of.items()]
     if not differences:
         name, text, bits = texts[-1]
-        span = f", 95% interval {bits['low']:.3f} to {bits['high']:.3f}" if "low" in bits else ""
-        return f"{name} on {text}: {bits.get('value', math.nan):.3f} bits per byte{span}."
+        sentence = f"{name} on {text}: {bits.get('value', math.nan):.3f} bits per byte"
+        if bits.get("low") is None:  # one document has no spread
+            return f"{sentence}."
+        return f"{sentence}, 95% interval {bits['low']:.3f} to {bits['high']:.3f}."
     every = [v["bits_per_byte"] or {} for of in differences.values() for v in of.values()]
     known = [bits for bits in every if bits.get("low") is not None]
     apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in known)

@@ -115,7 +115,7 @@ def test_the_command_prints_tables_json_and_what_does_not_fit(l2r):
     args = ("plan", "olmoe-1b-7b/l2r-sips", "--gpus", 8, "--gpu", "b200", "--no-simulate")
     code, out, err = l2r(*args)
     assert code == 0, err
-    for words in ("peak by formula", "router", "bottleneck", "does not fit: micro_batch"):
+    for words in ("Fits 8 x b200", "micro_batch 8 does not", "peak by", "router", "bottleneck"):
         assert words in out
     code, out, _ = l2r(*args, "--json", "--tokens", "20B")
     plan = json.loads(out)

@@ -1,6 +1,5 @@
 """A swapped checkpoint opens with its routers in every loader, or not at all."""
 
-import copy
 import json
 import pickle
 import subprocess
@@ -51,18 +50,17 @@ def own(**options):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_auto_class_opens_the_routers_that_were_saved(name, tmp_path):
     model = swapped(name)
-    stock = copy.deepcopy(tiny_model(FAMILIES[name]))
-    stock.save_pretrained(tmp_path / "stock")
     model.save_pretrained(tmp_path / "swapped")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "swapped")
     assert type(loaded) is type(model)
-    # As near as the family's own weights come back, to the bit in all but a few.
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-    tolerance = (logits(again) - logits(stock)).abs().max()
-    assert (logits(loaded) - logits(model)).abs().max() <= 2 * tolerance
-    for ours, theirs in zip(_routers(loaded), _routers(model), strict=True):
-        for key, value in theirs.state_dict().items():
-            assert torch.equal(ours.state_dict()[key], value)
+    saved = model.state_dict()
+    assert {n for n in saved if not torch.equal(saved[n], loaded.state_dict()[n])} == set()
+    # Loaded weights are mapped from the file; at another alignment a matrix product may round
+    # otherwise, so that logits are compared where both models' weights are copies.
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *loaded.parameters()):
+            parameter.data = parameter.data.clone()
+    assert torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -192,7 +192,7 @@ def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
     words = [{text.split()[0] for _, text in part} for part in (train, held)]
     assert words[0] <= tokens and not words[1] & tokens
     again = l2r("data", "tokenizer", folder, "--out", out)
-    assert again.refusal() == f"error: out must be a new folder; got {out}"
+    assert again.refusal() == f"error: --out must be a new folder; got {out}"
     small = l2r("data", "tokenizer", folder, "--out", tmp_path / "b", "--vocab-size", 299)
-    assert small.refusal() == "error: vocab_size must be >= 300; got 299"
+    assert small.refusal() == "error: --vocab-size must be >= 300; got 299"
     assert not (tmp_path / "b").exists()

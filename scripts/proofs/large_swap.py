@@ -1,6 +1,6 @@
 """Swap the routers of a checkpoint that is larger than the memory of the process.
 
-    python -m scripts.proofs.large_swap --gigabytes 8 --limit 2 --work /tmp/large
+    python -m scripts.proofs.large_swap --gigabytes 8 --limit 2 --work FOLDER
 
 Writes an OLMoE of OLMoE-1B-7B's sizes with fewer layers and random bfloat16 weights, in shards of
 500 MB, then runs `l2r swap` in a control group of `--limit` GB (Linux, as root, cgroup v1 or v2).

@@ -83,11 +83,15 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
         for name, times in group["seconds"].items():
             if name != group["base"]:
                 group["seconds"][name] = [time / 100 for time in times]
-    for path, factor in (("fast.json", 1), ("slow.json", 10_000)):
+    for path, factor, turns in (
+        ("fast.json", 1, None),
+        ("slow.json", 10_000, None),
+        ("one_turn.json", 1, 1),  # of how many turns a machine has time for, none tell then
+    ):
         changed = copy.deepcopy(saved)
         for group in changed["turns"]:
             group["seconds"] = {
-                name: [t if name == group["base"] else t * factor for t in times]
+                name: [t if name == group["base"] else t * factor for t in times[:turns]]
                 for name, times in group["seconds"].items()
             }
         (tmp_path / path).write_text(json.dumps(changed))
@@ -97,6 +101,6 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
     ended = l2r(*asked, "--compare", tmp_path / "slow.json")
     assert ended.code == 0 and "0 of " in ended.out and "too few turns" not in ended.err, ended
     monkeypatch.undo()
-    assert "too few turns to tell" in l2r(*asked, "--compare", tmp_path / "fast.json").err
+    assert "too few turns to tell" in l2r(*asked, "--compare", tmp_path / "one_turn.json").err
     line = l2r(*asked, "--compare", tmp_path / "none.json").refusal()
     assert "written by l2r bench --out" in line

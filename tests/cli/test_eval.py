@@ -217,7 +217,7 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
         (["--text", "missing"], "text must be a file or a folder"),
         (["--stride", "4"], "--stride is for text; give --text too"),
         (["--text", "a.txt", "--tasks", "piqa"], "--tasks is for tasks; leave it out with --text"),
-        (["b.txt", "--text", "a.txt"], "every text needs a --text of its own; got "),
+        (["b.txt", "--text", "a.txt"], "every text needs its own --text; got "),
         (["--text", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
         (["--text", "a.txt", "--limit", "0"], "limit must be >= 1"),
         (["--text", "a.txt", "--batch-size", "0"], "--batch-size must be >= 1"),

@@ -419,5 +419,5 @@ def test_the_best_cell_by_the_fit_is_the_least():
 
 def test_cells_that_cannot_tell_effects_apart_are_refused():
     cells = [["1", "paper"], ["2", "none"], ["4", "none"]] * 2
-    with pytest.raises(ValueError, match="6 runs do not tell 3 effects apart"):
+    with pytest.raises(ValueError, match="6 runs do not separate 3 effects"):
         effects_of(LEVELS, [], cells, [0, 0, 0, 1, 1, 1], [0.0] * 6)

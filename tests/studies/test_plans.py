@@ -89,7 +89,7 @@ def test_a_bad_plan_is_refused_in_one_line(tmp_path, change, message):
         ([["1", "none"], ["2", "paper"], ["3", "none"]], "a level of gamma, z"),
         ([["1"]], "a level of gamma, z"),
         ([["1", "none"], ["1", "none"]], "cells must differ"),
-        ([["1", "none"], ["2", "paper"]], "2 cells do not tell 2 effects apart"),
+        ([["1", "none"], ["2", "paper"]], "2 cells do not separate 2 effects"),
     ],
 )
 def test_a_screen_that_cannot_be_read_is_refused(tmp_path, cells, message):

@@ -1,4 +1,4 @@
-"""A trained run with the validation data of its own recipe, as a subject of a diagnosis."""
+"""A trained run with the validation data of its recipe, as a subject of a diagnosis."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -55,6 +55,6 @@ def bench(
             typer.echo(f"slower: {change}", err=as_json)
         typer.echo(f"{len(slower)} of {len(found)} ratios became slower", err=as_json)
         if any(change.least_p >= regression.ALPHA for change in found):
-            typer.echo("too few turns to tell a regression: give more --seconds", err=True)
+            typer.echo("too few turns to detect a regression: give more --seconds", err=True)
         if slower:
             raise typer.Exit(1)

@@ -150,7 +150,7 @@ def _gpu_kernel() -> tuple[str, str]:
 
 
 def _agreement(device: str, kernel: str) -> tuple[str, str]:
-    """A kernel's results and gradients, beside those of plain code in float64.
+    """A kernel's results and gradients against those of plain code in float64.
 
     Rank 2 and rank 16 take different ways through the CPU backend.
     """

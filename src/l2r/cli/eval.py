@@ -101,13 +101,13 @@ def eval(
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
     for path in checkpoints if text else ():
         if path.is_file():
-            raise ValueError(f"every text needs a --text of its own; got {path} as a checkpoint")
+            raise ValueError(f"every text needs its own --text; got {path} as a checkpoint")
     named = names([str(checkpoint) for checkpoint in checkpoints])
     folders = {
         name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
         for name, checkpoint in named.items()
     }
-    # Beside the weights, but not in the cache of hub ids.
+    # Next to the weights, but not in the cache of hub ids.
     outs = {
         name: out or (folder if Path(named[name]).exists() else Path("evaluation") / name)
         for name, folder in folders.items()

@@ -77,7 +77,7 @@ def run(
     from l2r.studies.study_plan import read_plan
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("this command starts processes of its own; run it without torchrun")
+        raise ValueError("this command starts processes itself; run it without torchrun")
     registered = read_plan(plan)
     most = min(seeds or registered.plan.seeds.most, registered.plan.seeds.most)
     places = Places(results / registered.name, out / registered.name, keep_runs)
@@ -152,7 +152,7 @@ def new(
     named = [word.partition(":")[::2] for word in arm]
     arms = {name: [change for change in changes.split(",") if change] for name, changes in named}
     if len(arms) < len(arm):
-        raise ValueError(f"arm must have a name of its own; got {', '.join(arm)}")
+        raise ValueError(f"arms must have different names; got {', '.join(arm)}")
     question = Question(
         plan.stem, recipe, arms, metric, better, margin, sd, tokens, first_seed=first_seed
     )

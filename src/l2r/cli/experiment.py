@@ -70,5 +70,5 @@ def end(failed: dict[str, str], cells: "Sequence[Cell]") -> None:
 
 
 def say(line: str) -> None:
-    """One line beside the results."""
+    """Print one line on standard error, apart from the results."""
     typer.echo(line, err=True)

@@ -6,7 +6,7 @@ import typer
 
 from l2r.cli.options import AsJson
 
-_ACROSS = 5  # numbers of heads beside each other on a terminal
+_ACROSS = 5  # numbers of heads side by side on a terminal
 
 
 def params(

@@ -15,7 +15,7 @@ def report(
         list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write it anew as the run goes, until it is finished.")
+        bool, typer.Option("--watch", help="Write it again as the run goes, until it is finished.")
     ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks at a watched run.")] = 10,
     open_: Open = False,

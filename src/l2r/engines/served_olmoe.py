@@ -1,4 +1,4 @@
-"""What serving engines with an OLMoE of their own need to run ours: its router as their gate."""
+"""What serving engines that have an OLMoE need to run ours: its router as their gate."""
 
 from typing import Any
 

@@ -139,7 +139,7 @@ def ablations(rows: Sequence[Row]) -> list[Ablation]:
 
 
 def ablation_table(ablation: Ablation) -> Table:
-    """The paper's layout: a row per value; the router's size beside everything but ranks."""
+    """The paper's layout: a row per value; with the router's size but for ranks."""
     shown = _columns(ablation.rows)
     sizes = ablation.field != "router.rank"
     rows = []

@@ -26,7 +26,7 @@ _SPECIALIZATION = (
     "Shares of a domain's or a word's tokens that go to the expert they go to most (OLMoE's "
     "domain and vocabulary specialization; words that occur often enough), how often an expert's "
     "most frequent partner is chosen with it, and the bits that the first expert of the layer "
-    "before tells. Chance: the same with domains, documents (images) or experts dealt anew."
+    "before tells. Chance: the same with domains, documents (images) or experts permuted."
 )
 _AGREEMENT = (
     "Experts of different runs are numbered by accident, so only what holds under renaming is "

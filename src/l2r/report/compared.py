@@ -1,4 +1,4 @@
-"""Results of runs that may stand beside each other: at their ends, or at one place of all."""
+"""Results of runs that may be compared: at their ends, or at one place of all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def results_to_compare(
 ) -> tuple[list[Record], list[str]]:
     """Validation record of every run, and what a reader must know of them.
 
-    A run without a result has an empty record. Beside one that has ended an unfinished run has
+    A run without a result has an empty record. Next to one that has ended, an unfinished run has
     none; where no run has ended, all have that of the last place that all have validated.
     """
     every = [run.read_metrics("validation") for run in runs]

@@ -98,7 +98,7 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
 def comparison_table(runs: Sequence[RunFolder]) -> Table:
     """One row per run: validation CE per domain, balance, routing metrics, router parameters.
 
-    Runs that have ended are compared at their ends. The others have no results beside them; where
+    Runs that have ended are compared at their ends. The others have no results then; where
     none has ended, all are compared at the last place that all have validated. Nothing is marked
     best: a row is one seed.
     """

@@ -66,7 +66,7 @@ _GROUPS: tuple[_Group, ...] = (
         "Load entropy is 1 when all experts are used equally. Ever first: experts that some "
         "token has as its first one. Domain bits: mutual information "
         "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
-        "the same choices show when the domains are dealt anew to whole sequences or images.",
+        "the same choices show when the domains are permuted over whole sequences or images.",
     ),
     (
         "Worth, pairs and paths of experts",

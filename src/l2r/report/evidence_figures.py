@@ -34,7 +34,7 @@ METRICS = {
     "flipped_tokens": "tokens flipped by bf16",
 }
 _SCALES = ("logit_spread", "weight_sum", "first_experts")
-_SHOWN = 12  # curves; more are hard to tell apart
+_SHOWN = 12  # curves; more are hard to distinguish
 _LONG = 24  # characters of an arm's name
 
 

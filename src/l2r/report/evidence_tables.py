@@ -51,7 +51,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
 
 
 def precision_table(study: Study) -> Table:
-    """What the seeds can tell, by metric: deviations of paired differences, half-widths."""
+    """What the seeds can resolve, by metric: deviations of paired differences, half-widths."""
     rows = []
     for metric in dict.fromkeys(j.contrast.metric for j in study.judged):
         own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
@@ -142,7 +142,7 @@ def show_interval(value: Interval) -> str:
 
 
 def effects_by_screen(study: Study) -> dict[str, dict[str, list[Effect]]]:
-    """Effects by screen and metric, of the screens whose runs so far tell them apart."""
+    """Effects by screen and metric, of the screens whose runs so far separate them."""
     found = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
     return {name: effects for name, effects in found.items() if effects}
 

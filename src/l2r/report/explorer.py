@@ -8,7 +8,7 @@ from l2r.report.page import Section, section_html
 from l2r.report.palette import ROUTER_COLORS, expert_colors
 from l2r.report.script_page import write_script_page
 
-# Of level lines' blue over white to red, as in the landscapes beside it (ColorBrewer's RdBu).
+# Of level lines' blue over white to red, as in its landscapes (ColorBrewer's RdBu).
 _DIVERGING = ("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b")
 
 

@@ -99,7 +99,7 @@ def stepped(colors: Sequence[str]) -> list[list[float | str]]:
 
 
 def _lightened(color: str, step: int, steps: int) -> str:
-    """The color with another lightness; one step and the next are far apart, dark beside light."""
+    """The color with another lightness; one step and the next are far apart, dark next to light."""
     step = step // 2 + (step % 2) * -(-steps // 2)
     red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     hue, light, strength = colorsys.rgb_to_hls(red, green, blue)

@@ -145,7 +145,7 @@ def _overlay(routing: PatchRouting, layer: int, row: int, shape: tuple[int, ...]
         text=text,
         hovertemplate="%{text}<extra></extra>",
         coloraxis="coloraxis",
-        opacity=0.85,  # near the colors of the scale beside it
+        opacity=0.85,  # near the colors of its scale
         xgap=1,
         ygap=1,
     )

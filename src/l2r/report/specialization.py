@@ -1,4 +1,4 @@
-"""Figures of what experts are used for, and of routers beside each other on the same tokens."""
+"""Figures of what experts are used for, and of routers compared on the same tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -190,7 +190,7 @@ def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
     titles = [
         "Adjusted mutual information<br>(0: chance, 1: the same up to names)",
         "Same first expert<br>under the best matching",
-        "The latter by chance<br>(documents or images dealt anew)",
+        "The latter by chance<br>(documents or images permuted)",
     ]
     figure, places = panel_figure(titles, 3, horizontal_spacing=0.12, shared_yaxes=True)
     for place, grid in zip(places, grids, strict=True):

@@ -14,7 +14,7 @@ class Table:
     """Columns and rows of plain values; floats are shown with ``digits`` decimals.
 
     ``best`` marks, per column name, whether "max" or "min" is best; the page prints it bold where
-    rows differ. ``few`` names the columns, most important first, that stand beside the first one
+    rows differ. ``few`` names the columns, most important first, that are shown with the first one
     where six have room (``brief``).
     ``verdict`` is the sentence that a terminal prints before the table.
     """

@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]:
-    """Write the text page beside the page ``path``; the section that leads to it, if any."""
+    """Write the text page next to the page ``path``; the section that leads to it, if any."""
     if not texts:
         return []
     shown = dict(list(texts.items())[:_MOST])
@@ -42,7 +42,7 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
 
 
 def text_page_of(path: Path) -> Path:
-    """The text page that stands beside the page ``path``."""
+    """The text page next to the page ``path``."""
     return path.with_name(f"{path.stem}-text.html")
 
 

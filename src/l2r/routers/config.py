@@ -22,7 +22,7 @@ class OtherThan:
         return value != self.value
 
 
-# field -> {other field: its values beside which the field is read}
+# field -> {other field: its values with which the field is read}
 ReadWith = Mapping[str, Mapping[str, tuple[object, ...] | OtherThan]]
 
 
@@ -39,7 +39,7 @@ class RouterConfig:
     dtype: smallest dtype the router computes in, whatever autocast says.
 
     A field that only some values of another field read is named in ``read_with``, field -> {other:
-    its values}; beside other values it must keep its default, so that no setting is without effect.
+    its values}; with other values it must keep its default, so that no setting is without effect.
     """
 
     read_with: ClassVar[ReadWith] = {}
@@ -162,7 +162,7 @@ def check_types(config: RouterConfig) -> None:
 
 
 def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
-    """Raise ValueError for a field off its default that nothing reads beside the other values.
+    """Raise ValueError for a field off its default that nothing reads with the other values.
 
     ``defaults`` are those of the fields to check.
     """

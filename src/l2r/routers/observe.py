@@ -19,7 +19,7 @@ Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its o
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Routers by module name, in the order of the model: ours, and Hugging Face's.
 
-    A Hugging Face router sits beside ``experts`` in its block, as ``gate`` or ``router``.
+    A Hugging Face router is a sibling of ``experts`` in its block, as ``gate`` or ``router``.
     Raises ValueError when there is none.
     """
     found: dict[str, nn.Module] = {

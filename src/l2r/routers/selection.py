@@ -58,7 +58,7 @@ class Selection:
         """Weights and indices of the chosen experts.
 
         ``router`` gives ``top_k``, ``training`` and the tensors a selection may need; ``bias``
-        [N] is what the block passes beside the hidden states, or None.
+        [N] is what the block passes besides the hidden states, or None.
         """
         top_k: int = router.top_k  # type: ignore[assignment]
         if self.fused:

@@ -12,7 +12,7 @@ _STEPS, _OWN = 60, 4.0  # of repulsion; how much harder anchors of one expert re
 
 
 def even_anchors(experts: int, heads: int, rank: int) -> Float[Tensor, "N H R"]:
-    """Unit anchors far from each other, those of one expert above all; drawn anew from torch's
+    """Unit anchors far from each other, those of one expert above all; drawn from torch's
     random state.
 
     In two dimensions all N H angles are equally far apart after one random turn, and so are the H

@@ -1,7 +1,7 @@
 """Files that appear whole or not at all, and never at the other end of a link.
 
 A folder may be a stranger's: a name in it that can be guessed may be a link to a file of the
-user's. A temporary name is drawn anew for every file and must not exist; a link under the final
+user's. A temporary name is drawn for every file and must not exist; a link under the final
 name is replaced, not followed; what is opened in place (a log, a lock) must be a regular file.
 """
 
@@ -44,7 +44,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Open a file beside ``path`` that did not exist; its name, ``.NAME.….part``, is drawn."""
+    """Open a file next to ``path`` that did not exist; its name, ``.NAME.….part``, is drawn."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     return temporary, temporary.open("xb")  # x: never an existing file, and never a link
 

@@ -15,7 +15,7 @@ class PatchRouting(Arrays):
 
     layers: their names. experts: those chosen, the heaviest first. weights: what their outputs are
     multiplied by. class_token: experts of the class token. predictions: the class that the model
-    guesses, beside labels; both are positions in classes. num_experts: N.
+    guesses, besides labels; both are positions in classes. num_experts: N.
     """
 
     what: ClassVar = "patch routing"

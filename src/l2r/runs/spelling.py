@@ -17,7 +17,7 @@ def known_as(name: str, known: Iterable[str]) -> str:
 
 
 def existing_path(path: str | Path) -> Path:
-    """``path``, or where it is missing, the path beside it whose names spell the same.
+    """``path``, or where it is missing, the sibling path whose names spell the same.
 
     Every part is looked for in the folder before it; ``path`` itself where one has no match.
     """

@@ -25,8 +25,8 @@ class Overlap(NamedTuple):
 
 class Agreement(NamedTuple):
     """information: mutual information of the first experts, adjusted: 0 is chance (documents
-    dealt anew), 1 that each tells the other. matched: share of tokens whose first experts are
-    partners in the best matching; by_chance: the same with documents dealt anew.
+    permuted), 1 that each determines the other. matched: share of tokens whose first experts are
+    partners in the best matching; by_chance: the same with documents permuted.
     """
 
     information: float

@@ -1,4 +1,4 @@
-"""What a number would be by chance: the same with documents (rows) dealt anew.
+"""What a number would be by chance: the same with documents (rows) permuted.
 
 Tokens of a document depend on each other, so whole rows change places and positions stay.
 """

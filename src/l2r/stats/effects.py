@@ -34,7 +34,7 @@ def effects_of(
     """Effects from one row per run: the levels of its cell, its seed and its value.
 
     The model is a mean per seed, an effect per level and a product of steps per interaction; what
-    it leaves is the error, lack of fit included. Raises ValueError where runs do not tell the
+    it leaves is the error, lack of fit included. Raises ValueError where runs do not separate the
     effects apart, or none is left for the error.
     """
     from scipy.stats import t
@@ -45,7 +45,7 @@ def effects_of(
     rank, freedom = int(np.linalg.matrix_rank(matrix)), len(values) - matrix.shape[1]
     if rank < matrix.shape[1] or freedom < 1:
         raise ValueError(
-            f"{len(cells)} runs do not tell {len(names)} effects apart; more cells or seeds do"
+            f"{len(cells)} runs do not separate {len(names)} effects; more cells or seeds do"
         )
     inverse = np.linalg.inv(matrix.T @ matrix)
     found = inverse @ matrix.T @ np.array(values)

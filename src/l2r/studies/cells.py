@@ -1,6 +1,6 @@
 """Which runs an experiment has: the recipes of a folder or a grid, with seeds.
 
-Each run has a folder of its own. Nothing else is kept: the folders say what is finished.
+Each run has its own folder. Nothing else is kept: the folders say what is finished.
 """
 
 import re

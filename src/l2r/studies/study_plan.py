@@ -85,7 +85,7 @@ class Screen(Section):
         names, columns = design(self.factors_levels(), self.interactions, self.cells)
         mean = np.ones((len(self.cells), 1))
         if np.linalg.matrix_rank(np.hstack([columns, mean])) <= len(names):
-            raise ValueError(f"{len(self.cells)} cells do not tell {len(names)} effects apart")
+            raise ValueError(f"{len(self.cells)} cells do not separate {len(names)} effects")
         return self
 
     def factors_levels(self) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, for evaluation beside the weights themselves."""
+"""Exponential moving average of the weights, for evaluation besides the weights themselves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

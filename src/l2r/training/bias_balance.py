@@ -33,7 +33,7 @@ class BiasBalance:
 
     @torch.no_grad()
     def step(self, ranks: Ranks) -> None:
-        """Move the biases and start to count anew."""
+        """Move the biases and reset the counts."""
         for name, load in self.loads.items():
             router = self.routers[name]
             bias = router.selection.held_bias(router)

@@ -1,4 +1,4 @@
-"""Images for a checkpoint: those of its own run, or of a folder, as batches."""
+"""Images for a checkpoint: those of its run, or of a folder, as batches."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices, s
 from l2r.training.recipes.load import load_recipe
 from l2r.training.recipes.vision import ImageSection, VisionRecipe
 
-_SHOWN_CLASSES = 20  # classes with a row of their own in figures; the rest share one
+_SHOWN_CLASSES = 20  # classes with a separate row in figures; the rest share one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ class LanguageTask:
         self.recipe, self.report = recipe, report
         data = recipe.data
         if recipe.evaluation.tasks:
-            # Imported here: the task data is a package of its own, which training can do without.
+            # Imported here: the task data is a separate package, which training can do without.
             from l2r.training.evaluation.tasks import select_tasks
             from l2r.training.evaluation.tokenizer import task_tokenizer
 

@@ -1,4 +1,4 @@
-"""Loggers beside metrics.jsonl: TensorBoard, wandb and trackio, told the same numbers by the same
+"""Loggers besides metrics.jsonl: TensorBoard, wandb and trackio, given the same numbers by the same
 names.
 
 wandb and trackio know a run by a key that its folder keeps, so that a resumed run is one run there.
@@ -59,7 +59,7 @@ class Log:
             self._logger = self._try(lambda: _OPEN[name](run, key))
 
     def record(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
-        """Tell the numbers as KIND/NAME; a list has an entry per layer, KIND/NAME/layer-L."""
+        """Log the numbers as KIND/NAME; a list has an entry per layer, KIND/NAME/layer-L."""
         if self._logger is None or (kind, step) in self.known:
             return
         values = {}

@@ -45,7 +45,7 @@ class Monitor:
             self.advance(step, "")
 
     def record(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
-        """Append to metrics.jsonl, and tell the logger."""
+        """Append to metrics.jsonl, and log."""
         if self.run is None or not numbers:
             return
         unit, each = self.position
@@ -113,7 +113,7 @@ class MeanLoss:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """``ce``, the mean over steps and ranks, and ``steps``, their number; then start anew.
+        """``ce``, the mean over steps and ranks, and ``steps``, their number; then start again.
 
         Empty where no step was added. Every rank must call this.
         """

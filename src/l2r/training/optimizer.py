@@ -7,7 +7,7 @@ from torch import nn
 
 from l2r.training.recipes.schema import OptimizerSection
 
-_TOKENS = ("cls_token", "mask_token", "position_embeddings")  # of a ViT, each one vector of its own
+_TOKENS = ("cls_token", "mask_token", "position_embeddings")  # of a ViT, each a single vector
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:

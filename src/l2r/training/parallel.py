@@ -50,7 +50,7 @@ def compile_blocks(model: nn.Module) -> None:
     """torch.compile of every block.
 
     Routers stay outside of the graphs: they are fused already, and what looks on through hooks is
-    another object in every step, which a graph would have to be made anew for.
+    another object in every step, for which a graph would have to be compiled again.
     """
     for router in (module for module in model.modules() if isinstance(module, Router)):
         call: Any = router._call_impl

@@ -64,7 +64,7 @@ def join_ranks() -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(0, 1, device)
         return
-    # torchrun's store outlives a group, so that a second one needs keys of its own.
+    # torchrun's store outlives a group, so that a second one needs other keys.
     store = PrefixStore(f"l2r-{next(_groups)}", next(rendezvous("env://"))[0])
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)

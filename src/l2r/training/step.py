@@ -131,7 +131,7 @@ class TrainingStep:
         return self.task.loss(self.model, batch, self.recipe.training.loss_chunk)
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
-        """f_i over all micro-batches of the step, which only a forward before them can tell."""
+        """f_i over all micro-batches of the step, which only a forward before them can give."""
         if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
             return None
         sums: list[Tensor] = []

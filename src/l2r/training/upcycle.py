@@ -23,7 +23,7 @@ from l2r.training.fit import FitOptions, FitReport, Report, cosine, fit_sites, p
 
 @dataclass(frozen=True)
 class JointOptions:
-    """Training of everything after the fit, with the paper's losses beside the model's own.
+    """Training of everything after the fit, with the paper's losses besides the model's own.
 
     steps: 0 for none; a tenth of them warm up. balance, z: weights of the auxiliary losses.
     """
@@ -120,7 +120,7 @@ def _wide_weights(model: nn.Module) -> Iterator[AbstractContextManager[Any]]:
 
 
 def _start(model: nn.Module, site: Site, router: Router) -> Router:
-    """A mixture of routers starts from the attention heads of its own layer, as its source does."""
+    """A mixture of routers starts from the attention heads of its layer, as its source does."""
     layer = model.get_submodule(site.path.rpartition(".")[0].rpartition(".")[0])
     attention = getattr(layer, "self_attn", None)
     query = getattr(attention, "q_proj", None)

@@ -101,6 +101,6 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
     ended = l2r(*asked, "--compare", tmp_path / "slow.json")
     assert ended.code == 0 and "0 of " in ended.out and "too few turns" not in ended.err, ended
     monkeypatch.undo()
-    assert "too few turns to tell" in l2r(*asked, "--compare", tmp_path / "one_turn.json").err
+    assert "too few turns to detect" in l2r(*asked, "--compare", tmp_path / "one_turn.json").err
     line = l2r(*asked, "--compare", tmp_path / "none.json").refusal()
     assert "written by l2r bench --out" in line

@@ -41,7 +41,7 @@ def model_analyses(
 ) -> tuple[dict[str, Any], list[tuple[list[int], int]]]:
     """Numbers of the paths through all layers, and the most frequent ones with their tokens.
 
-    ``layers`` has the numbers of each layer; of what two of them tell each other the mean.
+    ``layers`` has the numbers of each layer; of the information between two of them the mean.
     """
     found = of.paths(choices)
     numbers: dict[str, Any] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}

@@ -122,10 +122,10 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
     """Mutual information between the domain of a token and the experts that it chose.
 
     mutual_information in bits, counted over all T K assignments. normalized: divided by the
-    entropy of the domains (0 experts say nothing, 1 they tell the domain; 0 for one domain).
+    entropy of the domains (0: experts carry none, 1: they determine the domain; 0 for one domain).
     specialization: the largest share that one expert has of a domain's assignments, mean over
     domains (OLMoE's domain specialization, over k).
-    by_chance: what the same choices show when domains are dealt anew to whole rows (sequences
+    by_chance: what the same choices show when domains are permuted over whole rows (sequences
     or images), a mean of PERMUTATIONS; by_chance_low and by_chance_high hold 95% of them. Tokens
     of a row and the k choices of a token depend on each other, so chance is far above what
     independent choices would show.
@@ -152,7 +152,7 @@ def _chance(name: str, draws: Sequence[float]) -> dict[str, float]:
 
 
 def _domains_dealt_anew(blocks: Float[Tensor, "G B N"]) -> list[Float[Tensor, "G N"]]:
-    """Tables of counts after dealing the domains anew to the blocks of rows, from one seed."""
+    """Tables of counts after permuting the domains over the blocks of rows, from one seed."""
     domains, count, experts = blocks.shape
     units = blocks.reshape(-1, experts)
     kept = units.sum(dim=1) > 0

@@ -24,7 +24,7 @@ Instead = Literal["random", "shuffled"]
 class RoutingGain(NamedTuple):
     """Mean loss of the model, and how much it rises with other experts and the same weights.
 
-    random: each token gets k experts drawn anew. shuffled: it gets the experts of another token
+    random: each token gets k random experts. shuffled: it gets the experts of another token
     of its batch, so that their load stays what it is.
     """
 
@@ -100,7 +100,7 @@ def spread(batches: Iterable[Batch], items: int, rows: int, size: int) -> list[B
 def other_experts(
     indices: Int[Tensor, "T K"], num_experts: int, instead: str, generator: torch.Generator
 ) -> Int[Tensor, "T K"]:
-    """K different experts for every token, drawn anew or those of another token."""
+    """K different experts for every token: random, or those of another token."""
     tokens, k = indices.shape
     if instead == "shuffled":
         return indices[torch.randperm(tokens, generator=generator).to(indices.device)]

@@ -97,7 +97,7 @@ def _strongest(together: Float[np.ndarray, "N N"]) -> float:
 def _trades(chosen: Bool[np.ndarray, "R S N"]) -> Iterator[Bool[np.ndarray, "R S N"]]:
     """Draws after many rounds in which the tokens of two documents trade experts at random.
 
-    What both have they keep; the rest is dealt anew between them (the curveball algorithm).
+    What both have they keep; the rest is permuted between them (the curveball algorithm).
     """
     rows, generator = len(chosen), np.random.default_rng(0)
     now = chosen.copy()
@@ -153,7 +153,7 @@ def _counted(
 def path_information(
     before: Int[np.ndarray, "R S"], after: Int[np.ndarray, "R S"]
 ) -> tuple[float, Interval | None]:
-    """Bits that a token's first expert of one layer tells of that of the next, and by chance."""
+    """Information in bits between a token's first experts of two layers in turn, and by chance."""
     chance = by_chance(len(before), lambda others: information(table(before, after[others])))
     return information(table(before, after)), chance
 

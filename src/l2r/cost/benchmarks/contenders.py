@@ -52,7 +52,7 @@ class Contender:
         return torch.compile(plain) if self.form == "compiled" else plain
 
     def forget(self) -> None:
-        """Compile anew on the next call: another shape would count as a recompilation."""
+        """Compile again on the next call: another shape would count as a recompilation."""
         self.__dict__.pop("call", None)
 
 

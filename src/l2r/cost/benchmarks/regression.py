@@ -57,7 +57,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
                 f"baseline must have the same {field}; got {before[field]} and {now[field]}"
             )
     if not before.get("turns"):
-        raise ValueError("baseline must have turns; make it anew with l2r bench --out")
+        raise ValueError("baseline must have turns; make it again with l2r bench --out")
     earlier = {group["group"]: group for group in before["turns"]}
     pairs: list[tuple[str, str, str, list[float], list[float]]] = []
     for group in now["turns"]:

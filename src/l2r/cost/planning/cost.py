@@ -14,7 +14,7 @@ class Step:
     """One optimizer step. Seconds of arithmetic and of each kind of communication, and its bytes.
 
     gradients: all-reduce of ddp and ep, or reduce-scatter of fsdp2. weights: all-gathers of fsdp2.
-    tokens: all-to-alls of ep. Gradients and weights travel beside the arithmetic, and only what
+    tokens: all-to-alls of ep. Gradients and weights travel during the arithmetic, and only what
     takes longer than it is waited for; tokens are waited for.
     """
 

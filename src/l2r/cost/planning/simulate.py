@@ -75,7 +75,7 @@ def simulate(recipe: AnyRecipe, cut: Cut) -> Simulated:
     slots = after.get("Optstate", 0) + after.get("OptState", 0)
     average = weights if recipe.training.ema_decay else 0
     buckets = gradients if cut.parallel != "fsdp2" and cut.gpus > 1 else 0
-    # The first step makes the optimizer's state at its end, with temporaries of its own; every
+    # The first step makes the optimizer's state at its end, with its temporaries; every
     # later one begins with it and works in place.
     return Simulated(
         peak=max(peak + slots, after["Total"]) + average + buckets,

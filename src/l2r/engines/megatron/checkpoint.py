@@ -99,7 +99,7 @@ def _check(model: Any) -> L2RTopKRouter:
 
 
 def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
-    """Every tensor of a Hugging Face model beside that of the engine, as views."""
+    """Pair every tensor of a Hugging Face model with that of the engine, as views."""
     c, heads = model.config, model.config.num_attention_heads // model.config.num_query_groups
     yield ours.take("model.embed_tokens.weight"), theirs.take("embedding.word_embeddings.weight")
     yield ours.take("model.norm.weight"), theirs.take("decoder.final_layernorm.weight")

@@ -125,7 +125,7 @@ def _block(model: Any) -> tuple[Any, bool]:
 
 
 def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
-    """Every tensor of a Hugging Face model beside that of the engine, as views."""
+    """Pair every tensor of a Hugging Face model with that of the engine, as views."""
     names = _LAYER | (_POST if _block(model)[1] else _PRE)
     for here, there in _MODEL.items():
         yield ours.take(here), theirs.take(there)

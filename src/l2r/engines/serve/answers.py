@@ -94,7 +94,7 @@ class Answer(ABC):
         return fields
 
     def _prompt_tokens(self) -> dict[str, Any]:
-        """Fields beside the choices: the prompt of a request that has one."""
+        """Fields besides the choices: the prompt of a request that has one."""
         if self._prompts is None or self.prompt_in_choice:
             return {}
         return {"prompt_token_ids": self._prompts[0]}

@@ -68,7 +68,7 @@ class L2RGate(Module):
         cuts = input.placements
         known = all(c.is_replicate() or (isinstance(c, Shard) and c.dim < 2) for c in cuts)
         assert known, f"tokens are cut or copied, never their entries; got {cuts}"
-        # Ranks with tokens of their own have a part of the gradient of every parameter.
+        # Ranks with different tokens have a part of the gradient of every parameter.
         parts = [Replicate() if cut.is_replicate() else Partial() for cut in cuts]
         local = {name: v.to_local(grad_placements=parts) for name, v in values.items()}
         logits = self.plug.logits(input.to_local(grad_placements=cuts), local)

@@ -57,7 +57,7 @@ def add_router_losses(
         )
     if trainer.label_smoother is not None and trainer.compute_loss_func is None:
         raise ValueError(
-            "label_smoothing_factor is not applied by Trainer beside a loss function; set it to 0"
+            "label_smoothing_factor is not applied by Trainer with a loss function; set it to 0"
         )
     losses = RouterLosses(trainer, balance, z, balance_variant, z_variant)
     trainer.compute_loss_func = losses
@@ -69,7 +69,7 @@ def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "Rou
     """Make ``trainer`` log what its routers do in every ``every``-th step (default: its log steps).
 
     Load entropy, max over mean load, dead experts, margin, z-loss and balance loss, per layer and
-    as means over layers, go beside the loss to every tracker as ``router/NAME/layer-L`` and
+    as means over layers, go with the loss to every tracker as ``router/NAME/layer-L`` and
     ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. Only steps
     that are logged cost anything. A model that ``torch_compile`` compiled is not seen.
 
@@ -112,7 +112,7 @@ class RouterLog(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Put the numbers of the last watched step beside the loss."""
+        """Add the numbers of the last watched step to the logs."""
         if "loss" not in logs or self._found is None:
             return
         found, self._found = self._found, None
@@ -194,7 +194,7 @@ class RouterLosses(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Put the means since the last log, over all ranks, beside the loss."""
+        """Add the means since the last log, over all ranks, to the logs."""
         if "loss" not in logs:
             return
         sums = self.trainer.accelerator.reduce(self._sums.to(args.device), reduction="sum")

@@ -1,4 +1,4 @@
-"""Our OLMoE inside vLLM: ``pip install l2r-moe`` beside vLLM, then ``vllm serve FOLDER``.
+"""Our OLMoE inside vLLM: ``pip install l2r-moe`` in vLLM's environment, then ``vllm serve FOLDER``.
 
 vLLM finds ``register`` by its entry point. It chooses experts, splits and quantizes them, and
 batches; the logits they are chosen by are our router's. ``--model-impl transformers`` takes

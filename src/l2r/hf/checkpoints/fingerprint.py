@@ -5,7 +5,7 @@ from pathlib import Path
 
 from l2r.runs.reading import file_sha256
 
-# Files beside the weights that transformers builds model and tokenizer from.
+# Files besides the weights that transformers builds model and tokenizer from.
 _READ = (
     "config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py",

@@ -69,7 +69,7 @@ def export_program(
         try:
             run = FORMS[form](_trace(model, samples[0]), folder)
             found = [run(ids) for ids in samples]
-        except Exception as error:  # each exporter has errors of its own kinds
+        except Exception as error:  # each exporter raises other kinds of errors
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(f"{form} export of {type(model).__name__} failed: {first}") from error
         apart = [a - b for a, b in zip(found, expected, strict=True)]

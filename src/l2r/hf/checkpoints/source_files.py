@@ -1,7 +1,7 @@
 """Files of this package that a model needs, as they stand, for a folder that brings its code.
 
 Every module becomes a file of one folder, ``l2r.routers.base`` is routers_base.py; its import lines
-from this package become lines from the files beside it. Stand-ins take the place of what the
+from this package become lines from the files next to it. Stand-ins take the place of what the
 model does without: fused kernels, cards, jaxtyping.
 """
 

@@ -1,6 +1,6 @@
 """The model card, README.md of a saved model: what is known of it and nothing else.
 
-A card of ours ends with the sum of its own text. A card without one, or with another, is a
+A card of ours ends with the checksum of its text. A card without one, or with another, is a
 person's: it is kept, and said so.
 """
 

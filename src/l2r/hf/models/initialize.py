@@ -1,6 +1,6 @@
 """Initial weights of routers inside Hugging Face models.
 
-Routers draw from a random stream of their own, so that models that differ in the router alone
+Routers draw from a separate random stream, so that models that differ in the router alone
 start from the same weights everywhere else.
 """
 

@@ -23,7 +23,7 @@ _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pre
 class NeedsPackage:
     """Mixin of configurations whose models need this package: it writes and removes the notes.
 
-    A configuration with an ``auto_map`` of its own brings its code, and gets none.
+    A configuration that has an ``auto_map`` brings its code, and gets none.
     """
 
     auto_map: Mapping[str, str] = {}  # TRL asks for it where transformers exports no such class

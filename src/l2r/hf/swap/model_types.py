@@ -1,6 +1,6 @@
 """Configuration and model classes of swapped models: transformers' own under names of ours.
 
-A model type of its own (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every loader that goes
+A separate model type (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every loader that goes
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 

@@ -79,7 +79,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def running_sites(model: nn.Module) -> list[Site]:
-    """The sites of routers that run: beside each copy that PEFT trains it keeps an original.
+    """The sites of routers that run: besides each copy that PEFT trains it keeps an original.
 
     Raises ValueError as ``router_sites``.
     """

@@ -4,7 +4,7 @@ Experts stand on a grid. A query has two halves, one compared with the keys of t
 with those of the columns, and the logit of an expert is the sum: z_ij = q1 . k1_i + q2 . k2_j.
 So N experts need about 2 sqrt(N) keys, and the best of them are found among K x K candidates.
 
-NOTE: PEER has several such routers in one layer, each with experts of its own choice, and a batch
+NOTE: PEER has several such routers in one layer, each choosing other experts, and a batch
 norm of the query (``query_norm="batchnorm"``). Here one router chooses all K, and the query is
 normalized as the others' is.
 """

@@ -23,7 +23,7 @@ FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 # What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-_HELD_OUT = 0.2  # of each class, where the source has no validation part of its own
+_HELD_OUT = 0.2  # of each class, where the source has no validation part
 _IDX_BYTE = 0x08
 _IDX_MOST = 1 << 32  # bytes, all of them in memory: 90 times Fashion-MNIST
 

@@ -181,7 +181,7 @@ class ImageLoader:
     """Training batches by step: those of ``ImageDataset.places(step, **cut)``.
 
     ``workers`` processes read ahead as long as the steps asked for follow one another; any
-    other step starts them anew. The batch of a step is the same for every number of workers.
+    other step restarts them. The batch of a step is the same for every number of workers.
     """
 
     def __init__(self, dataset: ImageDataset, *, workers: int = 0, **cut: int) -> None:

@@ -199,7 +199,7 @@ def _tokens(parts: Parts) -> int:
 
 @dataclass(frozen=True)
 class _Receipts:
-    """What earlier runs finished: a small file per shard and part, beside the tokens."""
+    """What earlier runs finished: a small file per shard and part, next to the tokens."""
 
     folders: Mapping[str, Path]
     identity: TokenizerIdentity

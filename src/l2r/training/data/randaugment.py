@@ -1,4 +1,4 @@
-"""RandAugment with kornia's image operations, a choice and a strength of its own per image.
+"""RandAugment with kornia's image operations, a choice and a strength per image.
 
 NOTE: the paper says only "RandAugment: on". We follow the DeiT recipe that its backbone comes
 from: 2 operations, magnitude 9 of 10 with standard deviation 0.5, each applied with probability

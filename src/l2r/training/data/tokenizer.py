@@ -39,7 +39,7 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
 
     path: a ``tokenizer.json``, a folder that holds one, or None for OLMoE's.
 
-    The end-of-text token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, or
+    The end-of-text token is the ``eos_token`` of ``tokenizer_config.json`` in its folder, or
     the first usual name in the vocabulary. Special tokens that appear in a text are encoded as
     plain text, so no document can end early. Raises ValueError when the file cannot be read or
     has no end-of-text token.
@@ -62,9 +62,9 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
 
 
 def save_tokenizer(folder: Path, path: Path | None = None) -> None:
-    """Write a tokenizer as a Hugging Face folder, so that it can be used beside its tokens.
+    """Write a tokenizer as a Hugging Face folder, so that it can be used with its tokens.
 
-    path: as for :func:`load_tokenizer`. A ``tokenizer_config.json`` beside the file is copied,
+    path: as for :func:`load_tokenizer`. A ``tokenizer_config.json`` in its folder is copied,
     otherwise one is written that names end-of-text and padding.
     """
     file = _tokenizer_file(path)
@@ -109,5 +109,5 @@ def _end_of_text(file: Path, vocabulary: dict[str, int]) -> str:
             return token
     raise ValueError(
         f"{file} has no end-of-text token; name one as eos_token in a tokenizer_config.json "
-        f"beside it, or use one of {', '.join(_END_OF_TEXT)}"
+        f"in its folder, or use one of {', '.join(_END_OF_TEXT)}"
     )

@@ -46,7 +46,7 @@ def tokenize_shards(
 ) -> Generator[tuple[ShardTask, dict[str, TokenFile] | BadShardError], None, None]:
     """Yield each task as it finishes: its token file per part, or what is wrong with its shard.
 
-    ``on_progress(name, bytes_read, tokens)`` hears about running shards. Memory: one batch of
+    ``on_progress(name, bytes_read, tokens)`` is called for running shards. Memory: one batch of
     documents per worker. Closing the generator stops the workers at their next batch.
     """
     if not tasks:

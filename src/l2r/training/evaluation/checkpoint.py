@@ -23,7 +23,7 @@ RESULT = "evaluation.json"
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What an accuracy depends on beside the weights; as for :func:`evaluate_tasks`."""
+    """What an accuracy depends on besides the weights; as for :func:`evaluate_tasks`."""
 
     split: str = "val"
     limit: int | None = None

@@ -105,7 +105,7 @@ class TaskResult:
         not normalize.
     standard_error: of ``accuracy`` over documents; NaN for a single document.
     truncated: requests whose context lost its beginning.
-    scored: every document, for comparisons by pairs; kept in a file of its own.
+    scored: every document, for comparisons by pairs; kept in a separate file.
     """
 
     task: str

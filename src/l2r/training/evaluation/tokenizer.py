@@ -73,7 +73,7 @@ def task_tokenizer(tokenizer: Any, *, vocab_size: int) -> Tokenizer:
         if vocab_size not in _OLMOE_VOCABULARY:
             raise ValueError(
                 f"the checkpoint has no tokenizer, and its vocabulary of {vocab_size} is not "
-                f"OLMoE's; save its tokenizer beside it or give one"
+                f"OLMoE's; save its tokenizer in its folder or give one"
             )
         return HFTokenizer(
             "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json", pad_token_id=1, eos_token_id=50279

@@ -5,7 +5,7 @@
 put over the settings and the router of its name in ``_routers.yaml``, or over its own ``base``
 alone. A file ``small/_cpu.yaml`` makes recipes ``small/cpu-...``.
 
-Beside the changes stands the header: ``about``, ``command``, ``hardware`` and ``expected``, given
+Besides the changes there is a header: ``about``, ``command``, ``hardware`` and ``expected``, given
 for the whole table or for one recipe, with {name}, {title} and {number} filled in.
 """
 

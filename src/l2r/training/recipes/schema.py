@@ -26,7 +26,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown fields, no NaN.
 
-    read_with: fields that are read only beside some values of others, as in RouterConfig.
+    read_with: fields that are read only with some values of others, as in RouterConfig.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -140,7 +140,7 @@ class TrainingSection(Section):
     global_batch and micro_batch count sequences (or images); micro_batch is per rank, and
     gradients are accumulated until global_batch is reached. parallel applies when torchrun
     starts several ranks. ema_decay > 0 keeps a moving average of the weights, evaluated and
-    exported beside them. loss_chunk: tokens whose logits exist at a time, for language; null:
+    exported too. loss_chunk: tokens whose logits exist at a time, for language; null:
     those of a whole micro-batch. compile: torch.compile of every block but its router. logger is
     told what metrics.jsonl gets; a run may resume with another.
     """

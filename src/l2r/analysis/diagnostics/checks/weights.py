@@ -104,7 +104,7 @@ def trained(subject: Subject) -> Finding:
             f"every expert has the same score in {in_layers(flat)}: the weights were never set",
             "load the checkpoint's router weights; see the load report for missing keys",
         )
-    return ok("the routers tell the experts apart")
+    return ok("the routers score the experts differently")
 
 
 def _has_moved(subject: Subject, site: Site) -> bool | None:

@@ -29,7 +29,7 @@ set_forkserver_preload(  # what cannot be imported here is left out
         "transformers.models.vit.modeling_vit",
         "l2r.hf.checkpoints.pretrained",
         "l2r.cli",
-        "l2r.analysis.diagnostics.diagnose",
+        "l2r.analysis.diagnostics.model_diagnosis",
         "l2r.training.evaluation.downstream",
         "l2r.engines.trainer",
         "l2r.hf.models",

@@ -17,7 +17,7 @@ import torch
 
 from l2r.analysis.inputs import open_subject
 from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
-from l2r.analysis.routes.compare import Comparison, read
+from l2r.analysis.routes.compare import Comparison, read_routing
 from l2r.hf.checkpoints.placement import Placement
 
 
@@ -51,7 +51,9 @@ def count(subject: Any, name: str) -> dict[str, int]:
     comparison = Comparison(subject.model, other)
     sums = dict.fromkeys(("decisions", "changed", "certified", "certified_changed"), 0)
     for batch in subject.batches(8, subject.device):
-        first, second = (read(model, batch["input_ids"]) for model in (subject.model, other))
+        first, second = (
+            read_routing(model, batch["input_ids"]) for model in (subject.model, other)
+        )
         _, held = comparison.changes(first, second)
         sets = [
             torch.from_numpy(r.routes.experts.astype("int64")).sort(-1)[0] for r in (first, second)

@@ -24,7 +24,7 @@ from l2r.report.tables import Table
 from l2r.training.data.sample_text import sample_batches
 from l2r.training.fit import FitOptions, perplexity
 from l2r.training.seen_text import unseen_part
-from l2r.training.upcycle import JointOptions, train_jointly, upcycle
+from l2r.training.upcycling import JointOptions, train_jointly, upcycle
 
 COLUMNS = (
     "rank",

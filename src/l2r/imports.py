@@ -1,10 +1,12 @@
-"""Imports of other packages: code to run after one, and what to install where one is missing.
+"""Imports: names of a package on first use, code to run after one, and what to install for one.
 
 Standard library alone: ``import l2r`` runs this.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -17,6 +19,47 @@ _EXTRAS = {"lm": ("transformers", ">=5.19,<6")}
 
 class MissingExtraError(ImportError):
     """A package of an extra is missing, or of another version; the message says what to install."""
+
+
+def lazy_names(
+    package: str,
+    extra: str | None = None,
+    stand_in: Callable[[str, MissingExtraError], Any] | None = None,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package that imports each of its names on first use.
+
+    The names are those that the package's source imports ``if TYPE_CHECKING``: written once, and
+    read by type checkers too. ``extra`` installs what their modules need; while it is missing,
+    ``stand_in`` makes what is returned instead of an error.
+    """
+
+    @cache
+    def homes() -> dict[str, str]:
+        import ast  # takes as long as the rest of ``import l2r``
+
+        loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+        tree = ast.parse(loader.get_source(package))
+        blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+        lines = [line for block in blocks for line in block if isinstance(line, ast.ImportFrom)]
+        return {name.name: str(line.module) for line in lines for name in line.names}
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return sorted(homes())
+        if name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes()[name]
+        try:
+            if home == package:  # a module of the package
+                return import_module(f"{package}.{name}")
+            return getattr(import_module(home), name)
+        except ImportError as error:
+            problem = named(error, extra) if extra else error
+            if stand_in and isinstance(problem, MissingExtraError):
+                return stand_in(name, problem)
+            raise problem from error
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes()})
 
 
 def named(error: ImportError, extra: str) -> ImportError:

@@ -6,9 +6,9 @@ import torch
 
 from l2r.analysis import Extent, diagnose_checkpoint, diagnose_subject
 from l2r.analysis.diagnostics.choices import choices_of
-from l2r.analysis.diagnostics.collect import collect
-from l2r.analysis.diagnostics.diagnose import Settings, diagnose
-from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
+from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
+from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread
 from l2r.analysis.diagnostics.text_routing import TextTrace
 from l2r.analysis.inputs import Subject
 from l2r.runs.diagnosis import read_diagnosis
@@ -17,7 +17,7 @@ from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.tokens import write_token_files
 from tests.analysis.diagnostics.models import batches, ours, stock
 
-SETTINGS = Settings(certify=2, repeats=2)
+SETTINGS = DiagnosisSettings(certify=2, repeats=2)
 
 
 def subject(model, count=2):
@@ -31,16 +31,16 @@ def test_every_part_is_what_it_gives_alone(make):
     given = subject(model)
     extent = Extent(4, 16, text=8, gain=8, settings=SETTINGS)
     got = diagnose_subject(given, extent)
-    records = collect(model, data, domains=given.domains, sample=16)
-    gain = routing_gain(model, spread(data, 8, 8, 4), batch_loss)
+    records = collect_records(model, data, domains=given.domains, sample=16)
+    gain = measure_routing_gain(model, spread(data, 8, 8, 4), batch_loss)
     choices = choices_of(model, data, given.run)
-    expected = diagnose(
+    expected = diagnose_layers(
         records, domains=given.domains, settings=SETTINGS, choices=choices, gain=gain
     )
     assert got.diagnosis.layers == expected.layers
     assert got.diagnosis.info["model"] == expected.info["model"]
     trace = TextTrace(model, domains=given.domains, tokens=8)
-    collect(model, data, domains=given.domains, reducers=[trace])
+    collect_records(model, data, domains=given.domains, reducers=[trace])
     np.testing.assert_array_equal(got.text.experts, trace.result(None).experts)
     assert got.patches is None and got.model == type(model).__name__
 

@@ -1,6 +1,7 @@
 """What the package promises about itself: light import, honest docs, small files."""
 
-import ast
+import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -44,12 +45,30 @@ import l2r.analysis.inputs, l2r.training.evaluation.checkpoint, l2r.training.lan
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-def test_lazy_names_have_types():
-    """A type checker sees an import for each name that ``__getattr__`` brings."""
-    tree = ast.parse(Path(l2r.__file__).read_text())
-    (checked,) = (n for n in tree.body if isinstance(n, ast.If) and "TYPE" in ast.unparse(n.test))
-    names = [alias.name for node in checked.body for alias in node.names]
-    assert sorted(names) == sorted(l2r._HOME)
+FACADES = sorted(
+    ".".join(path.parent.relative_to(ROOT / "src").parts)
+    for path in (ROOT / "src" / "l2r").rglob("__init__.py")
+    if "lazy_names(" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("package", FACADES)
+def test_every_name_of_a_facade_is_there_and_is_no_module(package):
+    """A module of the same name would take its place in the package once it is imported."""
+    facade = importlib.import_module(package)
+    assert set(facade.__all__) <= set(dir(facade)) and len(facade.__all__) <= 32
+    for name in facade.__all__:
+        value = getattr(facade, name)
+        assert not inspect.ismodule(value) or value.__name__ == f"{package}.{name}"
+        assert inspect.ismodule(value) or importlib.util.find_spec(f"{package}.{name}") is None
+
+
+def test_wings_are_facades():
+    wings = ("hf", "training", "analysis", "studies", "cost")
+    assert {f.split(".")[1] for f in FACADES if "." in f} >= {*wings}
+    for package in FACADES:
+        source = inspect.getsource(importlib.import_module(package))
+        assert len(source.splitlines()) <= 50, package
 
 
 def longer_than(limit, root):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from l2r.analysis.diagnostics.router_statistics import NUMBERS, router_statistics
+from l2r.analysis.diagnostics.step_statistics import NUMBERS, router_statistics
 from l2r.engines.trainer import add_router_losses, add_router_statistics
 from l2r.engines.trainer.lightning import RouterHooks, router_statistics_callback
 from l2r.hf.swap.families import FAMILIES

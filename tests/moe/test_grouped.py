@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from l2r.hf.models.experts_backend import register
+from l2r.hf.models.experts_backend import register_experts
 from l2r.hf.swap.stock import one_layer
 from l2r.moe import Experts, grouped
 from l2r.moe.dispatch import ByRow, assign
@@ -103,7 +103,7 @@ def test_autocast_decides_the_dtype_of_the_experts(monkeypatch, activation, bias
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_autocast_decides_in_decoding_and_in_transformers_experts_too(monkeypatch, tokens):
     experts = one_layer(hidden_size=16, num_experts=6, top_k=2).model.layers[0].mlp.experts
-    experts.config._experts_implementation = register()
+    experts.config._experts_implementation = register_experts()
     weights, indices = torch.rand(tokens, 6).topk(2)
     x = torch.randn(tokens, 16)
     seen = watch_products(monkeypatch)

@@ -14,7 +14,7 @@ from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
 from l2r.training.fit import FitOptions, perplexity
-from l2r.training.upcycle import upcycle
+from l2r.training.upcycling import upcycle
 from tests.hf.families import tiny_model
 from tests.training.test_upcycle import CONFIG, batches, trained
 

@@ -16,7 +16,7 @@ from l2r.hf.swap.swap import UntrainedRoutersWarning
 from l2r.routers import MixtureConfig
 from l2r.training.agreement import compare, divergence
 from l2r.training.fit import FitOptions, perplexity
-from l2r.training.upcycle import JointOptions, train_jointly, upcycle
+from l2r.training.upcycling import JointOptions, train_jointly, upcycle
 from tests.hf.families import tiny_model
 
 CONFIG = L2RConfig(rank=8, heads=4)

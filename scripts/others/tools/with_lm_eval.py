@@ -9,7 +9,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from scripts.others.tools.rows import Row, row
 from scripts.others.tools.subjects import Subject, tokenizer
 
-from l2r.engines.serve.server import Options, serving
+from l2r.engines.serve.server import ServeOptions, serving
 
 ROWS: list[Row] = []
 PAIRS = [("w5 w6", " w7 w8"), ("w9", " w10 w11 w12"), ("w20 w21 w22", " w3")]
@@ -24,7 +24,7 @@ def _scores(scorer: Any) -> list[tuple[float, bool]]:
 @row(ROWS, "`--model local-completions` of `l2r serve` scores what `--model hf` scores")
 def over_http(subject: Subject) -> None:
     """The same three continuations, and the same answers to whether they are greedy."""
-    with serving(subject.folder, Options(port=0, name="served")) as (port, _):
+    with serving(subject.folder, ServeOptions(port=0, name="served")) as (port, _):
         scorer = LocalCompletionsAPI(
             base_url=f"http://localhost:{port}/v1/completions", model="served",
             tokenizer=str(subject.folder), tokenized_requests=True,

@@ -4,17 +4,21 @@ Imports training/ and below. Begin at conductor.py, which conducts a diagnosis: 
 data (diagnostics/reading.py), whose reducers look at every router.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.analysis.conductor import Diagnosed, Extent, diagnose_checkpoint, diagnose_subject
-
-__all__ = ["Diagnosed", "Extent", "diagnose_checkpoint", "diagnose_subject"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from l2r.analysis import conductor
-
-    return getattr(conductor, name)
+    from l2r.analysis.conductor import Diagnosed as Diagnosed
+    from l2r.analysis.conductor import Extent as Extent
+    from l2r.analysis.conductor import diagnose_checkpoint as diagnose_checkpoint
+    from l2r.analysis.conductor import diagnose_subject as diagnose_subject
+    from l2r.analysis.conductor import earlier_checkpoints as earlier_checkpoints
+    from l2r.analysis.inputs import Subject as Subject
+    from l2r.analysis.inputs import open_subject as open_subject
+    from l2r.analysis.own_text import route_text as route_text
+    from l2r.analysis.run_inputs import load_final as load_final
+    from l2r.analysis.run_inputs import open_run as open_run
+    from l2r.analysis.run_inputs import validation_subject as validation_subject
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2r.analysis.diagnostics.choices import ChoiceLog, Choices, choices_of
-from l2r.analysis.diagnostics.collect import collect
-from l2r.analysis.diagnostics.diagnose import Settings, diagnose
+from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.over_time import saturation
-from l2r.analysis.diagnostics.routing_gain import batch_loss, routing_gain, spread
+from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread
 from l2r.analysis.diagnostics.text_routing import TOKENS, TextTrace
 from l2r.analysis.inputs import Subject, open_subject
-from l2r.hf.checkpoints.hub import local_checkpoint
-from l2r.hf.checkpoints.loading import FLOAT32
-from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints import FLOAT32, Placement, local_checkpoint
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import RunFolder
 from l2r.runs.patches import PatchRouting
@@ -45,7 +43,7 @@ class Extent:
     gain: int = 16
     text: int = TOKENS
     patches: int = 12
-    settings: Settings = field(default_factory=Settings)
+    settings: DiagnosisSettings = field(default_factory=DiagnosisSettings)
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("gain", 0)):
@@ -134,7 +132,7 @@ def diagnose_subject(
         trace = TextTrace(model, domains=subject.domains, tokens=sizes.text)
     log = ChoiceLog()
     total = -(-subject.items // sizes.batch_size)
-    records = collect(
+    records = collect_records(
         model,
         batches(),
         domains=subject.domains,
@@ -149,8 +147,8 @@ def diagnose_subject(
     gain = None
     if sizes.gain:
         few = spread(batches(), subject.items, sizes.gain, sizes.batch_size)
-        gain = routing_gain(model, few, batch_loss)
-    diagnosis = diagnose(
+        gain = measure_routing_gain(model, few, batch_loss)
+    diagnosis = diagnose_layers(
         records,
         domains=subject.domains,
         settings=sizes.settings,
@@ -184,7 +182,7 @@ def earlier_checkpoints(run: str | Path) -> list[Path]:
 def _saturation(
     folders: Sequence[Path], subject: Subject, sizes: Extent, last: Choices, report: Report
 ) -> dict[str, Any]:
-    from l2r.training.checkpoint import load_weights
+    from l2r.training import load_weights
 
     experts = {}
     for number, folder in enumerate(folders, start=1):

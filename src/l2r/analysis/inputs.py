@@ -8,19 +8,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.checkpoints import is_image_classifier, load_causal_lm, load_image_classifier
-from l2r.hf.checkpoints.loading import FLOAT32
-from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints import (
+    FLOAT32,
+    Placement,
+    is_image_classifier,
+    load_causal_lm,
+    load_image_classifier,
+)
 from l2r.routers.offload import device_of
-from l2r.training.data.corpus import CorpusOptions, build_corpus
-from l2r.training.data.rows import balanced_rows, name_domains_without_rows, too_small
-from l2r.training.data.sample_text import packed_rows
-from l2r.training.data.sources import folder_sources, text_documents
-from l2r.training.data.tokens import TokenDataset, read_documents
-from l2r.training.seen_text import unseen_part
+from l2r.training import unseen_part
+from l2r.training.data import (
+    CorpusOptions,
+    TokenDataset,
+    balanced_rows,
+    build_corpus,
+    folder_sources,
+    name_domains_without_rows,
+    packed_rows,
+    read_documents,
+    text_documents,
+    too_small_domain,
+)
 
 if TYPE_CHECKING:
-    from l2r.training.image_input import ImageInput
+    from l2r.training import ImageInput
 
 # Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
 Text = tuple[Tensor, Tensor, tuple[str, ...]]
@@ -68,7 +79,7 @@ def open_subject(
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
     if is_image_classifier(checkpoint):
-        from l2r.training.image_input import open_image_input  # text needs no image package
+        from l2r.training import open_image_input  # text needs no image package
 
         model = load_image_classifier(
             checkpoint, placement=placement, trust_remote_code=trust_remote_code
@@ -135,7 +146,7 @@ def open_text(
     for domain, (name, part) in enumerate(zip(texts, packed, strict=True)):
         of_domain = [(row, domain) for row in part]
         if not of_domain:
-            report(too_small(name, length))
+            report(too_small_domain(name, length))
         rows += of_domain
     if not rows:
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from l2r.analysis.diagnostics.reading import read
 from l2r.analysis.diagnostics.text_routing import TextTrace
-from l2r.hf.checkpoints import is_image_classifier, load_causal_lm
-from l2r.hf.checkpoints.hub import local_checkpoint
-from l2r.hf.checkpoints.loading import FLOAT32
-from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints import (
+    FLOAT32,
+    Placement,
+    is_image_classifier,
+    load_causal_lm,
+    local_checkpoint,
+)
 from l2r.routers.offload import device_of
 from l2r.runs.text_routing import TextRouting
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from l2r.analysis.inputs import Subject
 from l2r.hf.checkpoints import load_causal_lm, load_image_classifier
 from l2r.machine import pick_device
-from l2r.training.recipes.load import AnyRecipe
-from l2r.training.recipes.vision import VisionRecipe
-from l2r.training.task import Task, build_task
+from l2r.training import Task, build_task
+from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 
 def open_run(folder: Path, recipe: AnyRecipe) -> Subject:
@@ -44,7 +43,7 @@ def validation_subject(
     """
     data: Any = task
     if isinstance(recipe, VisionRecipe):
-        from l2r.training.image_input import ImageInput  # text needs no image package
+        from l2r.training import ImageInput  # text needs no image package
 
         images = ImageInput(data.validation, data.recipe.data)
         batches = partial(images.batches, rows)

@@ -35,26 +35,31 @@ def bench(
     from rich.console import Console
 
     from l2r.cli.console import print_pages, print_table
-    from l2r.cost.benchmarks import regression, run_bench
-    from l2r.cost.benchmarks.results import Settings, save
+    from l2r.cost.benchmarks import (
+        REGRESSION_ALPHA,
+        BenchSettings,
+        bench_changes,
+        run_bench,
+        save_bench,
+    )
     from l2r.report.performance import bench_table, read_bench, write_bench_page
 
     baseline = None if compare is None else read_bench(compare)
-    settings = Settings(device, seconds, quick, compiled, clock)
+    settings = BenchSettings(device, seconds, quick, compiled, clock)
     with Console(stderr=True).status(f"measuring {name}"):
         result = run_bench(name, settings).as_dict()
     print_table(bench_table(result), as_json=as_json)
     if out is not None:
-        save(result, out)
+        save_bench(result, out)
         page = write_bench_page(result, out / f"{name}.html")
         print_pages([page], show=open_, err=as_json)
     if baseline is not None:
-        found = regression.changes(baseline, result)
+        found = bench_changes(baseline, result)
         slower = [change for change in found if change.regressed]
         for change in slower:
             typer.echo(f"slower: {change}", err=as_json)
         typer.echo(f"{len(slower)} of {len(found)} ratios became slower", err=as_json)
-        if any(change.least_p >= regression.ALPHA for change in found):
+        if any(change.least_p >= REGRESSION_ALPHA for change in found):
             typer.echo("too few turns to detect a regression: give more --seconds", err=True)
         if slower:
             raise typer.Exit(1)

@@ -21,7 +21,7 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints import Placement
 
 
 def check(
@@ -58,10 +58,8 @@ def check(
 
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
-    from l2r.analysis.diagnostics.checks import check_model
-    from l2r.analysis.diagnostics.checks.finding import counted
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.analysis.diagnostics.checks import check_model, counted
+    from l2r.hf.checkpoints import Placement, local_checkpoint
 
     for name, value in (("instances", instances), ("length", length)):
         if value < 2:
@@ -104,8 +102,8 @@ def _open(
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     """The model and a batch of all rows, None without text; images where it classifies them."""
-    from l2r.analysis.inputs import open_subject
-    from l2r.hf.checkpoints.loading import is_image_classifier, load_model, load_tokenizer
+    from l2r.analysis import open_subject
+    from l2r.hf.checkpoints import is_image_classifier, load_model, load_tokenizer
 
     text = not is_image_classifier(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code) if text else None

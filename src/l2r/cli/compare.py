@@ -31,7 +31,7 @@ def compare(
     """
     from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import first_seeds, write_report
-    from l2r.studies.cells import folder_cells
+    from l2r.studies import folder_cells
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder

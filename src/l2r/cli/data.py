@@ -14,9 +14,7 @@ from l2r.cli.options import AsJson
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.training.data.manifest import Manifest
-    from l2r.training.data.mixture import ShardPlan
-    from l2r.training.data.prepare import Progress
+    from l2r.training.data import Manifest, PrepareProgress, ShardPlan
 
 data = typer.Typer(
     help="Plan a subset of the OLMoE mixture; turn it, or your own text, into token files.",
@@ -40,8 +38,7 @@ def plan(
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """
     from l2r.cli.console import print_table
-    from l2r.training.data.listing import shard_source
-    from l2r.training.data.mixture import name_shards, parse_tokens, plan_subset, write_plan
+    from l2r.training.data import name_shards, parse_tokens, plan_subset, shard_source, write_plan
 
     chosen = plan_subset(parse_tokens(tokens), seed=seed)
     if listing is not None:
@@ -86,17 +83,21 @@ def prepare(
     Example: l2r data prepare tokens --data my-text --tokenizer my-tokenizer
     """
     from l2r.cli.console import print_table
-    from l2r.training.data import prepare as preparing
-    from l2r.training.data.listing import shard_source
-    from l2r.training.data.mixture import read_plan
-    from l2r.training.data.split import TRAIN, Split
+    from l2r.training.data import (
+        TRAIN_PART,
+        Split,
+        prepare_tokens,
+        read_plan,
+        shard_source,
+        shard_tasks,
+    )
 
     split = Split(hold_out=hold_out, share=share)
     chosen = read_plan(plan) if plan is not None else None
     shards = shard_source(data, chosen)
-    tasks = preparing.shard_tasks(shards.files, shards.prefix, plan=chosen)
+    tasks = shard_tasks(shards.files, shards.prefix, plan=chosen)
     with _progress_bar() as watch:
-        manifests = preparing.prepare(
+        manifests = prepare_tokens(
             tasks,
             out,
             tokenizer=tokenizer,
@@ -106,7 +107,7 @@ def prepare(
             source=shards.origin,
             on_progress=watch,
         )
-    for reason in manifests[TRAIN].source["skipped"].values():
+    for reason in manifests[TRAIN_PART].source["skipped"].values():
         typer.echo(f"skipped: {reason}", err=True)
     print_table(_token_table(manifests), as_json=as_json)
     for part, folder in split.folders(out).items():
@@ -129,8 +130,7 @@ def tokenizer(
 
     Example: l2r data tokenizer my-text --out my-tokenizer --vocab-size 8000
     """
-    from l2r.training.data.corpus import CorpusOptions, split_corpus
-    from l2r.training.data.new_tokenizer import write_new_tokenizer
+    from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
 
     if out.exists():
         raise ValueError(f"out must be a new folder; got {out}")
@@ -186,7 +186,7 @@ def _plan_table(plan: "ShardPlan") -> Table:
 
 
 @contextmanager
-def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
+def _progress_bar() -> Iterator["Callable[[PrepareProgress], None]"]:
     """A bar for the totals of ``prepare``; speed counts this run's tokens only."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -198,7 +198,7 @@ def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
     with Bars(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("", total=None, tokens="", speed="")
 
-        def show(now: "Progress") -> None:
+        def show(now: "PrepareProgress") -> None:
             del start[1:]  # all but the first
             start.append((time.monotonic(), now.tokens))
             seconds = max(start[-1][0] - start[0][0], 1e-3)

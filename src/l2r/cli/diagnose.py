@@ -83,11 +83,10 @@ def diagnose(
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
-    from l2r.analysis.conductor import Extent, diagnose_checkpoint, earlier_checkpoints
-    from l2r.analysis.diagnostics.diagnose import Settings
-    from l2r.analysis.diagnostics.over_time import of_diagnoses
+    from l2r.analysis import Extent, diagnose_checkpoint, earlier_checkpoints
+    from l2r.analysis.diagnostics import DiagnosisSettings, saturation_of_diagnoses
     from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints import Placement
     from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
     from l2r.report.patches import patch_links, write_patch_page
     from l2r.report.text_view import text_page_of, text_sections
@@ -98,7 +97,7 @@ def diagnose(
         loading |= {"revision": revision, "trust_remote_code": trust_remote_code}
         _own_text(checkpoints, text, out, loading, show=open_, as_json=as_json)
         return
-    settings = Settings(sigma=sigma, seed=seed, certify=certify)
+    settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
     extent = Extent(
         batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
     )
@@ -129,7 +128,7 @@ def diagnose(
         if found.patches is not None:
             pages.append(write_patch_page(folder, found.patches, found.model))
     if over_time and not earlier:
-        found.diagnosis.info["over_time"] = of_diagnoses(views)
+        found.diagnosis.info["over_time"] = saturation_of_diagnoses(views)
         found.diagnosis.save(folder)
     page = out / "index.html"
     write_diagnosis(views, page, opening=[*text_sections(texts, page), *patch_links(pages, out)])
@@ -142,7 +141,7 @@ def _own_text(
     checkpoints: list[str], text: str, out: Path, loading: Any, *, show: bool, as_json: bool
 ) -> None:
     """Route one text through every checkpoint; a page of all, a table or records of each."""
-    from l2r.analysis.own_text import route_text
+    from l2r.analysis import route_text
     from l2r.cli.console import print_pages, print_table, progress_bars
     from l2r.report.own_text import own_text_records, own_text_table
     from l2r.report.text_view import write_text_page

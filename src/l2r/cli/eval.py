@@ -92,9 +92,7 @@ def eval(
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
     from l2r.cli.diagnose import names
-    from l2r.hf.checkpoints import is_image_classifier
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
 
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
@@ -125,13 +123,13 @@ def eval(
     _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
     if text:
         _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
-        from l2r.training.evaluation.text import TextSettings
+        from l2r.training.evaluation import TextSettings
 
         settings = TextSettings(length, stride, limit, dtype)
         _text(folders, outs, text, settings, common, as_json=as_json)
         return
     _refuse(context, _TEXT_ONLY, "text; give --text too")
-    from l2r.training.evaluation.checkpoint import TaskSettings
+    from l2r.training.evaluation import TaskSettings
 
     common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     _language(folders, outs, common, as_json=as_json)
@@ -149,9 +147,13 @@ def _language(
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
     from l2r.report.paper_tables import downstream_table
-    from l2r.training.evaluation.checkpoint import RESULT, evaluate_language
-    from l2r.training.evaluation.paired import paired_row
-    from l2r.training.evaluation.results import COLUMNS, paper_row
+    from l2r.training.evaluation import (
+        EVALUATION_FILE,
+        TASK_COLUMNS,
+        evaluate_language,
+        paired_row,
+        paper_row,
+    )
 
     results = {}
     for name, checkpoint in checkpoints.items():
@@ -162,11 +164,11 @@ def _language(
             if result.truncated:
                 cut = f"{result.truncated} contexts cut to the model's length"
                 typer.echo(f"{task}: {cut}", err=True)
-        typer.echo(f"wrote {folder / RESULT}", err=True)
+        typer.echo(f"wrote {folder / EVALUATION_FILE}", err=True)
     first, *others = results
     rows = {name: paper_row(tasks) for name, tasks in results.items()}
     table = downstream_table(
-        COLUMNS,
+        TASK_COLUMNS,
         {name: row.interval for name, row in rows.items()},
         {f"{name} - {first}": paired_row(results[first], results[name]) for name in others},
     )
@@ -184,8 +186,13 @@ def _text(
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
     from l2r.report.text_loss import text_table
-    from l2r.training.evaluation.text import Texts, evaluate_text
-    from l2r.training.evaluation.text_loss import ALL, text_differences, text_losses
+    from l2r.training.evaluation import (
+        ALL_FILES,
+        Texts,
+        evaluate_text,
+        text_differences,
+        text_losses,
+    )
 
     texts, results, losses = Texts(paths, settings.limit), {}, {}
     for name, checkpoint in checkpoints.items():
@@ -204,11 +211,15 @@ def _text(
     pairs = {
         f"{name} - {first}": text_differences(results[first], results[name]) for name in others
     }
-    files = [name for name in losses[first] if name != ALL]
-    shown = {*files, ALL}
+    files = [name for name in losses[first] if name != ALL_FILES]
+    shown = {*files, ALL_FILES}
     if not as_json:
-        shown = {ALL} if len(files) > _FILES else {*files, *([ALL] if len(files) > 1 else [])}
-    if shown == {ALL}:
+        shown = (
+            {ALL_FILES}
+            if len(files) > _FILES
+            else {*files, *([ALL_FILES] if len(files) > 1 else [])}
+        )
+    if shown == {ALL_FILES}:
         typer.echo(f"{len(files)} files, by file in what was written", err=True)
 
     def records(of: Any) -> Any:
@@ -223,11 +234,11 @@ def _text(
 def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:
     from l2r.cli.console import print_table, progress_bars
     from l2r.report.paper_tables import images_table
-    from l2r.training.evaluation.checkpoint import RESULT, evaluate_images
+    from l2r.training.evaluation import EVALUATION_FILE, evaluate_images
 
     with progress_bars() as bars:
         record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)
     for name in record["skipped"]:
         typer.echo(f"skipped unreadable image {name}", err=True)
     print_table(images_table(record), as_json=as_json)
-    typer.echo(f"wrote {out / RESULT}", err=True)
+    typer.echo(f"wrote {out / EVALUATION_FILE}", err=True)

@@ -11,8 +11,7 @@ from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, Open
 
 if TYPE_CHECKING:
-    from l2r.studies.new_plan import Question
-    from l2r.studies.study_plan import Plan
+    from l2r.studies import Plan, Question
 
 
 class _RunByDefault(TyperGroup):
@@ -71,10 +70,16 @@ def run(
     from l2r.cli.console import print_pages, print_table
     from l2r.report.evidence import write_study
     from l2r.report.evidence_tables import main_table, terminal_table
-    from l2r.studies.judging import Places, results_of, study_of
-    from l2r.studies.schedule import Budget, StudyStoppedError, run_plan
-    from l2r.studies.study import run_share
-    from l2r.studies.study_plan import read_plan
+    from l2r.studies import (
+        Budget,
+        Places,
+        StudyStoppedError,
+        read_plan,
+        results_of,
+        run_plan,
+        run_share,
+        study_of,
+    )
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this command starts processes itself; run it without torchrun")
@@ -144,7 +149,7 @@ def new(
     demo/l2r-sips --tokens 1024000
     """
     from l2r.cli.console import print_table
-    from l2r.studies.new_plan import Question, seconds_per_run, write_plan
+    from l2r.studies import Question, seconds_per_run, write_plan
 
     for name, value in (("margin", margin), ("sd", sd)):
         if not value > 0:
@@ -164,7 +169,7 @@ def new(
 def _power_table(question: "Question", plan: "Plan", seconds: float | None) -> Any:
     """Difference found and hours by number of seeds, around what the plan has."""
     from l2r.report.tables import Table
-    from l2r.studies.new_plan import POWER
+    from l2r.studies import PLANNED_POWER
 
     needed = plan.seeds.least
     cost = None if seconds is None else seconds * len(plan.arms) / 3600
@@ -175,7 +180,7 @@ def _power_table(question: "Question", plan: "Plan", seconds: float | None) -> A
     hours = "" if cost is None else f", {needed * cost:.1f} hours of one core"
     return Table(
         "Power",
-        ("seeds", f"difference found with power {POWER:g}", "hours of one core"),
+        ("seeds", f"difference found with power {PLANNED_POWER:g}", "hours of one core"),
         rows,
         verdict=f"{needed} seeds find a difference of {question.margin:g}{hours}.",
         caption="Hours: from stored runs of this model on this processor; empty without any.",

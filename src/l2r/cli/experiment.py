@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from l2r.studies.cells import Cell
-    from l2r.studies.run import Outcome
+    from l2r.studies import Cell, Outcome
 
 Launch = Annotated[
     str | None,
@@ -25,7 +24,7 @@ def run_all(
     """
     import os
 
-    from l2r.studies.run import run_cells
+    from l2r.studies import run_cells
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -49,7 +48,7 @@ def run_all(
 def diagnose_all(outcomes: "Iterable[Outcome]") -> None:
     """A diagnosis of every run; one that cannot be made is named and left out."""
     from l2r.cli.console import progress_bars
-    from l2r.studies.measure import diagnose_run
+    from l2r.studies import diagnose_run
 
     todo = list(outcomes)
     with progress_bars() as bars:

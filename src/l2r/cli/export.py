@@ -44,21 +44,26 @@ def export(
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
-    from l2r.hf.checkpoints import load_causal_lm
-    from l2r.hf.checkpoints.export import export_remote_code
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
-    from l2r.hf.checkpoints.pretrained import check_new_folder
-    from l2r.hf.checkpoints.programs import FORMS, TOLERANCE, export_program
-    from l2r.hf.checkpoints.run_card import run_of, run_sections
+    from l2r.hf.checkpoints import (
+        PROGRAM_FORMS,
+        PROGRAM_TOLERANCE,
+        Placement,
+        check_new_folder,
+        export_program,
+        export_remote_code,
+        load_causal_lm,
+        local_checkpoint,
+        run_of_checkpoint,
+        run_sections,
+    )
 
-    if form not in ("hf", *FORMS):
-        raise ValueError(f"format must be one of hf, {', '.join(FORMS)}; got {form!r}")
+    if form not in ("hf", *PROGRAM_FORMS):
+        raise ValueError(f"format must be one of hf, {', '.join(PROGRAM_FORMS)}; got {form!r}")
     if form == "hf" and tolerance is not None:
         raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    sections = run_sections(run_of(folder))
+    sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
         model, tokenizer = load_causal_lm(
             folder,
@@ -74,7 +79,7 @@ def export(
             f"a program is of one device and float32; got dtype={dtype}, {device_map=}"
         )
     model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)
-    tolerance = TOLERANCE if tolerance is None else tolerance
+    tolerance = PROGRAM_TOLERANCE if tolerance is None else tolerance
     found = export_program(
         model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections
     )

@@ -7,8 +7,7 @@ from l2r.report.tables import Table
 
 if TYPE_CHECKING:
     from l2r.routers import RouterConfig
-    from l2r.training.fit import FitOptions, FitReport
-    from l2r.training.upcycle import JointOptions
+    from l2r.training import FitOptions, FitReport, JointOptions
 
 EMBEDDED = "embedded"
 
@@ -32,13 +31,11 @@ def fit_to_old(
     """Replace the routers of ``model`` by fitted ones, with a progress bar.
 
     ``data`` is a folder of text, None for the embedded text. Raises ValueError as
-    ``l2r.training.upcycle`` does, and for a checkpoint without a tokenizer.
+    ``l2r.training.upcycling`` does, and for a checkpoint without a tokenizer.
     """
     from l2r.cli.console import progress_bars
-    from l2r.training.data.corpus import CorpusOptions
-    from l2r.training.data.sample_text import sample_batches
-    from l2r.training.seen_text import unseen_part
-    from l2r.training.upcycle import upcycle
+    from l2r.training import unseen_part, upcycle
+    from l2r.training.data import CorpusOptions, sample_batches
 
     if tokenizer is None:
         raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")

@@ -39,7 +39,7 @@ def landscape(
 
     Example: l2r landscape --out landscape.html
     """
-    from l2r.analysis.diagnostics.landscape import anchors_of, drawn_anchors
+    from l2r.analysis.diagnostics import anchors_of, drawn_anchors
     from l2r.cli.console import print_pages
     from l2r.report.explorer import write_explorer
 
@@ -53,8 +53,12 @@ def landscape(
         title, sets = "Score explorer", [drawn_anchors(seed + n) for n in range(_DRAWS)]
         figures = _paper_figures(reach)
     else:
-        from l2r.hf.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
-        from l2r.hf.checkpoints.hub import local_checkpoint
+        from l2r.hf.checkpoints import (
+            is_image_classifier,
+            load_image_classifier,
+            load_pretrained,
+            local_checkpoint,
+        )
 
         folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
         load = load_image_classifier if is_image_classifier(folder) else load_pretrained
@@ -67,12 +71,12 @@ def landscape(
 
 def _paper_figures(reach: float) -> list[Section]:
     """Figures 3 and 8: the score of a fixed anchor over the plane."""
-    from l2r.analysis.diagnostics.landscape import FLAT, SWEEP
-    from l2r.analysis.diagnostics.landscape import landscape as compute
+    from l2r.analysis.diagnostics import FLAT_SCORES, SWEPT_SCORES
+    from l2r.analysis.diagnostics import logit_landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d
 
-    axis, flat = compute(FLAT, _FLAT_ANCHOR, reach=reach, points=121)
-    wide_axis, sweep = compute(SWEEP, _SWEEP_ANCHOR, reach=reach, points=61)
+    axis, flat = compute(FLAT_SCORES, _FLAT_ANCHOR, reach=reach, points=121)
+    wide_axis, sweep = compute(SWEPT_SCORES, _SWEEP_ANCHOR, reach=reach, points=61)
     return [
         Section(
             "Score over the plane, k = [2, 2]",

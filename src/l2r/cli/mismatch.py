@@ -20,9 +20,9 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from l2r.analysis.inputs import Subject
-    from l2r.analysis.routes.compare import Comparison
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.analysis import Subject
+    from l2r.analysis.routes import Comparison
+    from l2r.hf.checkpoints import Placement
     from l2r.runs.mismatch import Mismatch
 
 
@@ -66,10 +66,8 @@ def mismatch(
 
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """
-    from l2r.analysis.inputs import open_subject
-    from l2r.hf.checkpoints import is_image_classifier
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.analysis import open_subject
+    from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
     from l2r.report.mismatch import tables, verdict, write_mismatch
     from l2r.runs.atomic import make_folder, write_text
 
@@ -122,7 +120,7 @@ def _check(against: str | None, answers: Path | None, record: Path | None) -> No
 
 
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:
-    from l2r.analysis.routes.compare import read
+    from l2r.analysis.routes import read_routing
     from l2r.cli.console import progress_bars
     from l2r.hf.routes import Routes
 
@@ -130,7 +128,7 @@ def _record(subject: "Subject", batch_size: int, path: Path) -> None:
     with progress_bars() as bars:
         done = partial(bars, "record", total=subject.items)
         for batch in subject.batches(batch_size, subject.device):
-            parts.append(read(subject.model, batch["input_ids"]).routes)
+            parts.append(read_routing(subject.model, batch["input_ids"]).routes)
             done(sum(map(len, parts)))
     Routes.concatenate(parts).save(path)
     say(f"routes: {path}")
@@ -145,14 +143,16 @@ def _compare(
     trust: bool,
 ) -> "tuple[Comparison, np.ndarray]":
     """The comparison, and the domain of every sequence."""
-    from l2r.analysis.routes.answers import read_answers
-    from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
-    from l2r.analysis.routes.compare import compare_models, compare_routes
+    from l2r.analysis.routes import (
+        ARITHMETICS,
+        compare_models,
+        compare_routes,
+        in_other_arithmetic,
+        read_answers,
+    )
     from l2r.cli.console import progress_bars
-    from l2r.hf.checkpoints import load_causal_lm
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.routes import Routes
-    from l2r.hf.routes.layers import fingerprint_of
+    from l2r.hf.checkpoints import load_causal_lm, local_checkpoint
+    from l2r.hf.routes import Routes, fingerprint_of
 
     model: Any = subject.model
     batches = list(subject.batches(batch_size, subject.device))
@@ -178,7 +178,7 @@ def _compare(
 
 
 def _result(subject: "Subject", comparison: "Comparison", domain: np.ndarray) -> "Mismatch":
-    from l2r.analysis.diagnostics.text_routing import pieces
+    from l2r.analysis.diagnostics import token_pieces
     from l2r.runs.mismatch import Mismatch
 
     arrays = comparison.arrays()
@@ -189,7 +189,7 @@ def _result(subject: "Subject", comparison: "Comparison", domain: np.ndarray) ->
         lengths=np.array(comparison.lengths),
         domain=domain,
         domains=np.array(subject.domains),
-        pieces=np.array(pieces(subject.tokenizer, ids.tolist())),
+        pieces=np.array(token_pieces(subject.tokenizer, ids.tolist())),
         tokens=tokens.astype(np.int32),
         **arrays,
     )

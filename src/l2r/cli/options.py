@@ -83,7 +83,7 @@ def read_router(changes: Sequence[str] | None) -> dict[str, Any]:
     """
     from l2r.routers import RouterConfig
     from l2r.routers.preset import preset_router
-    from l2r.training.recipes.changes import read_change
+    from l2r.training.recipes import read_change
 
     options = dict(read_change(change) for change in changes or ())
     options = {field.removeprefix("router."): value for field, value in options.items()}

@@ -34,14 +34,14 @@ def params(
     Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32
     """
     from l2r.cli.console import print_table
-    from l2r.cost.planning.recipe_model import recipe_sizes
+    from l2r.cost.planning import recipe_sizes
     from l2r.report.paper_tables import parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 
     if cost and (vit or recipes is not None):
         raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
     if vit:
-        from l2r.hf.models.size import vit_s_costs
+        from l2r.hf.models import vit_s_costs
 
         print_table(vit_cost_table(vit_s_costs()), as_json=as_json)
         return

@@ -37,13 +37,11 @@ def plan(
     from rich.console import Console
 
     from l2r.cli.console import print_table, print_text
-    from l2r.cost.planning.choose import Assumptions, make_plan
-    from l2r.cost.planning.hardware import find_gpu
-    from l2r.cost.planning.records import plan_records
+    from l2r.cost.planning import Assumptions, find_gpu, make_plan, plan_records
     from l2r.report.planning import flops_table, memory_table, scale_table
-    from l2r.training.data.mixture import parse_tokens
-    from l2r.training.pixels import with_pixels
-    from l2r.training.recipes.load import load_recipe
+    from l2r.training import with_pixels
+    from l2r.training.data import parse_tokens
+    from l2r.training.recipes import load_recipe
 
     given = Assumptions(find_gpu(gpu), utilization, imbalance)
     loaded = with_pixels(load_recipe(recipe, changes or ()))

@@ -50,14 +50,12 @@ def serve(
 
     Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
     """
-    from l2r.engines.serve.limits import Limits
-    from l2r.engines.serve.server import Options
-    from l2r.engines.serve.server import serve as start
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
+    from l2r.engines.serve import ServeLimits, ServeOptions
+    from l2r.engines.serve import serve_checkpoint as start
+    from l2r.hf.checkpoints import Placement, local_checkpoint
 
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    options = Options(
+    options = ServeOptions(
         name=name or checkpoint.resolve().name,
         host=host,
         port=port,
@@ -66,7 +64,7 @@ def serve(
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
         trust_remote_code=trust_remote_code,
-        limits=Limits(requests=max_requests, connections=max_requests + 192),
+        limits=ServeLimits(requests=max_requests, connections=max_requests + 192),
     )
     start(folder, options)
     raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

@@ -26,7 +26,7 @@ from l2r.cli.options import (
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.hf.swap.sites import Site
+    from l2r.hf.swap import Site
 
 
 def swap(
@@ -59,14 +59,22 @@ def swap(
     """
     from l2r.cli.console import print_table
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
-    from l2r.hf.checkpoints.by_file import CheckpointOnDisk
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.loading import load_model, load_tokenizer
-    from l2r.hf.checkpoints.placement import Placement
-    from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
-    from l2r.hf.swap.preferred import preferred_router
-    from l2r.hf.swap.sites import router_sites, select_sites
-    from l2r.hf.swap.swap import UNTRAINED, replace_routers
+    from l2r.hf.checkpoints import (
+        CheckpointOnDisk,
+        Placement,
+        check_new_folder,
+        load_model,
+        load_tokenizer,
+        local_checkpoint,
+        save_model,
+    )
+    from l2r.hf.swap import (
+        UNTRAINED_WARNING,
+        preferred_router,
+        replace_routers,
+        router_sites,
+        select_sites,
+    )
 
     options = read_router(changes)
     check_new_folder(out)
@@ -100,7 +108,7 @@ def swap(
     table = _table(model, before, config.kind)
     if result is None:
         print_table(table, as_json=as_json)
-        typer.echo(f"warning: {UNTRAINED}", err=True)
+        typer.echo(f"warning: {UNTRAINED_WARNING}", err=True)
     elif as_json:
         typer.echo(json.dumps({"routers": table.records(), **asdict(result)}, indent=2))
     else:

@@ -11,8 +11,7 @@ from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
-    from l2r.studies.cells import Cell
-    from l2r.studies.run import Outcome
+    from l2r.studies import Cell, Outcome
 
 
 def sweep(
@@ -42,7 +41,7 @@ def sweep(
     from l2r.cli.console import print_pages, print_table
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
-    from l2r.studies.cells import grid_cells, read_grid
+    from l2r.studies import grid_cells, read_grid
 
     cells = grid_cells(recipe, changes or [], read_grid(grid or []), seeds)
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
@@ -70,7 +69,7 @@ def sweep(
 
 
 def _plan_table(cells: "Sequence[Cell]", root: Path) -> Table:
-    from l2r.studies.run import is_finished
+    from l2r.studies import is_finished
 
     rows = []
     for cell in cells:

@@ -22,7 +22,7 @@ def train(
 
     Example: l2r train demo/l2r-sips router.rank=8 training.steps=100
     """
-    from l2r.training.recipes.load import dump_recipe, load_recipe, recipe_header, recipe_names
+    from l2r.training.recipes import dump_recipe, load_recipe, recipe_header, recipe_names
 
     if list_:
         for name in recipe_names():
@@ -34,7 +34,7 @@ def train(
     if show:
         typer.echo(dump_recipe(loaded), nl=False)
         return
-    from l2r.training.loop import train as run_training
+    from l2r.training import train as run_training
 
     name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
     folder = out or Path("runs") / name

@@ -56,14 +56,15 @@ def upcycle(
     """
     from l2r.cli.console import print_table
     from l2r.cli.fitting import fit_tables, fit_to_old
-    from l2r.hf.checkpoints import load_causal_lm
-    from l2r.hf.checkpoints.hub import local_checkpoint
-    from l2r.hf.checkpoints.placement import Placement
-    from l2r.hf.checkpoints.pretrained import check_new_folder, save_model
-    from l2r.hf.swap.preferred import preferred_router
-    from l2r.hf.swap.sites import select_sites
-    from l2r.training.fit import FitOptions
-    from l2r.training.upcycle import JointOptions
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_new_folder,
+        load_causal_lm,
+        local_checkpoint,
+        save_model,
+    )
+    from l2r.hf.swap import preferred_router, select_sites
+    from l2r.training import FitOptions, JointOptions
 
     router = read_router(changes)
     options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)

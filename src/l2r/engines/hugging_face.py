@@ -43,7 +43,7 @@ def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> 
     from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 
     from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-    from l2r.hf.swap.swap import replace_routers
+    from l2r.hf.swap import replace_routers
 
     ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
     if not post_norm:
@@ -65,7 +65,7 @@ def copy_all(
     Raises ValueError, before anything is copied, where the two are not the same architecture or
     a value is not finite.
     """
-    from l2r.hf.models.weights import check_finite
+    from l2r.hf.models import check_finite
 
     ours, theirs = (
         Tensors("the Hugging Face model", model.state_dict()),

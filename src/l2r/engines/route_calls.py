@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.hf.routes.backward import in_backward, next_number, outside_of_graphs, running_number
+from l2r.hf.routes import in_backward, next_number, outside_of_graphs, running_number
 
 
 class Part(NamedTuple):

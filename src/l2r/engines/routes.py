@@ -16,10 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from l2r.engines.route_calls import Call, Calls, Choose, Part, Seat
-from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes
-from l2r.hf.routes.backward import in_backward
-from l2r.hf.routes.layers import replaced
-from l2r.hf.routes.routes import Side
+from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes, Side, in_backward, replaced_functions
 
 
 class Recorder(Calls):
@@ -140,7 +137,7 @@ def _watched(
     end = model.register_forward_hook(session.end, always_call=True)
     made = {(s.owner, s.name): s.make(asking(layer)) for layer, s in seats.items()}
     try:
-        with replaced(made):
+        with replaced_functions(made):
             yield
     finally:
         begin.remove()

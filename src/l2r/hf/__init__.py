@@ -1,5 +1,5 @@
 """Hugging Face: models of ours, our routers in other families, routes, checkpoints in and out.
 
 Imports moe/ and below. Begin at swap/swap.py (a swap), checkpoints/pretrained.py (a load) or
-routes/replay.py (the same experts again).
+routes/replaying.py (the same experts again).
 """

@@ -15,9 +15,15 @@ from l2r.routers.config import ROUTERS, nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.reading import parse_yaml
 from l2r.runs.spelling import known_as
-from l2r.training.recipes.changes import LENGTHS, set_field
-from l2r.training.recipes.load import AnyRecipe, load_recipe, parse_recipe, recipes_in
-from l2r.training.recipes.packaged import packaged_recipes
+from l2r.training.recipes import (
+    LENGTH_FIELDS,
+    AnyRecipe,
+    load_recipe,
+    packaged_recipes,
+    parse_recipe,
+    recipes_in,
+    set_field,
+)
 
 _ROUTER = "router."
 _KIND = "router.kind"
@@ -85,7 +91,7 @@ def read_grid(axes: Sequence[str]) -> Grid:
         if not values or None in values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"grid {field} needs different values, at least one; got {text!r}")
         grid[field] = [known_as(str(v), ROUTERS) for v in values] if field == _KIND else values
-    lengths = [field for field in grid if field in LENGTHS]
+    lengths = [field for field in grid if field in LENGTH_FIELDS]
     if len(lengths) > 1:
         raise ValueError(f"grid names {' and '.join(lengths)}, which replace each other; give one")
     if not grid:

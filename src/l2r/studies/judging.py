@@ -11,8 +11,8 @@ from l2r.runs.study import CellResult, Results, ScreenDesign, Study
 from l2r.stats.contrasts import Judged, Pairs, judge
 from l2r.studies.cells import Cell
 from l2r.studies.study_plan import Plan, Registered
-from l2r.training.claim import meaning
-from l2r.training.recipes.load import parse_recipe
+from l2r.training import recipe_meaning
+from l2r.training.recipes import parse_recipe
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
         key = json.dumps(fields, sort_keys=True)
         if key not in meanings:
             source = str(places.stored().path)
-            meanings[key] = meaning(parse_recipe(fields, source=source))
-        if meanings[key] != meaning(cell.recipe.model_copy(update={"seed": 0})):
+            meanings[key] = recipe_meaning(parse_recipe(fields, source=source))
+        if meanings[key] != recipe_meaning(cell.recipe.model_copy(update={"seed": 0})):
             raise ValueError(
                 f"{places.stored().path} holds a run of another recipe than plan {plan.name} says "
                 f"({cell.name}); choose other --results"

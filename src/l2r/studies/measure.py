@@ -7,28 +7,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2r.analysis.conductor import Extent, diagnose_subject
-from l2r.analysis.diagnostics.collect import LayerRecord, collect
-from l2r.analysis.diagnostics.diagnose import Settings, diagnose
-from l2r.analysis.diagnostics.flips import bf16_copy, flips
-from l2r.analysis.diagnostics.metrics import normalized_entropy
-from l2r.analysis.diagnostics.robustness import perturbation_stability
-from l2r.analysis.diagnostics.routing_gain import routing_gain
-from l2r.analysis.run_inputs import load_final, open_run, validation_subject
+from l2r.analysis import Extent, diagnose_subject, load_final, open_run, validation_subject
+from l2r.analysis.diagnostics import (
+    DiagnosisSettings,
+    LayerRecord,
+    bf16_copy,
+    collect_records,
+    count_flips,
+    diagnose_layers,
+    measure_routing_gain,
+    normalized_entropy,
+    perturbation_stability,
+)
 from l2r.functional import load_balancing_loss
-from l2r.hf.checkpoints.run_card import update_card
+from l2r.hf.checkpoints import update_card
 from l2r.machine import pick_device
 from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.training.ranks import Ranks
-from l2r.training.recipes.load import AnyRecipe
-from l2r.training.recipes.vision import VisionRecipe
-from l2r.training.task import build_task
+from l2r.training import Ranks, build_task
+from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
-_SETTINGS = Settings(certify=0, keep_sample=False)
+_SETTINGS = DiagnosisSettings(certify=0, keep_sample=False)
 _GAIN_ROWS = 64  # sequences whose loss is taken three times
 _PATCHES = 8  # images of a page that shows several runs
 _RELATIVE_NOISE = 0.1  # of the root mean square of the router's inputs
@@ -80,12 +82,12 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
     rows = max(1, sample // task.item_size)
     subject = validation_subject(model, task, recipe, rows)
     batches = partial(subject.batches, recipe.evaluation.batch_size, subject.device)
-    records = collect(model, batches(), run=subject.run)
-    diagnosis = diagnose(records, settings=_SETTINGS)
+    records = collect_records(model, batches(), run=subject.run)
+    diagnosis = diagnose_layers(records, settings=_SETTINGS)
     mean = diagnosis.mean()
     top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.by_layer("top1")]
-    gain = routing_gain(model, batches(), task.loss)
-    flipped = flips(model, bf16_copy(model), batches(), subject.run)
+    gain = measure_routing_gain(model, batches(), task.loss)
+    flipped = count_flips(model, bf16_copy(model), batches(), subject.run)
     return {
         "routing_gain": gain.random,
         "shuffled_gain": gain.shuffled,

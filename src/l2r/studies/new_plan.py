@@ -14,7 +14,7 @@ from l2r.runs.study import Results
 from l2r.stats.contrasts import detectable
 from l2r.studies.study_plan import Plan, validated_plan
 
-POWER = 0.8  # share of studies that are to find the difference, if it is there
+PLANNED_POWER = 0.8  # share of studies that are to find the difference, if it is there
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Question:
 
     def detectable(self, seeds: int) -> float:
         """Smallest difference that ``seeds`` seeds find with power 0.8."""
-        return detectable(self.sd, seeds, self.strictest_alpha(), POWER)
+        return detectable(self.sd, seeds, self.strictest_alpha(), PLANNED_POWER)
 
     def seeds_needed(self, most: int = 200) -> int:
         """Fewest seeds that find a difference of the margin with power 0.8.
@@ -99,8 +99,8 @@ def write_plan(path: Path, question: Question) -> Plan:
     head = (
         f"# {len(question.arms)} arms, {seeds} seeds. At the expected deviation of the paired "
         f"differences, {question.sd:g},\n# {seeds} seeds find a difference of "
-        f"{question.detectable(seeds):.3g} in {question.metric} with power {POWER:g}, in the "
-        "strictest\n# step of Holm's procedure. Commit this file before the first run.\n"
+        f"{question.detectable(seeds):.3g} in {question.metric} with power {PLANNED_POWER:g}, in "
+        "the strictest\n# step of Holm's procedure. Commit this file before the first run.\n"
     )
     values = plan.model_dump(mode="json", exclude_defaults=True)
     write_text(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

@@ -14,11 +14,8 @@ import torch
 from l2r.runs.atomic import refuse_link
 from l2r.runs.folder import RunFolder
 from l2r.studies.cells import Cell
-from l2r.training.claim import claim, has_recipe
-from l2r.training.loop import train
-from l2r.training.ranks import Ranks
-from l2r.training.recipes.load import AnyRecipe
-from l2r.training.signals import stop_on_signals
+from l2r.training import Ranks, claim_run, has_recipe, stop_on_signals, train
+from l2r.training.recipes import AnyRecipe
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def environment(**more: str) -> dict[str, str]:
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome:
     """One process per cell; a signal to us is handed on, so that the cell saves before it ends."""
     run.create()
-    claim(run, cell.recipe, Ranks(0, 1, torch.device("cpu")))
+    claim_run(run, cell.recipe, Ranks(0, 1, torch.device("cpu")))
     command = [*launcher, "-m", "l2r", "train", str(run.recipe), "--out", str(run.path)]
     with stop_on_signals() as stop:
         # Not in our process group: Ctrl-C would reach it twice, and the second one kills.

@@ -25,7 +25,7 @@ from l2r.studies.judging import Places
 from l2r.studies.measure import measure
 from l2r.studies.run import environment, run_cells
 from l2r.studies.study_plan import Registered
-from l2r.training.signals import stop_on_signals
+from l2r.training import stop_on_signals
 
 Report = Callable[[str], None]
 

@@ -23,8 +23,14 @@ from l2r.runs.study import MEASURES, OF_IMAGES
 from l2r.stats.contrasts import Contrast
 from l2r.stats.effects import design
 from l2r.studies.cells import Cell, as_word
-from l2r.training.recipes.load import AnyRecipe, first_problem, load_recipe
-from l2r.training.recipes.schema import CorpusVersion, LanguageRecipe, Section
+from l2r.training.recipes import (
+    AnyRecipe,
+    CorpusVersion,
+    LanguageRecipe,
+    Section,
+    first_problem,
+    load_recipe,
+)
 
 _FOLDER = Path(__file__).parent / "plans"
 _CHECKOUT = _FOLDER.parents[3]  # of this package, where it is one: src/l2r/studies/plans

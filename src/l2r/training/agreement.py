@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.hf.swap.sites import Site
+from l2r.hf.swap import Site
 from l2r.routers import Router
 from l2r.routers.observe import hooked
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from l2r.hf.models.weights import check_finite
+from l2r.hf.models import check_finite
 from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
 from l2r.runs.reading import parse_json, read_bytes

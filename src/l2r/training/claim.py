@@ -14,7 +14,9 @@ def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:
     A field that did not exist when the run began has its default; one that is read from images is
     as the run read it. Raises ValueError where the folder's recipe cannot be read.
     """
-    return run.is_run() and meaning(load_recipe(str(run.recipe))) == meaning(resumed(run, recipe))
+    return run.is_run() and recipe_meaning(load_recipe(str(run.recipe))) == recipe_meaning(
+        resumed(run, recipe)
+    )
 
 
 def resumed(run: RunFolder, recipe: AnyRecipe) -> AnyRecipe:
@@ -38,7 +40,7 @@ def resumed(run: RunFolder, recipe: AnyRecipe) -> AnyRecipe:
         return recipe
 
 
-def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
+def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
     """Write the recipe into the folder, or check that the folder's own is the same."""
     if run.is_run() and not has_recipe(run, recipe):
         raise ValueError(
@@ -49,6 +51,6 @@ def claim(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
         write_text(run.recipe, dump_recipe(recipe))
 
 
-def meaning(recipe: AnyRecipe) -> dict[str, object]:
+def recipe_meaning(recipe: AnyRecipe) -> dict[str, object]:
     """All fields that training depends on."""
     return recipe.model_dump(exclude={"training": {"logger"}})

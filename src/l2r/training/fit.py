@@ -19,8 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from l2r.hf.swap.sites import Site, place_router
-from l2r.hf.swap.swap import forget_replaced, unfitted_sites
+from l2r.hf.swap import Site, forget_replaced, place_router, unfitted_sites
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.checkpoints.loading import hugging_face_tokenizer
-from l2r.hf.checkpoints.pretrained import model_like
-from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.models.experts_backend import register
-from l2r.hf.models.whole_sequences import whole_sequences
+from l2r.hf.checkpoints import hugging_face_tokenizer, model_like
+from l2r.hf.models import (
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    reading_whole_sequences,
+    register_experts,
+)
 from l2r.training.data.corpus import build_corpus
 from l2r.training.data.rows import balanced_rows, even_rows, name_domains_without_rows
 from l2r.training.data.tokens import TokenDataset
@@ -60,7 +62,9 @@ class LanguageTask:
         model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
         # A model to start from may have a row for padding, which no gradient would reach.
         model.config.pad_token_id = model.get_input_embeddings().padding_idx = None
-        model.set_experts_implementation(register())  # ours: fewer passes (docs/performance.md)
+        model.set_experts_implementation(
+            register_experts()
+        )  # ours: fewer passes (docs/performance.md)
         return model
 
     def model_config(self) -> L2rOlmoeConfig:
@@ -85,7 +89,7 @@ class LanguageTask:
 
     @staticmethod
     def loss(model: nn.Module, batch: dict[str, Tensor], chunk: int | None = None) -> Tensor:
-        with whole_sequences(model):
+        with reading_whole_sequences(model):
             return token_losses(model, batch["input_ids"], chunk=chunk).mean()
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from l2r.hf.checkpoints.pretrained import new_folder
-from l2r.hf.checkpoints.run_card import write_run_card
-from l2r.hf.models.checkpointing import checkpoint_activations
+from l2r.hf.checkpoints import new_folder, write_run_card
+from l2r.hf.models import checkpoint_activations
 from l2r.runs.atomic import remove
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim, resumed
+from l2r.training.claim import claim_run, resumed
 from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.loggers import check_logger
@@ -26,10 +25,10 @@ from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (
+    autocast_to,
     compile_blocks,
     gathered_weights,
     parallelize,
-    precision,
     whole_model,
 )
 from l2r.training.ranks import Ranks, join_ranks
@@ -120,7 +119,7 @@ class _Trainer:
         self.units_per_step = training.global_batch * task.item_size
         self.steps = _steps(recipe, task.items, self.units_per_step)
         self.end = self.steps * self.units_per_step
-        claim(run, recipe, ranks)
+        claim_run(run, recipe, ranks)
         torch.manual_seed(recipe.seed)
         torch.use_deterministic_algorithms(training.deterministic)
         model = task.build_model()
@@ -185,7 +184,7 @@ class _Trainer:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def _validate(self, step: int, monitor: Monitor) -> None:
-        with torch.no_grad(), precision(self.recipe.training.precision, self.ranks.device):
+        with torch.no_grad(), autocast_to(self.recipe.training.precision, self.ranks.device):
             numbers = self.task.validate(whole_model(self.model), self.ranks.device)
             if self.average is not None:
                 with self.average.applied(self.model):

@@ -40,7 +40,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2: every block, and what is around them, split over the ranks of the mesh."""
     for router in (module for module in model.modules() if isinstance(module, Router)):
         router.lift_scalars()
-    for block in blocks(model):
+    for block in transformer_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -55,7 +55,7 @@ def compile_blocks(model: nn.Module) -> None:
     for router in (module for module in model.modules() if isinstance(module, Router)):
         call: Any = router._call_impl
         router._compiled_call_impl = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-    for block in blocks(model):
+    for block in transformer_blocks(model):
         block.compile()
 
 
@@ -84,13 +84,13 @@ def gathered_weights(model: nn.Module) -> dict[str, Any]:
     return weights | {name: weights[name].reshape(()) for name in lifted}
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Transformer blocks: the entries of the longest ModuleList."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len) if lists else []
 
 
-def precision(name: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast_to(name: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast for bf16, nothing for fp32."""
     if name == "fp32":
         return contextlib.nullcontext()

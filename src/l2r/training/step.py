@@ -23,7 +23,7 @@ from l2r.training.objective import (
     layer_usage,
     routing_summary,
 )
-from l2r.training.parallel import accumulate, precision, unchanged_buffers
+from l2r.training.parallel import accumulate, autocast_to, unchanged_buffers
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.load import AnyRecipe
 from l2r.training.task import Batch, Task
@@ -110,7 +110,7 @@ class TrainingStep:
     ) -> tuple[Tensor, dict[str, Tensor], Loads]:
         """The objective of a micro-batch, its parts, and the loads of the experts."""
         section = self.recipe.losses
-        with precision(self.recipe.training.precision, self.ranks.device):
+        with autocast_to(self.recipe.training.precision, self.ranks.device):
             with capture(self.model) as captured:
                 task_loss = self._task_loss(batch)
             loads = expert_loads(captured)
@@ -124,7 +124,7 @@ class TrainingStep:
         return loss, {"ce": task_loss.detach(), **parts_of_extra}, loads
 
     def _explain_loss(self, step: int, batch: Batch, loss: Tensor) -> str:
-        with precision(self.recipe.training.precision, self.ranks.device):
+        with autocast_to(self.recipe.training.precision, self.ranks.device):
             return explain_loss(self.model, lambda: self._task_loss(batch), step, loss)
 
     def _task_loss(self, batch: Batch) -> Tensor:
@@ -137,7 +137,7 @@ class TrainingStep:
         sums: list[Tensor] = []
         with torch.no_grad(), unchanged_buffers(self.model):
             for batch in batches:
-                autocast = precision(self.recipe.training.precision, self.ranks.device)
+                autocast = autocast_to(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:
                     self._task_loss(batch)
                 parts = layer_usage(captured, self.recipe.losses, expert_loads(captured))

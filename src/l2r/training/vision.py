@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.training.data.augment import augment
 from l2r.training.data.image_sources import open_images
 from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from l2r.analysis.diagnostics.choices import ChoiceLog, choices_of
-from l2r.analysis.diagnostics.collect import collect
-from l2r.analysis.diagnostics.diagnose import Settings, diagnose
+from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.over_time import saturation
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
 from l2r.analysis.diagnostics.streaming_sums import margins
@@ -23,7 +23,7 @@ def test_choices_are_what_the_routers_returned_on_the_grid_of_the_text():
     data[1]["token_mask"] = torch.ones(4, 10, dtype=torch.bool)
     data[1]["token_mask"][2, 4:] = False
     log = ChoiceLog()
-    collect(model, data, reducers=[log])
+    collect_records(model, data, reducers=[log])
     got = log.choices()
     assert got.num_experts == 6 and [e.shape for e in got.experts] == [(12, 10, 2)] * 2
     for number, batch in enumerate(data):
@@ -48,7 +48,7 @@ def test_above_the_limit_rows_are_dropped_evenly_and_alike_for_every_model():
     kept = []
     for model in (ours("linear"), stock()):
         log = ChoiceLog(limit=70)
-        collect(model, data, reducers=[log])
+        collect_records(model, data, reducers=[log])
         kept.append(log.choices())
     rows = torch.cat([batch["input_ids"] for batch in data])
     np.testing.assert_array_equal(kept[0].words, rows[::4])
@@ -94,10 +94,10 @@ def test_saturation_is_one_for_the_same_checkpoint_and_equals_a_loop():
 
 def test_a_diagnosis_holds_the_analyses_and_reads_back(tmp_path):
     log, data = ChoiceLog(), batches(3)
-    records = collect(ours(), data, reducers=[log])
+    records = collect_records(ours(), data, reducers=[log])
     gain = RoutingGain(2.0, 0.5, 0.25)
-    settings = Settings(certify=0, least=2)
-    got = diagnose(records, settings=settings, choices=log.choices(), gain=gain)
+    settings = DiagnosisSettings(certify=0, least=2)
+    got = diagnose_layers(records, settings=settings, choices=log.choices(), gain=gain)
     numbers = got.numbers()
     assert (numbers["cross_entropy"], numbers["routing_gain"]) == (2.0, 0.5)
     for name in ("vocabulary_input", "vocabulary_next", "vocabulary_predicted", "coactivation"):
@@ -106,6 +106,6 @@ def test_a_diagnosis_holds_the_analyses_and_reads_back(tmp_path):
     assert "path_information" not in got.layers[0] and got.layers[1]["path_information"] > 0
     assert got.array(1, "frequency").shape == (5, 4)
     assert got.array(0, "experts").shape == (12, 10, 2)
-    plain = diagnose(records, settings=settings)
+    plain = diagnose_layers(records, settings=settings)
     assert plain.info["model"] == {} and "data" not in plain.info
     assert plain.numbers() == plain.mean()

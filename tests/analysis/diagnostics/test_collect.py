@@ -10,8 +10,8 @@ from torch import nn
 from l2r import build_router, router_names
 from l2r.analysis.diagnostics import metrics
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.collect import collect
-from l2r.analysis.diagnostics.diagnose import Settings, diagnose
+from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.token_sample import TokenSample
 from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
@@ -24,7 +24,7 @@ DOMAINS = ("even", "odd")
 
 def test_streamed_numbers_equal_those_of_all_tokens_at_once():
     model, data = ours(), batches()
-    records = collect(model, data, domains=DOMAINS, sample=64)
+    records = collect_records(model, data, domains=DOMAINS, sample=64)
     with torch.no_grad(), capture(model, inputs=True) as captured:
         for batch in data:
             model(input_ids=batch["input_ids"])
@@ -61,9 +61,9 @@ def test_statistics_under_autocast_are_those_without(kind):
     def run(model, inputs):
         return model[0](inputs["x"])
 
-    (plain,) = collect(model, data, run=run)
+    (plain,) = collect_records(model, data, run=run)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (under,) = collect(model, data, run=run)
+        (under,) = collect_records(model, data, run=run)
     for part, numbers in plain.sums.items():
         for name, value in numbers.items():
             assert torch.equal(under.sums[part][name], value), (part, name)
@@ -71,11 +71,11 @@ def test_statistics_under_autocast_are_those_without(kind):
 
 @pytest.mark.parametrize("model", [ours("linear"), stock()], ids=["ours", "hugging face"])
 def test_stock_hugging_face_models_are_read_like_ours(model):
-    records = collect(model, batches(), sample=32)
+    records = collect_records(model, batches(), sample=32)
     assert len(records) == 2
     assert all(record.num_experts == 6 for record in records)
     assert records[0].sums["margin"]["tokens"] == 3 * 4 * 10
-    diagnosis = diagnose(records, settings=Settings(certify=8))
+    diagnosis = diagnose_layers(records, settings=DiagnosisSettings(certify=8))
     assert diagnosis.mean()["tightness_top1"] > 0.9
     json.dumps(diagnosis.layers)
 
@@ -84,9 +84,9 @@ def test_padding_changes_nothing():
     model, data = ours(), batches(1)
     padded = torch.nn.functional.pad(data[0]["input_ids"], (0, 5), value=1)
     mask = torch.nn.functional.pad(torch.ones(4, 10, dtype=torch.int64), (0, 5))
-    plain = collect(model, data)
-    masked = collect(model, [{"input_ids": padded, "attention_mask": mask}])
-    by_name = collect(model, [{"input_ids": padded, "token_mask": mask}])
+    plain = collect_records(model, data)
+    masked = collect_records(model, [{"input_ids": padded, "attention_mask": mask}])
+    by_name = collect_records(model, [{"input_ids": padded, "token_mask": mask}])
     for one, two, three in zip(plain, masked, by_name, strict=True):
         for part in ("margin", "usage", "cosine"):
             for name, value in one.sums[part].items():
@@ -101,8 +101,8 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
         return sum(value.numel() for value in [*held, *record.sample.values()])
 
     model = ours()
-    few = collect(model, batches(2, rows=8), domains=DOMAINS, sample=50)
-    many = collect(model, batches(12, rows=8), domains=DOMAINS, sample=50)
+    few = collect_records(model, batches(2, rows=8), domains=DOMAINS, sample=50)
+    many = collect_records(model, batches(12, rows=8), domains=DOMAINS, sample=50)
     assert [entries(record) for record in few] == [entries(record) for record in many]
     assert many[0].sums["margin"]["tokens"] == 6 * few[0].sums["margin"]["tokens"]
 
@@ -110,7 +110,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
 def test_hooks_are_removed_and_modes_kept_even_after_an_error():
     model = ours().train()
     with pytest.raises(RuntimeError, match="stop"):
-        collect(
+        collect_records(
             model,
             batches(1),
             run=lambda module, inputs: (_ for _ in ()).throw(RuntimeError("stop")),
@@ -123,7 +123,7 @@ def test_models_without_routers_and_data_without_tokens_are_refused():
     with pytest.raises(ValueError, match="Linear has no MoE router"):
         find_routers(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="saw no tokens"):
-        collect(ours(), [])
+        collect_records(ours(), [])
 
 
 class _Odd(nn.Module):
@@ -137,7 +137,7 @@ class _Odd(nn.Module):
 
 def test_a_router_of_another_contract_is_named():
     with pytest.raises(ValueError, match="Linear must return logits"):
-        collect(_Odd(), [{"x": torch.ones(2, 4)}])
+        collect_records(_Odd(), [{"x": torch.ones(2, 4)}])
 
 
 def test_the_sample_is_uniform_and_the_same_for_any_batching():
@@ -164,7 +164,7 @@ def test_layers_sample_the_same_tokens():
     model = ours("linear")
     with torch.no_grad(), capture(model, inputs=True) as captured:
         model(input_ids=batches(1)[0]["input_ids"])
-    records = collect(model, batches(1), sample=7)
+    records = collect_records(model, batches(1), sample=7)
     positions = []
     for record in records:
         x = captured.inputs[record.name][0].reshape(-1, 16)
@@ -173,8 +173,8 @@ def test_layers_sample_the_same_tokens():
 
 
 def test_diagnosis_is_plain_data_and_saves(tmp_path):
-    records = collect(ours(heads=4), batches(), domains=DOMAINS, sample=40)
-    diagnosis = diagnose(records, domains=DOMAINS, settings=Settings(certify=4))
+    records = collect_records(ours(heads=4), batches(), domains=DOMAINS, sample=40)
+    diagnosis = diagnose_layers(records, domains=DOMAINS, settings=DiagnosisSettings(certify=4))
     diagnosis.save(tmp_path)
     saved = json.loads((tmp_path / "diagnosis.json").read_text())
     assert saved["layers"] == diagnosis.layers
@@ -201,20 +201,22 @@ def test_routers_without_a_certificate_say_so(monkeypatch):
     def refuse(router, x):
         raise ValueError("no certificate is known")
 
-    monkeypatch.setattr("l2r.analysis.diagnostics.diagnose.certify", refuse)
-    diagnosis = diagnose(collect(ours(), batches(1)), settings=Settings(certify=4))
+    monkeypatch.setattr("l2r.analysis.diagnostics.model_diagnosis.certify", refuse)
+    diagnosis = diagnose_layers(
+        collect_records(ours(), batches(1)), settings=DiagnosisSettings(certify=4)
+    )
     assert diagnosis.layers[0]["certificate"] == "no certificate is known"
     assert "certified_top1" not in diagnosis.mean()
 
 
 def on_a_rank(rank):
     data = batches(4)[rank::2]
-    record = collect(ours(), data, domains=DOMAINS, sample=16)[0]
+    record = collect_records(ours(), data, domains=DOMAINS, sample=16)[0]
     return record.sums, record.sample
 
 
 def test_two_ranks_give_the_statistics_of_all_tokens(tmp_path):
-    alone = collect(ours(), batches(4), domains=DOMAINS, sample=16)[0]
+    alone = collect_records(ours(), batches(4), domains=DOMAINS, sample=16)[0]
     (first, sample), (second, other) = on_two_ranks(on_a_rank, tmp_path)
     for part, values in alone.sums.items():
         for name, value in values.items():

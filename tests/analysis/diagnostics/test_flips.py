@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from l2r.analysis.diagnostics.flips import bf16_copy, flips
+from l2r.analysis.diagnostics.flips import bf16_copy, count_flips
 from l2r.hf.checkpoints import load_pretrained
 from l2r.routers.observe import find_routers
 from tests.analysis.diagnostics.models import batches, ours
@@ -32,7 +32,7 @@ def sets_of(model, data):
 
 def test_a_model_flips_nothing_against_itself():
     model = ours()
-    assert flips(model, model, batches(), run) == (0, 0)
+    assert count_flips(model, model, batches(), run) == (0, 0)
 
 
 def test_flips_are_counted_per_decision_and_per_token():
@@ -46,7 +46,7 @@ def test_flips_are_counted_per_decision_and_per_token():
     decisions = sum(map(sum, by_token)) / (2 * len(by_token))
     tokens = sum(map(any, by_token)) / len(by_token)
     assert 0 < decisions < tokens < 1  # else the case shows nothing
-    assert flips(model, other, data, run) == pytest.approx((decisions, tokens))
+    assert count_flips(model, other, data, run) == pytest.approx((decisions, tokens))
 
 
 def test_a_bf16_copy_chooses_as_a_bf16_load(tmp_path):
@@ -61,4 +61,4 @@ def test_a_bf16_copy_chooses_as_a_bf16_load(tmp_path):
 
 def test_no_batch_is_refused():
     with pytest.raises(ValueError, match="batches must hold at least one"):
-        flips(ours(), ours(), [], run)
+        count_flips(ours(), ours(), [], run)

@@ -7,7 +7,12 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r import L2RConfig
-from l2r.analysis.diagnostics.routing_gain import batch_loss, other_experts, routing_gain, spread
+from l2r.analysis.diagnostics.routing_gain import (
+    batch_loss,
+    measure_routing_gain,
+    other_experts,
+    spread,
+)
 from l2r.hf.swap import swap_routers
 from l2r.routers.observe import find_routers, hooked
 from l2r.training.evaluation.perplexity import token_losses
@@ -27,19 +32,26 @@ def swapped():
 @pytest.mark.parametrize("make", [ours, stock, swapped])
 def test_it_is_the_rise_of_the_loss_with_other_experts(make):
     model, data = make(), [*batches(2), *batches(1, rows=2)]
-    gain = routing_gain(model, data, loss)
+    gain = measure_routing_gain(model, data, loss)
     rows = [4, 4, 2]
     with torch.no_grad():
         own = sum(n * loss(model, batch) for n, batch in zip(rows, data, strict=True)) / sum(rows)
     assert gain.loss == pytest.approx(own.item(), rel=1e-6)
     assert gain.random != 0 != gain.shuffled and gain.random != gain.shuffled
-    assert gain == routing_gain(model, data, loss) != routing_gain(model, data, loss, seed=1)
+    assert (
+        gain
+        == measure_routing_gain(model, data, loss)
+        != measure_routing_gain(model, data, loss, seed=1)
+    )
 
 
 def test_a_gain_is_what_the_loss_rises_by():
     """By hand: the loss with the routers' outputs replaced, less its own, over all rows."""
     model, data = ours(), [*batches(2), *batches(1, rows=2)]
-    gain, generator = routing_gain(model, data, loss, seed=3), torch.Generator().manual_seed(3)
+    gain, generator = (
+        measure_routing_gain(model, data, loss, seed=3),
+        torch.Generator().manual_seed(3),
+    )
     routers, sums = find_routers(model).values(), {"own": 0.0, "random": 0.0, "shuffled": 0.0}
 
     def replaced(kind):
@@ -64,13 +76,13 @@ def test_a_gain_is_what_the_loss_rises_by():
 def test_the_gain_is_that_of_the_model_in_evaluation_mode():
     """Dropout would make every loss another draw; what was training goes on training."""
     model, data = ours(), batches()
-    expected = routing_gain(model, data, loss)
+    expected = measure_routing_gain(model, data, loss)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.train()
     model.lm_head.eval()
     modes = [part.training for part in model.modules()]
-    assert routing_gain(model, data, loss) == expected
+    assert measure_routing_gain(model, data, loss) == expected
     assert [part.training for part in model.modules()] == modes
 
 
@@ -79,7 +91,7 @@ def test_the_same_experts_give_no_gain():
     model = ours("linear")
     for router in find_routers(model).values():
         torch.nn.init.zeros_(router.weight)
-    assert routing_gain(model, batches(), loss).shuffled == 0
+    assert measure_routing_gain(model, batches(), loss).shuffled == 0
 
 
 def test_random_experts_are_k_different_ones_and_shuffled_ones_keep_the_load():
@@ -103,7 +115,7 @@ def test_weights_and_logits_stay_and_nothing_is_left_on_the_model():
     routers = find_routers(model)
     before = {name: len(router._forward_hooks) for name, router in routers.items()}
     with hooked(dict.fromkeys(routers.values(), see)):
-        routing_gain(model, [batch], loss)
+        measure_routing_gain(model, [batch], loss)
     first = [seen[i] for i in (0, 2, 4)]  # of the first layer: its own, random, shuffled
     for output in first[1:]:
         assert torch.equal(output.weights, first[0].weights)
@@ -147,4 +159,4 @@ def test_the_loss_of_text_and_of_images():
 
 def test_no_batches_are_refused():
     with pytest.raises(ValueError, match="at least 1 batch"):
-        routing_gain(ours(), [], loss)
+        measure_routing_gain(ours(), [], loss)

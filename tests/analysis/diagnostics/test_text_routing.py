@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from l2r import build_router
 from l2r.analysis.certificates import rank2_cells
 from l2r.analysis.certificates.certify import SHRINK, certify
-from l2r.analysis.diagnostics.collect import collect
-from l2r.analysis.diagnostics.text_routing import CONTEXTS, TextTrace, pieces, wilson_low
+from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.text_routing import CONTEXTS, TextTrace, token_pieces, wilson_low
 from tests.analysis.diagnostics.models import batches, ours, stock
 
 SINGLE = torch.finfo(torch.float32).eps
@@ -19,7 +19,7 @@ SINGLE = torch.finfo(torch.float32).eps
 
 def traced(model, given, *, tokens=40, domains=("one", "two"), tokenizer=None):
     trace = TextTrace(model, domains=domains, tokens=tokens)
-    collect(model, given, domains=domains, reducers=[trace])
+    collect_records(model, given, domains=domains, reducers=[trace])
     return trace.result(tokenizer)
 
 
@@ -159,6 +159,6 @@ def test_pieces_join_to_the_text(kind):
     tokenizer.train_from_iterator([text, "a b c"] * 3, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     ids = fast(text, add_special_tokens=False)["input_ids"]
-    assert "".join(pieces(fast, ids)).removeprefix(" ") == text
-    assert pieces(fast, [fast.eos_token_id]) == ["<end>"]
-    assert pieces(None, [3]) == [" 3"]
+    assert "".join(token_pieces(fast, ids)).removeprefix(" ") == text
+    assert token_pieces(fast, [fast.eos_token_id]) == ["<end>"]
+    assert token_pieces(None, [3]) == [" 3"]

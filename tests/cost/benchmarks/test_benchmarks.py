@@ -10,7 +10,7 @@ import torch
 
 from l2r.cost.benchmarks import contenders as entries
 from l2r.cost.benchmarks import moe, router, run_bench
-from l2r.cost.benchmarks.results import Settings, save
+from l2r.cost.benchmarks.results import BenchSettings, save_bench
 from l2r.cost.benchmarks.timing import measure
 from l2r.report.performance import (
     bars_figure,
@@ -21,7 +21,7 @@ from l2r.report.performance import (
     scaling_figure,
 )
 
-QUICK = Settings(seconds=0.02, quick=True)
+QUICK = BenchSettings(seconds=0.02, quick=True)
 
 
 def test_contenders_take_turns_and_the_slow_one_is_slower() -> None:
@@ -62,14 +62,14 @@ def test_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_of_vit_s_are_timed_at_the_papers_sizes() -> None:
     """d 384, experts of width 1,536, 16 of them and k 2; 197 tokens an image, 4 images."""
-    (vit,) = (shape for shape in moe.shapes(Settings()) if shape.name == "vit-s")
+    (vit,) = (shape for shape in moe.shapes(BenchSettings()) if shape.name == "vit-s")
     assert vit == moe.Shape("vit-s", 788, 384, 1536, 16, 2)
 
 
 @pytest.mark.parametrize("name", ["router", "memory", "moe"])
 def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> None:
     found = run_bench(name, QUICK).as_dict()
-    again = json.loads(save(found, tmp_path).read_text())
+    again = json.loads(save_bench(found, tmp_path).read_text())
     assert again["records"] == found["records"]
     assert again["environment"]["torch"] == importlib.metadata.version("torch")
     assert {"processor", "threads", "gpu"} <= set(again["environment"])
@@ -92,7 +92,7 @@ def test_scaling_has_every_axis_and_draws_it() -> None:
 def test_settings_name_the_wrong_field() -> None:
     for options in ({"device": "tpu"}, {"seconds": 0.0}, {"clock": "sun"}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            Settings(**options)
+            BenchSettings(**options)
     with pytest.raises(ValueError, match="benchmark must be one of"):
         run_bench("speed", QUICK)
 
@@ -106,7 +106,7 @@ def test_command_prints_records_and_writes_a_page(l2r, tmp_path: Path) -> None:
 
 
 def test_a_report_shows_benchmarks_and_refuses_other_files(tmp_path: Path) -> None:
-    save(run_bench("scaling", QUICK).as_dict(), tmp_path)
+    save_bench(run_bench("scaling", QUICK).as_dict(), tmp_path)
     section = bench_section(read_bench(tmp_path / "scaling.json"))
     assert section.title == "Speed: scaling"
     assert len(section.parts) == 11  # five axes, time and memory each, and the table

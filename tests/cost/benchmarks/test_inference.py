@@ -1,11 +1,11 @@
 """The benchmark behind the paper's table of inference overhead, on a tiny model."""
 
 from l2r.cost.benchmarks import run_bench
-from l2r.cost.benchmarks.results import Settings
+from l2r.cost.benchmarks.results import BenchSettings
 
 
 def test_inference_times_prefill_and_decode_of_every_router_against_the_linear_one() -> None:
-    records = run_bench("inference", Settings(seconds=0.001, quick=True)).records
+    records = run_bench("inference", BenchSettings(seconds=0.001, quick=True)).records
     phases = {phase: [r for r in records if r["phase"] == phase] for phase in ("prefill", "decode")}
     tokens = {"prefill": 16, "decode": 1}
     for phase, rows in phases.items():

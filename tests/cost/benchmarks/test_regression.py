@@ -7,8 +7,8 @@ import random
 import pytest
 
 from l2r.cost.benchmarks import regression, run_bench
-from l2r.cost.benchmarks.regression import changes
-from l2r.cost.benchmarks.results import Settings
+from l2r.cost.benchmarks.regression import bench_changes
+from l2r.cost.benchmarks.results import BenchSettings
 
 
 def bench(seed, slower=1.0, turns=9, noise=0.03):
@@ -28,7 +28,7 @@ def bench(seed, slower=1.0, turns=9, noise=0.03):
 
 
 def test_a_contender_that_became_slower_is_named_and_no_other():
-    found = changes(bench(0), bench(1, slower=1.2))
+    found = bench_changes(bench(0), bench(1, slower=1.2))
     assert len(found) == 4  # two groups, without their bases
     (change,) = [change for change in found if change.regressed]
     assert (change.group, change.contender) == ("forward, 8 tokens", "l2r_sips H16, fused")
@@ -38,14 +38,16 @@ def test_a_contender_that_became_slower_is_named_and_no_other():
 
 def test_noise_of_a_busy_machine_is_no_regression_and_a_faster_one_neither():
     """The pace of a turn, here up to fivefold, is in both times of a ratio."""
-    falsely = [any(c.regressed for c in changes(bench(2 * i), bench(2 * i + 1))) for i in range(40)]
+    falsely = [
+        any(c.regressed for c in bench_changes(bench(2 * i), bench(2 * i + 1))) for i in range(40)
+    ]
     assert sum(falsely) <= 2
-    assert not any(change.regressed for change in changes(bench(0), bench(1, slower=0.7)))
+    assert not any(change.regressed for change in bench_changes(bench(0), bench(1, slower=0.7)))
 
 
 def test_small_changes_and_too_few_turns_are_no_regression():
-    assert not any(c.regressed for c in changes(bench(0), bench(1, slower=1.03, noise=0.001)))
-    few = changes(bench(0, turns=2), bench(1, slower=3.0, turns=2))
+    assert not any(c.regressed for c in bench_changes(bench(0), bench(1, slower=1.03, noise=0.001)))
+    few = bench_changes(bench(0, turns=2), bench(1, slower=3.0, turns=2))
     assert not any(change.regressed for change in few)
     assert {change.least_p for change in few} == {4 / 6}  # C(4, 2) splits, four contenders
 
@@ -61,12 +63,12 @@ def test_small_changes_and_too_few_turns_are_no_regression():
 )
 def test_what_cannot_be_compared_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        changes({**bench(0), **change}, bench(1))
+        bench_changes({**bench(0), **change}, bench(1))
 
 
 @pytest.mark.parametrize("name", ["router", "moe"])
 def test_every_timed_contender_has_its_turns(name):
-    found = run_bench(name, Settings(seconds=0.02, quick=True)).as_dict()
+    found = run_bench(name, BenchSettings(seconds=0.02, quick=True)).as_dict()
     timed = [record for record in found["records"] if record.get("correct", True)]
     assert sum(len(group["seconds"]) for group in found["turns"]) == len(timed)
     for group in found["turns"]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from l2r.engines.serve import server
-from l2r.engines.serve.server import Options
+from l2r.engines.serve.server import ServeOptions
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from tests.training.evaluation.conftest import TINY, small_tokenizer
 
@@ -90,7 +90,7 @@ def serving(folder, **options):
     if options.get("continuous_batching"):
         options.setdefault("num_blocks", 4)
     options = {"name": "served", **options}
-    with server.serving(folder, Options(port=0, **options)) as (port, worker):
+    with server.serving(folder, ServeOptions(port=0, **options)) as (port, worker):
         yield Client(port, worker)
 
 

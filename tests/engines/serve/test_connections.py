@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 
 from l2r.engines.serve.doors import Doors
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from tests.engines.serve.conftest import CONTEXT, Answer, serving
 from tests.engines.serve.test_load import until
 
@@ -21,7 +21,7 @@ def answered(client):
 
 
 def test_more_connections_than_allowed_are_closed(folder):
-    with serving(folder, limits=Limits(connections=2)) as client:
+    with serving(folder, limits=ServeLimits(connections=2)) as client:
         with ExitStack() as stack:
             _, _, third = (
                 stack.enter_context(socket.create_connection(("localhost", client.port), 60))
@@ -32,7 +32,7 @@ def test_more_connections_than_allowed_are_closed(folder):
 
 
 def test_half_open_connections_are_closed(folder):
-    with serving(folder, limits=Limits(head_seconds=0.05)) as client:
+    with serving(folder, limits=ServeLimits(head_seconds=0.05)) as client:
         for head in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"):
             with socket.create_connection(("localhost", client.port), 60) as half:
                 half.sendall(head)
@@ -51,7 +51,7 @@ def test_what_is_no_http_is_refused_in_the_form_of_errors(client):
 
 
 def test_a_body_that_does_not_come_is_given_up(folder):
-    with serving(folder, limits=Limits(body_seconds=0.05)) as client:
+    with serving(folder, limits=ServeLimits(body_seconds=0.05)) as client:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
         with socket.create_connection(("localhost", client.port), 60) as slow:
             slow.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n{")
@@ -59,7 +59,7 @@ def test_a_body_that_does_not_come_is_given_up(folder):
 
 
 def test_a_body_above_the_limit_is_refused(client):
-    limit = Limits(context=CONTEXT).body
+    limit = ServeLimits(context=CONTEXT).body
     answer = client.ask("/v1/completions", b" " * (limit + 1))
     assert answer.status == 413 and answer.error["code"] == "request_too_large"
     assert client.ask("/v1/completions", b" " * limit).status == 400
@@ -73,7 +73,7 @@ def through(doors, send, **headers):
 
 def test_a_client_that_takes_nothing_is_given_up(folder):
     """An answer of 16 MiB, more than the buffers of sockets hold: the name of the model."""
-    limits = Limits(connections=1, take_seconds=0.1)
+    limits = ServeLimits(connections=1, take_seconds=0.1)
     with (
         serving(folder, limits=limits, name="x" * 2**24) as client,
         socket.create_connection(("localhost", client.port), 60) as stuck,
@@ -93,7 +93,7 @@ def test_hosts_that_are_meant_are_let_in():
         async def send(message):
             messages.append(message.get("status"))
 
-        through(Doors(app, host=listening, allowed=allowed, limits=Limits()), send, host=host)
+        through(Doors(app, host=listening, allowed=allowed, limits=ServeLimits()), send, host=host)
         return messages[0] == "in"
 
     assert entered("model.example:80", "Model.example", listening="localhost")

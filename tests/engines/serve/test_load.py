@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.sequence import Sequence
 from tests.engines.serve.conftest import CONTEXT, serving
 
@@ -99,7 +99,7 @@ def test_a_request_whose_client_left_is_never_begun(batching, folder, gate, monk
 
 @MODES
 def test_health_is_503_while_no_token_comes(batching, folder, gate):
-    limits = Limits(stall_seconds=0)
+    limits = ServeLimits(stall_seconds=0)
     with serving(folder, continuous_batching=batching, limits=limits) as client:
         assert client.ask("/health").status == 200
         with sent(client, max_tokens=2) as connection:
@@ -121,7 +121,10 @@ def test_health_is_503_when_the_worker_is_gone(batching, folder):
 
 
 def test_more_requests_than_allowed_are_told_to_wait(folder, gate):
-    with serving(folder, limits=Limits(requests=1)) as client, sent(client, max_tokens=2) as first:
+    with (
+        serving(folder, limits=ServeLimits(requests=1)) as client,
+        sent(client, max_tokens=2) as first,
+    ):
         assert gate.reached.wait(60)
         answer = client.complete()
         assert answer.status == 429 and answer.error["type"] == "rate_limit_error"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import IGNORED, ChatRequest, CompletionRequest
 from tests.engines.serve.bad_requests import (
     BODIES,
@@ -138,7 +138,7 @@ def test_a_good_request_after_bad_ones_is_answered(client, bad):
 
 
 def test_the_page_has_the_limits():
-    limits, page = Limits(), (ROOT / "docs" / "serving.md").read_text()
+    limits, page = ServeLimits(), (ROOT / "docs" / "serving.md").read_text()
     rows = dict(line.strip("| ").split(" | ")[:2] for line in page.splitlines() if " | " in line)
     assert rows["choices of a request, prompts times `n`"] == f"{limits.choices}"
     assert rows["requests in flight"] == f"{limits.requests}, `--max-requests`"

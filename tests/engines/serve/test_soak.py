@@ -5,13 +5,13 @@ import json
 import pytest
 from scripts.others.serve_soak.asking import half_open_connections, run_clients, text_of
 
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from tests.engines.serve.conftest import serving
 
 
 def test_a_soak_of_a_server_that_is_well(folder):
     """The first turn of the first client is to leave, that of the sixth a bad request."""
-    limits = Limits(head_seconds=0.1, connections=30)
+    limits = ServeLimits(head_seconds=0.1, connections=30)
     with serving(folder, continuous_batching=True, limits=limits) as client:
         counts = run_clients(
             client.port, seconds=0.5, clients=6, alive=lambda: True, memory=lambda: 1

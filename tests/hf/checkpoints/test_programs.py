@@ -69,7 +69,7 @@ def test_a_program_that_differs_is_refused_and_leaves_nothing(spoil, model, tmp_
         return lambda ids: spoil(model(ids).logits) if len(ids) == 3 else model(ids).logits
 
     monkeypatch.setattr(programs, "_trace", lambda model, ids: None)
-    monkeypatch.setitem(programs.FORMS, "torch-export", other)
+    monkeypatch.setitem(programs.PROGRAM_FORMS, "torch-export", other)
     with pytest.raises(ValueError, match=r"must be within tolerance=0.0001 .* they differ by"):
         export_program(model, tmp_path / "p", form="torch-export")
     assert list(tmp_path.iterdir()) == []

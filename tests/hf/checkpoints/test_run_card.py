@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from l2r.hf.checkpoints import load_causal_lm
-from l2r.hf.checkpoints.run_card import run_of, run_sections, update_card
+from l2r.hf.checkpoints.run_card import run_of_checkpoint, run_sections, update_card
 from l2r.hf.models.card import CARD, is_untouched
 from l2r.runs.diagnosis import read_diagnosis
 from l2r.runs.final_losses import final_losses
@@ -80,7 +80,7 @@ def test_a_diagnosis_and_an_evaluation_enter_the_card(run, recipe, l2r, tmp_path
         "interval": {"PIQA": [45.34, 57.12], "SciQ": [0.0, 27.75], "Overall": None},
     }
     run.evaluation.write_text(json.dumps(result))
-    update_card(run_of(run.path), load_causal_lm(run.path)[0])
+    update_card(run_of_checkpoint(run.path), load_causal_lm(run.path)[0])
     told = card(run.model).text
     assert titles(told)[2:] == ["Training", "Routing", "Evaluation", "Limits"]
     found = rows(told)
@@ -106,7 +106,7 @@ def test_a_run_with_a_recipe_alone_tells_that_alone(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
         "data:\n  tokens: [/disk/mine/tokens, ~/other, near/by]\n"
     )
-    (text,) = run_sections(run_of(tmp_path))
+    (text,) = run_sections(run_of_checkpoint(tmp_path))
     assert yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, re.S)[0]) == {
         "data": {"tokens": ["tokens", "other", "near/by"]}
     }
@@ -117,11 +117,11 @@ def test_images_are_told_as_shares(tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: vision\n")
     record = {"averaged": True, "top1": 0.75, "top5": 1.0, "ce": 0.5, "images": 1200}
     (tmp_path / "evaluation.json").write_text(json.dumps(record))
-    assert len(run_sections(run_of(tmp_path))) == 1
-    _, text = run_sections(run_of(tmp_path), averaged=True)
+    assert len(run_sections(run_of_checkpoint(tmp_path))) == 1
+    _, text = run_sections(run_of_checkpoint(tmp_path), averaged=True)
     found = rows(text)
     assert found["top-1"] == "0.75" and found["images"] == "1,200"
 
 
 def test_a_folder_outside_a_run_has_nothing_to_tell(tmp_path):
-    assert run_of(tmp_path) is None and run_sections(None) == ()
+    assert run_of_checkpoint(tmp_path) is None and run_sections(None) == ()

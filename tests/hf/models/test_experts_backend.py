@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from l2r.hf.models.experts_backend import register
+from l2r.hf.models.experts_backend import register_experts
 from l2r.hf.swap.stock import one_layer
 
 
@@ -17,7 +17,7 @@ def test_forward_and_gradients_equal_eager(skew: bool) -> None:
     weights, indices = scores.softmax(1).topk(2, 1)
     upstream = torch.randn(23, 16)
     results = []
-    for name in ("eager", register()):
+    for name in ("eager", register_experts()):
         experts.config._experts_implementation = name
         x = torch.linspace(-1, 1, 23 * 16).view(23, 16).requires_grad_()
         share = weights.clone().requires_grad_()

@@ -12,7 +12,7 @@ from l2r.hf.models import (
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.hf.models.experts_backend import register
+from l2r.hf.models.experts_backend import register_experts
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import TINY, sample_tokens, tiny_model
@@ -85,7 +85,7 @@ def test_a_swapped_family_has_its_own_dtypes_outside_the_routers(name, tmp_path)
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm", "l2r"])
 def test_every_experts_implementation_runs_in_bf16(implementation, tmp_path):
-    register()
+    register_experts()
     reference = olmoe(num_experts_per_tok=8)  # all of them: rounding cannot change the choice
     reference.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,7 @@ from l2r.training.data.corpus import CorpusOptions, build_corpus
 from l2r.training.data.held_out import split_files
 from l2r.training.data.listing import folder_listing
 from l2r.training.data.manifest import read_manifest
-from l2r.training.data.prepare import prepare, shard_tasks
+from l2r.training.data.prepare import prepare_tokens, shard_tasks
 from l2r.training.data.sources import text_documents
 from l2r.training.data.tokenizer import load_tokenizer
 from l2r.training.data.tokens import read_documents
@@ -59,7 +59,7 @@ def test_train_prepare_and_diagnose_take_every_kind_alike(
     listing = folder_listing(tmp_path / "text")
     tasks = shard_tasks(listing, f"{tmp_path}/text/")
     assert len(tasks) == 2  # small files are not cut into rows one by one
-    prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    prepare_tokens(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
     from tokenizers import Tokenizer
 
     decode = Tokenizer.from_file(str(tokenizer_file)).decode
@@ -156,7 +156,7 @@ def test_empty_files_do_not_stop_the_others(documents, tokenizer_file, tmp_path)
     train, held = split_files(text_documents(folder), 10**6)
     assert sorted(text for _, text in train + held) == sorted(documents(0, 5))
     tasks = shard_tasks(folder_listing(folder), f"{folder}/")
-    manifests = prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+    manifests = prepare_tokens(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
     assert manifests["train"].files[0].documents == 5
 
 
@@ -166,7 +166,7 @@ def test_tokens_of_files_that_changed_are_refused(write_shard, documents, tokeni
 
     def run():
         tasks = shard_tasks(folder_listing(tmp_path / "text"), f"{tmp_path}/text/")
-        return prepare(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
+        return prepare_tokens(tasks, tmp_path / "tokens", tokenizer=tokenizer_file)
 
     assert run()["train"].files == run()["train"].files
     (tmp_path / "text" / "more.txt").write_text("one more")

@@ -18,7 +18,7 @@ from l2r.hf.checkpoints.loading import hugging_face_tokenizer
 from l2r.training.data.listing import folder_listing
 from l2r.training.data.manifest import read_manifest
 from l2r.training.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
-from l2r.training.data.prepare import prepare, shard_tasks
+from l2r.training.data.prepare import prepare_tokens, shard_tasks
 from l2r.training.data.shards import BadShardError
 from l2r.training.data.split import Split
 from l2r.training.data.tokens import TokenDataset, read_documents
@@ -40,7 +40,7 @@ def test_token_files_hold_every_document_in_order(
     shard_folder, documents, tokenizer_file, tmp_path
 ):
     seen = []
-    manifest = prepare(
+    manifest = prepare_tokens(
         tasks_of(shard_folder),
         tmp_path / "tokens",
         tokenizer=tokenizer_file,
@@ -74,7 +74,7 @@ def test_token_files_hold_every_document_in_order(
         assert set(values) == {"shard", "tokenizer", "entry"}
         path.write_text(json.dumps(values))
     old = bytes_of(tmp_path / "tokens")
-    prepare(tasks_of(shard_folder), tmp_path / "tokens", tokenizer=tokenizer_file)
+    prepare_tokens(tasks_of(shard_folder), tmp_path / "tokens", tokenizer=tokenizer_file)
     assert bytes_of(tmp_path / "tokens") == old
     for path, data in zip(receipts, written, strict=True):
         path.write_bytes(data)
@@ -83,7 +83,7 @@ def test_token_files_hold_every_document_in_order(
     # Again: nothing is left to do, and one worker gives the bytes that two gave.
     before = bytes_of(tmp_path / "tokens")
     again = []
-    prepare(
+    prepare_tokens(
         tasks_of(shard_folder),
         tmp_path / "tokens",
         tokenizer=tokenizer_file,
@@ -93,7 +93,7 @@ def test_token_files_hold_every_document_in_order(
     assert bytes_of(tmp_path / "tokens") == before
     # ... and so does reading through fsspec, which streams from the hub.
     urls = shard_tasks(folder_listing(shard_folder), f"file://{shard_folder}/")
-    prepare(urls, tmp_path / "one", tokenizer=tokenizer_file, workers=1)
+    prepare_tokens(urls, tmp_path / "one", tokenizer=tokenizer_file, workers=1)
     assert bytes_of(tmp_path / "one") == before
 
 
@@ -143,9 +143,9 @@ def test_killed_twice_and_resumed_gives_the_same_bytes(
     for folder in ("train", "train/receipts", "validation/receipts"):
         (out / folder / ".dclm-0000.0123456789abcdef.part").write_text("cut")
     split = Split(hold_out=0.1, share=0.8)
-    prepare(tasks_of(shards), out, tokenizer=tokenizer_file, split=split, workers=2)
+    prepare_tokens(tasks_of(shards), out, tokenizer=tokenizer_file, split=split, workers=2)
     whole = tmp_path / "whole"
-    prepare(tasks_of(shards), whole, tokenizer=tokenizer_file, split=split, workers=1)
+    prepare_tokens(tasks_of(shards), whole, tokenizer=tokenizer_file, split=split, workers=1)
     assert bytes_of(out) == bytes_of(whole)
     assert {"train/manifest.json", "validation/manifest.json"} <= set(bytes_of(whole))
 
@@ -161,7 +161,7 @@ def test_held_out_documents_are_whole_and_disjoint_and_the_tokenizer_lies_beside
         for text in documents(seed, 150)
     ]
     out, split, tasks = tmp_path / "mix", Split(hold_out=0.2, share=0.5), tasks_of(shard_folder)
-    manifests = prepare(tasks, out, tokenizer=tokenizer_file, split=split, workers=1)
+    manifests = prepare_tokens(tasks, out, tokenizer=tokenizer_file, split=split, workers=1)
     tokenizer = hugging_face_tokenizer(out / "tokenizer")
     found = {
         part: [(domain, tokenizer.decode(ids[:-1])) for domain, ids in read_documents(out / part)]
@@ -184,7 +184,7 @@ def test_held_out_documents_are_whole_and_disjoint_and_the_tokenizer_lies_beside
     before = bytes_of(tmp_path)
     for other in (Split(0.1, share=0.5), Split(0.2)):
         with pytest.raises(ValueError, match=r"begun with hold_out=0.2, share=0.5; got hold_out="):
-            prepare(tasks, out, tokenizer=tokenizer_file, split=other)
+            prepare_tokens(tasks, out, tokenizer=tokenizer_file, split=other)
     assert bytes_of(tmp_path) == before
 
 
@@ -224,7 +224,7 @@ def test_impossible_splits_are_refused(options, message):
 def test_a_hold_out_too_small_for_one_document_is_refused(shard_folder, tokenizer_file, tmp_path):
     one = tasks_of(shard_folder)[:1]
     with pytest.raises(ValueError, match=r"no document went to validation; .* hold_out=1e-09"):
-        prepare(one, tmp_path, tokenizer=tokenizer_file, split=Split(1e-9))
+        prepare_tokens(one, tmp_path, tokenizer=tokenizer_file, split=Split(1e-9))
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -233,10 +233,12 @@ def test_corrupt_shard_is_refused_or_skipped_by_choice(shard_folder, tokenizer_f
     bad.write_bytes(bad.read_bytes()[:-30])
     out = tmp_path / "tokens"
     with pytest.raises(BadShardError, match=r"shard data/dclm/dclm-0000.json.zst is truncated"):
-        prepare(tasks_of(shard_folder), out, tokenizer=tokenizer_file)
+        prepare_tokens(tasks_of(shard_folder), out, tokenizer=tokenizer_file)
     assert not (out / "manifest.json").exists()
     assert not list(out.glob("dclm-00000*"))
-    manifest = prepare(tasks_of(shard_folder), out, tokenizer=tokenizer_file, on_bad_shard="skip")
+    manifest = prepare_tokens(
+        tasks_of(shard_folder), out, tokenizer=tokenizer_file, on_bad_shard="skip"
+    )
     assert [f.name for f in manifest["train"].files] == ["dclm-00001", "pes2o-00000", "wiki-00000"]
     skipped = json.loads((out / "manifest.json").read_text())["source"]["skipped"]
     assert list(skipped) == ["data/dclm/dclm-0000.json.zst"]
@@ -245,22 +247,22 @@ def test_corrupt_shard_is_refused_or_skipped_by_choice(shard_folder, tokenizer_f
 
 def test_other_tokenizer_in_the_same_folder_is_refused(shard_folder, tokenizer_file, tmp_path):
     one = shard_tasks({"wiki": ["data/wiki/wiki-0000.json.gz"]}, f"{shard_folder}/")
-    prepare(one, tmp_path / "tokens", tokenizer=tokenizer_file)
+    prepare_tokens(one, tmp_path / "tokens", tokenizer=tokenizer_file)
     with pytest.raises(ValueError, match=r"by tokenizer 'tokenizer.json'; write .* to another"):
-        prepare(one, tmp_path / "tokens")
+        prepare_tokens(one, tmp_path / "tokens")
     other = [dataclasses.replace(one[0], file="data/wiki/other.json.gz")]
     with pytest.raises(ValueError, match=r"holds tokens of data/wiki/wiki-0000.json.gz"):
-        prepare(other, tmp_path / "tokens", tokenizer=tokenizer_file)
+        prepare_tokens(other, tmp_path / "tokens", tokenizer=tokenizer_file)
     (tmp_path / "tokens" / "wiki-00000.bin").write_bytes(b"\0\0")
     with pytest.raises(ValueError, match=r"wiki-00000.bin must have \d+ bytes; got 2"):
-        prepare(one, tmp_path / "tokens", tokenizer=tokenizer_file)
+        prepare_tokens(one, tmp_path / "tokens", tokenizer=tokenizer_file)
 
 
 def test_bad_options_are_refused(tokenizer_file, tmp_path):
     with pytest.raises(ValueError, match="workers must be >= 1; got 0"):
-        prepare([], tmp_path, tokenizer=tokenizer_file, workers=0)
+        prepare_tokens([], tmp_path, tokenizer=tokenizer_file, workers=0)
     with pytest.raises(ValueError, match="no shard could be read"):
-        prepare([], tmp_path, tokenizer=tokenizer_file)
+        prepare_tokens([], tmp_path, tokenizer=tokenizer_file)
 
 
 MIXTURE = Mixture("a/b", (Domain("dclm", 4, 4e6), Domain("wiki", 2, 2e6)))

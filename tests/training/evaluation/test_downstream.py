@@ -8,7 +8,7 @@ import torch
 
 from l2r.training.evaluation import downstream
 from l2r.training.evaluation.downstream import evaluate_tasks, model_length
-from l2r.training.evaluation.results import COLUMNS, TASKS_OF, paper_row
+from l2r.training.evaluation.results import TASK_COLUMNS, TASKS_OF, paper_row
 from l2r.training.evaluation.scoring import Request, TaskResult
 from l2r.training.evaluation.store import TaskStore
 from l2r.training.evaluation.tasks import PAPER_TASKS, select_tasks
@@ -85,7 +85,7 @@ def test_row_of_some_tasks_leaves_the_means_empty(eight):
     results, _ = eight
     row = paper_row({"piqa": results["piqa"]})
     assert row.accuracy["PIQA"] is not None
-    assert [c for c in COLUMNS if row.accuracy[c] is not None] == ["PIQA"]
+    assert [c for c in TASK_COLUMNS if row.accuracy[c] is not None] == ["PIQA"]
 
 
 def test_batch_size_does_not_change_the_result(model):

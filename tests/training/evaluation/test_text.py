@@ -18,7 +18,7 @@ from l2r.hf.checkpoints.placement import Placement
 from l2r.stats.statistics import ratio_of_sums
 from l2r.training.evaluation import text as text_module
 from l2r.training.evaluation.text import Texts, TextSettings, evaluate_text
-from l2r.training.evaluation.text_loss import ALL, TextDocument, text_differences, text_losses
+from l2r.training.evaluation.text_loss import ALL_FILES, TextDocument, text_differences, text_losses
 from l2r.training.evaluation.text_scoring import Windows, document_losses, read_tokens, start_token
 from tests.training.evaluation.conftest import TINY
 
@@ -144,8 +144,8 @@ def test_bits_per_byte_are_all_log_probabilities_by_all_bytes(checkpoint, files,
     size = sum(len(text.encode()) for text in TEXTS)
     losses = text_losses(scored)
     names = ["0.txt", "1.jsonl", "2.txt", "3.txt", "4.txt"]
-    assert list(losses) == [*(f"texts/{name}" for name in names), ALL]
-    whole = losses[ALL]
+    assert list(losses) == [*(f"texts/{name}" for name in names), ALL_FILES]
+    whole = losses[ALL_FILES]
     assert (whole.documents, whole.empty, whole.bytes) == (5, 1, size)
     assert whole.bits_per_byte.value == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert whole.nats_per_token.value == pytest.approx(nats / whole.tokens, rel=1e-5)
@@ -154,7 +154,7 @@ def test_bits_per_byte_are_all_log_probabilities_by_all_bytes(checkpoint, files,
     assert empty.bits_per_byte is None and empty.perplexity is None
     assert math.isnan(losses["texts/2.txt"].bits_per_byte.error)
     record = json.loads(written.read_text())
-    assert record["texts"][ALL]["bits_per_byte"]["value"] == whole.bits_per_byte.value
+    assert record["texts"][ALL_FILES]["bits_per_byte"]["value"] == whole.bits_per_byte.value
     assert record["texts"]["texts/2.txt"]["bits_per_byte"]["error"] is None
     assert record["first_token_from"] == "<|endoftext|>"
     assert (record["settings"]["context"], record["settings"]["stride"]) == (CONTEXT, STRIDE)
@@ -188,10 +188,10 @@ def test_differences_are_the_second_less_the_first_by_pairs():
     assert found.bits_per_byte.value == pytest.approx(pairs.mean())
     assert found.bits_per_byte.error == pytest.approx(stats.sem(pairs))
     assert found.nats_per_token.value == pytest.approx(3.0 / 12)
-    turned = text_differences(second, first)[ALL].bits_per_byte
+    turned = text_differences(second, first)[ALL_FILES].bits_per_byte
     assert turned.value == -found.bits_per_byte.value and turned.low == -found.bits_per_byte.high
     # what documents have in common says nothing about the difference
-    assert found.bits_per_byte.error < text_losses(first)[ALL].bits_per_byte.error / 10
+    assert found.bits_per_byte.error < text_losses(first)[ALL_FILES].bits_per_byte.error / 10
 
 
 def test_windows_overlap_by_half_unless_told_otherwise():
@@ -204,10 +204,10 @@ def test_windows_overlap_by_half_unless_told_otherwise():
 
 
 def test_nats_per_token_of_other_tokens_are_not_compared():
-    found = text_differences(documents([8.0, 9.0]), documents([7.0, 7.0], ids="y"))[ALL]
+    found = text_differences(documents([8.0, 9.0]), documents([7.0, 7.0], ids="y"))[ALL_FILES]
     assert found.nats_per_token is None and found.bits_per_byte.value < 0
     one = [documents([8.0])[0], documents([8.0, 9.0], ids="y")[1]]  # of two, one is read otherwise
-    assert text_differences(documents([8.0, 9.0]), one)[ALL].nats_per_token is None
+    assert text_differences(documents([8.0, 9.0]), one)[ALL_FILES].nats_per_token is None
     for other in (documents([8.0]), documents([8.0, 9.0], size=9)):
         with pytest.raises(ValueError, match="same documents; got 2 and"):
             text_differences(documents([8.0, 9.0]), other)

@@ -38,7 +38,7 @@ class LayerRecord:
     sample: Fields
 
 
-def collect(
+def collect_records(
     model: nn.Module,
     batches: Iterable[Batch],
     *,

@@ -36,7 +36,7 @@ def bf16_copy(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def flips(
+def count_flips(
     model: nn.Module,
     other: nn.Module,
     batches: Iterable[Batch],

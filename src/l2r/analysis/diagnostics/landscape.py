@@ -20,15 +20,15 @@ _SIPS = {"gamma": 1.0, "beta": 1.0, "p": 4.0, "eps": EPS, "scale": 1.0, "shift":
 
 Score = Callable[..., Tensor]
 
-FLAT: Mapping[str, Score] = {"Dot product": dot_scores, "SIPS": sips_scores}
-SWEEP: Mapping[str, Score] = {
+FLAT_SCORES: Mapping[str, Score] = {"Dot product": dot_scores, "SIPS": sips_scores}
+SWEPT_SCORES: Mapping[str, Score] = {
     "Dot product": dot_scores,
     "Cosine": cosine_scores,
     **{f"SIPS, beta = {b:g}": functools.partial(sips_scores, beta=b) for b in (0.0, 0.25, 1.0)},
 }
 
 
-def landscape(
+def logit_landscape(
     scores: Mapping[str, Score], anchor: tuple[float, float], *, reach: float, points: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Axis [G] from -reach to reach, and the score at (y, x) [G, G] for every rule."""

@@ -34,7 +34,7 @@ def saturation(
     return result
 
 
-def of_diagnoses(views: Mapping[str, Diagnosis]) -> dict[str, list[Any]]:
+def saturation_of_diagnoses(views: Mapping[str, Diagnosis]) -> dict[str, list[Any]]:
     """Saturation over diagnosed checkpoints, by name, against the last of them.
 
     Raises ValueError where they did not read the same tokens.

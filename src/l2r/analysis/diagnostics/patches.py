@@ -11,9 +11,8 @@ from l2r.routers import capture
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.runs.patches import PatchRouting
-from l2r.training.data.images import sample_indices
-from l2r.training.data.rows import spread_evenly
-from l2r.training.image_input import ImageInput
+from l2r.training import ImageInput
+from l2r.training.data import sample_indices, spread_evenly
 
 
 @torch.no_grad()

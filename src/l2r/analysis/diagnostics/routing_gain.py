@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.diagnostics.reading import Batch
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
-from l2r.training.evaluation.perplexity import token_losses
+from l2r.training.evaluation import token_losses
 
 _IMAGES = 2048
 Instead = Literal["random", "shuffled"]
@@ -39,7 +39,7 @@ class RoutingGain(NamedTuple):
 
 
 @torch.no_grad()
-def routing_gain(
+def measure_routing_gain(
     model: nn.Module,
     batches: Iterable[Batch],
     loss: Callable[[nn.Module, Batch], Tensor],

@@ -99,7 +99,7 @@ class TextTrace(Reducer):
             layers=np.array(list(self._layers)),
             remarks=np.array(remarks),
             domains=np.array(self._domains),
-            pieces=np.array(pieces(tokenizer, ids.tolist())),
+            pieces=np.array(token_pieces(tokenizer, ids.tolist())),
             tokens=tokens.numpy().astype(np.uint32),
             domain=domain,
             shown=shown[by_domain],
@@ -199,7 +199,7 @@ def wilson_low(hits: Int[Tensor, " n"], of: Int[Tensor, " n"]) -> Float[Tensor, 
     return (share + square / (2 * n) - spread) / (1 + square / n)
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text of tokens as it stands within a sentence, with the space before a word."""
     if tokenizer is None:
         return [f" {number}" for number in ids]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.routes.layers import routed_layers
+from l2r.hf.routes import routed_layers
 from l2r.routers import Router
 
 ARITHMETICS = ("bf16", "int8", "fp8")

@@ -18,11 +18,8 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.attack import decision_gap
 from l2r.analysis.certificates.certify import holds_within
-from l2r.hf.routes.layers import fingerprint_of
-from l2r.hf.routes.record import record
-from l2r.hf.routes.replay import replay
-from l2r.hf.routes.routes import Routes
-from l2r.hf.swap.sites import running_sites
+from l2r.hf.routes import Routes, fingerprint_of, record, replay
+from l2r.hf.swap import running_sites
 from l2r.routers.observe import evaluating, hooked, routed
 from l2r.runs.mismatch import NO_STATEMENT
 
@@ -40,7 +37,9 @@ class Reading(NamedTuple):
 
 
 @torch.no_grad()
-def read(model: nn.Module, ids: Int[Tensor, "B S"], routes: Routes | None = None) -> Reading:
+def read_routing(
+    model: nn.Module, ids: Int[Tensor, "B S"], routes: Routes | None = None
+) -> Reading:
     """Run rows of tokens without padding, with the experts of ``routes`` where they are given."""
     sites = running_sites(model)
     inputs: list[Tensor] = []
@@ -86,8 +85,8 @@ class Comparison:
     def with_model(self, ids: Int[Tensor, "B S"]) -> None:
         """Compare rows of tokens with the other model, with its own experts and with replayed."""
         assert self._other is not None
-        first, second = read(self._model, ids), read(self._other, ids)
-        again = read(self._other, ids, first.routes)
+        first, second = read_routing(self._model, ids), read_routing(self._other, ids)
+        again = read_routing(self._other, ids, first.routes)
         self._keep(first, second.routes, ids)
         moved, held = self.changes(first, second)
         own, replayed = _log_probs(second.logits, ids), _log_probs(again.logits, ids)
@@ -112,9 +111,9 @@ class Comparison:
         log_probs: of each row's next token as the other side gave them, NaN where it gave none.
         Without them what is compared is this model with the routes and with its own experts.
         """
-        first = read(self._model, ids)
+        first = read_routing(self._model, ids)
         self._keep(first, routes, ids)
-        again = read(self._model, ids, routes)
+        again = read_routing(self._model, ids, routes)
         before, after = _log_probs(first.logits, ids), _log_probs(again.logits, ids)
         layers, none = len(self._routers), torch.full((ids.numel(),), torch.nan)
         if log_probs is None:

@@ -1,18 +1,19 @@
-"""Speed and memory, measured in alternating rounds; a wrong result gets no speed."""
+"""Speed and memory, measured in alternating rounds; a wrong result gets no speed.
 
-import importlib
+Imports training/ and below. Begin at by_name.py; timing.py takes the turns.
+"""
 
-from l2r.cost.benchmarks.results import Bench, Settings
+from typing import TYPE_CHECKING
 
-BENCHES = ("router", "memory", "scaling", "moe", "step", "inference")
+from l2r.imports import lazy_names
 
-
-def run_bench(name: str, settings: Settings) -> Bench:
-    """Run the benchmark of a module here. Raises ValueError for an unknown name."""
-    if name not in BENCHES:
-        raise ValueError(f"benchmark must be one of {', '.join(BENCHES)}; got {name!r}")
-    bench: Bench = importlib.import_module(f"l2r.cost.benchmarks.{name}").run(settings)
-    return bench
-
-
-__all__ = ["BENCHES", "Bench", "Settings", "run_bench"]
+if TYPE_CHECKING:
+    from l2r.cost.benchmarks.by_name import BENCHES as BENCHES
+    from l2r.cost.benchmarks.by_name import run_bench as run_bench
+    from l2r.cost.benchmarks.regression import REGRESSION_ALPHA as REGRESSION_ALPHA
+    from l2r.cost.benchmarks.regression import bench_changes as bench_changes
+    from l2r.cost.benchmarks.results import Bench as Bench
+    from l2r.cost.benchmarks.results import BenchSettings as BenchSettings
+    from l2r.cost.benchmarks.results import save_bench as save_bench
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.cost.benchmarks.results import Settings
+from l2r.cost.benchmarks.results import BenchSettings
 from l2r.cost.benchmarks.timing import Step
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router, make_config
@@ -57,7 +57,7 @@ class Contender:
 
 
 def contenders(
-    settings: Settings,
+    settings: BenchSettings,
     *,
     hidden: int,
     experts: int,
@@ -71,8 +71,7 @@ def contenders(
     ``swapped`` adds the router of transformers' OLMoE and ours in its place; in half precision
     the former, whose product is in the dtype of x, is always there.
     """
-    from l2r.hf.swap.stock import one_layer
-    from l2r.hf.swap.swap import replace_routers
+    from l2r.hf.swap import one_layer, replace_routers
 
     device, dtype = settings.device, settings.dtype
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from l2r.cost.benchmarks.language import agrees, models, sizes
-from l2r.cost.benchmarks.results import Bench, Settings
+from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import Step, Timing, measure
 from l2r.kernels.dispatch import implementation
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Batch 1: prefill of a prompt, then one token at a time with a dynamic cache."""
     bench = Bench(
         "inference",
@@ -100,7 +100,7 @@ def _unfused(step: Step) -> Step:
 
 
 def _share(
-    by_name: dict[str, Any], name: str, tokens: int, hidden: int, settings: Settings
+    by_name: dict[str, Any], name: str, tokens: int, hidden: int, settings: BenchSettings
 ) -> float:
     """Seconds of all routers of a model alone, on random hidden states."""
     model = by_name[name.removesuffix(", plain")]

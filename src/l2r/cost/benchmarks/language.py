@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2r.cost.benchmarks.results import Settings
+from l2r.cost.benchmarks.results import BenchSettings
 
 _QUICK = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def sizes(settings: Settings, size: str = "small") -> dict[str, Any]:
+def sizes(settings: BenchSettings, size: str = "small") -> dict[str, Any]:
     """Model sizes for a device: OLMoE's proportions, small enough for a quick benchmark.
 
     ``size="layer"``: a single layer of OLMoE's own.
@@ -43,31 +43,32 @@ def sizes(settings: Settings, size: str = "small") -> dict[str, Any]:
     return {**chosen, **_SPECIAL}
 
 
-def _ours(settings: Settings, router: dict[str, Any], weights: nn.Module, size: str) -> nn.Module:
+def _ours(
+    settings: BenchSettings, router: dict[str, Any], weights: nn.Module, size: str
+) -> nn.Module:
     """Our OLMoE with a router and our dispatch; other weights as in ``weights``."""
-    from l2r.hf.models.experts_backend import register
-    from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, register_experts
 
     torch.manual_seed(0)
     config = L2rOlmoeConfig(**sizes(settings, size), router=router)
     model = L2rOlmoeForCausalLM(config)
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register_experts())
     missing, unexpected = model.load_state_dict(weights.state_dict(), strict=False)
     strange = [name for name in [*missing, *unexpected] if ".gate." not in name]
     assert not strange, strange
     return model.to(settings.device, settings.dtype)
 
 
-def models(settings: Settings, size: str = "small") -> dict[str, nn.Module]:
+def models(settings: BenchSettings, size: str = "small") -> dict[str, nn.Module]:
     """All contenders by name, first transformers' OLMoE with its default experts (grouped_mm)."""
-    from l2r.hf.swap.stock import stock_olmoe
+    from l2r.hf.swap import stock_olmoe
 
     torch.manual_seed(0)
     base = stock_olmoe(**sizes(settings, size)).to(settings.device, settings.dtype)
     return {"stock": base, **{name: _ours(settings, r, base, size) for name, r in ROUTERS.items()}}
 
 
-def agrees(logits: torch.Tensor, expected: torch.Tensor, settings: Settings) -> bool:
+def agrees(logits: torch.Tensor, expected: torch.Tensor, settings: BenchSettings) -> bool:
     """Whether two logits tensors are the same up to the dtype's rounding through the layers."""
     gap = (logits.float() - expected.float()).abs().max() / expected.float().abs().max()
     return bool(gap <= (0.1 if settings.device == "cuda" else 1e-3))

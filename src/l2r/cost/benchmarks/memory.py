@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from l2r.cost.benchmarks.contenders import contenders, is_correct, training_step
-from l2r.cost.benchmarks.results import Bench, Settings, fastest
+from l2r.cost.benchmarks.results import Bench, BenchSettings, fastest
 from l2r.cost.benchmarks.timing import Step
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Peak of the live bytes above those of the inputs and parameters, gradients included."""
     bench = Bench(
         "memory", settings, note="ratio: over the smallest linear form; gradients of x included."

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from l2r.cost.benchmarks.contenders import forward_step, training_step
-from l2r.cost.benchmarks.results import Bench, Settings
+from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import Step
-from l2r.training.recipes.load import load_recipe
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes import VisionRecipe, load_recipe
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ _FORMS = ("eager", "batched_mm", "grouped_mm")
 _BATCHED_LIMIT = 2**31  # bytes of the weights that batched_mm copies for every assignment
 
 
-def shapes(settings: Settings) -> list[Shape]:
+def shapes(settings: BenchSettings) -> list[Shape]:
     """OLMoE's sizes, an eighth of them on a CPU, and the packaged ViT-S's; SwiGLU for both."""
     if settings.quick:
         return [Shape("tiny", 32, 16, 16, 8, 2)]
@@ -57,7 +56,7 @@ def _vit_s(images: int) -> Shape:
     return Shape("vit-s", images * tokens, *(vit[name] for name in sizes))
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Forward and forward+backward of one layer's SwiGLU experts for given choices."""
     bench = Bench(
         "moe",
@@ -108,10 +107,10 @@ def _step(
 
 def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
     """The same experts under every implementation, and their module."""
-    from l2r.hf.models.experts_backend import register
-    from l2r.hf.swap.stock import one_layer
+    from l2r.hf.models import register_experts
+    from l2r.hf.swap import one_layer
 
-    ours = register()
+    ours = register_experts()
     model = one_layer(
         hidden_size=shape.hidden,
         intermediate_size=shape.width,

@@ -13,7 +13,7 @@ from typing import Any
 from l2r.stats.contrasts import holm
 from l2r.stats.permutation import larger_by_chance
 
-ALPHA = 0.01
+REGRESSION_ALPHA = 0.01
 LEAST = 0.05  # slower by less is no regression: processes differ by as much in where memory lies
 
 
@@ -42,10 +42,10 @@ class Change:
     @property
     def regressed(self) -> bool:
         """Whether it is slower, by more than ``LEAST`` and than chance."""
-        return self.p < ALPHA and self.now > (1 + LEAST) * self.before
+        return self.p < REGRESSION_ALPHA and self.now > (1 + LEAST) * self.before
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def bench_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Every contender of two saved benchmarks but the bases, in the order of the later one.
 
     Raises ValueError where they are not of the same benchmark, settings and groups, or where the

@@ -20,7 +20,7 @@ def environment() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
 
     compiled: also time torch.compile of the plain code, which costs tens of seconds.
@@ -57,7 +57,7 @@ class Bench:
     """
 
     name: str
-    settings: Settings
+    settings: BenchSettings
     note: str = ""
     records: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=environment)
@@ -114,7 +114,7 @@ class Bench:
         return asdict(self)
 
 
-def save(bench: dict[str, Any], folder: Path) -> Path:
+def save_bench(bench: dict[str, Any], folder: Path) -> Path:
     """Write ``as_dict``'s form to ``<name>.json``, whole or not at all."""
     path = folder / f"{bench['name']}.json"
     write_json(path, bench)

@@ -11,11 +11,11 @@ from l2r.cost.benchmarks.contenders import (
     is_correct,
     training_step,
 )
-from l2r.cost.benchmarks.results import Bench, Settings
+from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import graphed
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Time all routers at OLMoE's sizes (d = 2048, N = 64, k = 8)."""
     bench = Bench(
         "router",

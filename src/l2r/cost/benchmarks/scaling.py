@@ -4,7 +4,7 @@ import torch
 
 from l2r.cost.benchmarks.contenders import contenders, forward_step, is_correct, training_step
 from l2r.cost.benchmarks.memory import peak_bytes
-from l2r.cost.benchmarks.results import Bench, Settings
+from l2r.cost.benchmarks.results import Bench, BenchSettings
 
 _START = {"tokens": 2048, "experts": 64, "heads": 4, "rank": 2, "hidden": 1024}
 _SWEEPS = {
@@ -16,7 +16,7 @@ _SWEEPS = {
 }
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Linear against l2r_sips, fused; the other sizes stay at T 2048, N 64, H 4, r 2, d 1024."""
     bench = Bench("scaling", settings, note="ratio: median over the fastest linear form.")
     for axis, values in _SWEEPS.items():

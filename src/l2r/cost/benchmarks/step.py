@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from l2r.cost.benchmarks.language import ROUTERS, agrees, models, sizes
-from l2r.cost.benchmarks.results import Bench, Settings
+from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import Step
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import capture
 
 
-def run(settings: Settings) -> Bench:
+def run(settings: BenchSettings) -> Bench:
     """Forward, losses, backward, clipping and AdamW; tokens per second."""
     bench = Bench(
         "step",
@@ -66,11 +66,11 @@ def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
     return _step(model, batches, backward, torch.optim.AdamW(model.parameters(), lr=1e-5))
 
 
-def _trainer_step(model: Any, batches: list[Tensor], settings: Settings) -> Step:
+def _trainer_step(model: Any, batches: list[Tensor], settings: BenchSettings) -> Step:
     """The pieces that Trainer runs for every batch, without its data loading and logging."""
     import tempfile
 
-    from l2r.hf.swap.stock import stock_trainer
+    from l2r.hf.swap import stock_trainer
 
     model.config.output_router_logits = True
     trainer = stock_trainer(model, tempfile.mkdtemp(), cpu=settings.device == "cpu")

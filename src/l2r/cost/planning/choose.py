@@ -10,8 +10,7 @@ from l2r.cost.planning.hardware import Gpu
 from l2r.cost.planning.memory import Memory, formula
 from l2r.cost.planning.simulate import Simulated, simulate
 from l2r.cost.planning.sizes import Sizes, read_sizes
-from l2r.training.recipes.load import AnyRecipe
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 Report = Callable[[str], None]
 

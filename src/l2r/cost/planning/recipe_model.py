@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes import VisionRecipe
 
 if TYPE_CHECKING:
-    from l2r.hf.models.size import ModelSize
-    from l2r.training.recipes.load import AnyRecipe
-    from l2r.training.recipes.schema import LanguageRecipe
+    from l2r.hf.models import ModelSize
+    from l2r.training.recipes import AnyRecipe, LanguageRecipe
 
 
 def recipe_sizes(folder: str) -> "dict[str, tuple[str, ModelSize]]":
     """Router and size by recipe of a packaged folder. Raises ValueError for an unknown folder."""
-    from l2r.hf.models.size import model_size
-    from l2r.training.recipes.load import load_recipe, recipes_in
+    from l2r.hf.models import model_size
+    from l2r.training.recipes import load_recipe, recipes_in
 
     recipes = {name: load_recipe(name) for name in recipes_in(folder)}
     return {
@@ -49,9 +48,8 @@ def example_batch(recipe: "AnyRecipe", model: Any, items: int, **options: Any) -
 
 
 def _language(recipe: "LanguageRecipe") -> nn.Module:
-    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-    from l2r.hf.models.experts_backend import register
-    from l2r.training.data.tokens import TokenDataset
+    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, register_experts
+    from l2r.training.data import TokenDataset
 
     vocabulary = recipe.data.vocab_size
     if recipe.data.tokens and recipe.model.vocab_size is None:
@@ -60,13 +58,13 @@ def _language(recipe: "LanguageRecipe") -> nn.Module:
     config = L2rOlmoeConfig(**recipe.model_options(vocabulary))
     with torch.device("meta"):
         model = L2rOlmoeForCausalLM(config)
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register_experts())
     return model
 
 
 def _vision(recipe: VisionRecipe) -> nn.Module:
     from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
-    from l2r.training.data.image_sources import open_images
+    from l2r.training.data import open_images
 
     classes = recipe.model.num_labels or len(open_images(recipe.data.images)[0].classes)
     config = L2rViTConfig(**recipe.model_options(), num_labels=classes)

@@ -6,7 +6,7 @@ from typing import Any
 from l2r.cost.planning.choose import Candidate, Plan
 from l2r.cost.planning.cost import training_flops
 from l2r.cost.planning.memory import formula
-from l2r.training.recipes.load import AnyRecipe
+from l2r.training.recipes import AnyRecipe
 
 
 def plan_records(plan: Plan, recipe: AnyRecipe, tokens: int | None) -> dict[str, Any]:

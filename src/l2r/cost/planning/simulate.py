@@ -21,13 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from l2r.cost.planning.cut import Cut
 from l2r.cost.planning.expert_parallel import split_experts
 from l2r.cost.planning.recipe_model import example_batch, meta_model
-from l2r.hf.models.checkpointing import checkpoint_activations
+from l2r.hf.models import checkpoint_activations
 from l2r.routers import capture, constrain
-from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage
-from l2r.training.optimizer import build_optimizer
-from l2r.training.parallel import accumulate, precision, shard
-from l2r.training.recipes.load import AnyRecipe
-from l2r.training.task import task_class
+from l2r.training import (
+    accumulate,
+    autocast_to,
+    auxiliary_losses,
+    build_optimizer,
+    expert_loads,
+    layer_usage,
+    shard,
+    task_class,
+)
+from l2r.training.recipes import AnyRecipe
 
 _CPU = torch.device("cpu")
 
@@ -100,7 +106,7 @@ def _backward(recipe: AnyRecipe, cut: Cut, model: nn.Module, tracker: MemTracker
 def _loss(recipe: AnyRecipe, model: nn.Module, micro_batch: int) -> Any:
     """The objective of one micro-batch, as the loop computes it."""
     batch = example_batch(recipe, model, micro_batch)
-    with precision(recipe.training.precision, _CPU):
+    with autocast_to(recipe.training.precision, _CPU):
         with capture(model) as captured:
             loss = task_class(recipe).loss(model, batch, recipe.training.loss_chunk)
         usage = layer_usage(captured, recipe.losses, expert_loads(captured))

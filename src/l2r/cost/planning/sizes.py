@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from l2r.cost.planning.recipe_model import example_batch, meta_model, tokens_per_item
-from l2r.hf.models.size import forward_flops
+from l2r.hf.models import forward_flops
 from l2r.routers import Router
-from l2r.training.parallel import blocks
-from l2r.training.recipes.load import AnyRecipe
+from l2r.training import transformer_blocks
+from l2r.training.recipes import AnyRecipe
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sizes:
 def read_sizes(recipe: AnyRecipe) -> Sizes:
     """Sizes of the model that a recipe describes, counted on the meta device."""
     model: Any = meta_model(recipe)
-    config, layers = model.config, blocks(model)
+    config, layers = model.config, transformer_blocks(model)
     experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
     language = recipe.task == "language"
     return Sizes(

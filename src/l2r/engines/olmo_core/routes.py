@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
 from l2r.engines.routes import Recorder, Replay, recording, replaying
-from l2r.hf.routes import Fingerprint, Routes
-from l2r.hf.routes.routes import Side
-from l2r.hf.swap.sites import layer_index
+from l2r.hf.routes import Fingerprint, Routes, Side
+from l2r.hf.swap import layer_index
 
 require("ai2-olmo-core")
 

@@ -1,1 +1,15 @@
-"""An OpenAI-compatible server for one checkpoint: a small app of ours over transformers' models."""
+"""An OpenAI-compatible server for one checkpoint: a small app of ours over transformers' models.
+
+Imports hf/ and below. Begin at server.py (the process), app.py (the requests) or worker.py.
+"""
+
+from typing import TYPE_CHECKING
+
+from l2r.imports import lazy_names
+
+if TYPE_CHECKING:
+    from l2r.engines.serve.limits import ServeLimits as ServeLimits
+    from l2r.engines.serve.server import ServeOptions as ServeOptions
+    from l2r.engines.serve.server import serve_checkpoint as serve_checkpoint
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

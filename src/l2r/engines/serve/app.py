@@ -17,7 +17,7 @@ from l2r.engines.serve.answers import DONE, Answer, ChatAnswer, CompletionAnswer
 from l2r.engines.serve.doors import Doors
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.flow import Flow
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
 from l2r.engines.serve.sequence import Step
@@ -35,7 +35,7 @@ class Served:
     prompts: Prompts
     ends: frozenset[int]
     worker: Worker
-    limits: Limits
+    limits: ServeLimits
     routes: Fingerprint | str = "no model is served"  # or why tokens' experts cannot be returned
 
 
@@ -113,7 +113,7 @@ async def _answer(
     return JSONResponse(answer.whole(steps, flow.prompt_tokens))
 
 
-async def _body(request: Request, limits: Limits) -> bytes:
+async def _body(request: Request, limits: ServeLimits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(415, f"Content-Type must be application/json; got {kind[:100]!r}")

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.model_runner import (
 from l2r.engines.serve.routed import RoutedTokens, noting
 from l2r.engines.serve.sequence import Sequence
 from l2r.engines.serve.worker import NOT_RUNNING, STOPPING, Worker, only
-from l2r.hf.routes.choices import Choices
+from l2r.hf.routes import Choices
 from l2r.routers.offload import device_of
 
 _POLL_SECONDS = 0.1

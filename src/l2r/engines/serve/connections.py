@@ -8,10 +8,10 @@ from http import HTTPStatus
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 
 
-def connection_class(limits: Limits) -> type:
+def connection_class(limits: ServeLimits) -> type:
     """The protocol of a connection.
 
     One is closed when no request's head comes in time, and broken off when the client does not

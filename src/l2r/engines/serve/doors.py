@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -22,7 +22,7 @@ class Doors:
     """
 
     def __init__(
-        self, app: ASGIApp, *, host: str, allowed: Collection[str], limits: Limits
+        self, app: ASGIApp, *, host: str, allowed: Collection[str], limits: ServeLimits
     ) -> None:
         self._app, self._limits = app, limits
         self._hosts = {name.lower() for name in (*_LOCAL, host, *allowed)}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServeLimits:
     """Sizes and times; times in seconds.
 
     ``context`` is the number of tokens of prompt and answer together, at most the model's own.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
 
 Prompt = tuple[list[int], int]  # token ids, and the most tokens that may follow
@@ -12,7 +12,7 @@ Prompt = tuple[list[int], int]  # token ids, and the most tokens that may follow
 class Prompts:
     """Tokenizes for one model; ``ids`` is the number of token ids that it has."""
 
-    def __init__(self, tokenizer: Any, *, ids: int, limits: Limits) -> None:
+    def __init__(self, tokenizer: Any, *, ids: int, limits: ServeLimits) -> None:
         self.tokenizer = tokenizer
         self._ids, self._limits = ids, limits
         tokenizer("a")  # fast tokenizers set themselves up at the first call, in one thread

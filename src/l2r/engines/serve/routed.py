@@ -11,10 +11,14 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from l2r.hf.routes import Fingerprint
-from l2r.hf.routes.choices import Choices
-from l2r.hf.routes.formats import all_layers, vllm_text
-from l2r.hf.routes.layers import fingerprint_of, replaced
+from l2r.hf.routes import (
+    Choices,
+    Fingerprint,
+    all_layers,
+    fingerprint_of,
+    replaced_functions,
+    vllm_text,
+)
 
 
 def routes_of(model: Any) -> Fingerprint | str:
@@ -61,6 +65,6 @@ class RoutedTokens:
 def noting(model: Any) -> Iterator[Choices]:
     """What the routers choose in the forward that comes, or in each: ``begin`` before it."""
     choices = Choices(model)
-    with replaced(choices.forwards()):
+    with replaced_functions(choices.forwards()):
         choices.begin()
         yield choices

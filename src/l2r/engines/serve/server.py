@@ -16,14 +16,12 @@ import uvicorn
 
 from l2r.engines.serve.app import Served, build
 from l2r.engines.serve.connections import connection_class
-from l2r.engines.serve.limits import Limits
+from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.routed import routes_of
 from l2r.engines.serve.worker import OneByOne, Worker
 from l2r.engines.tried import outside_tried
-from l2r.hf.checkpoints.loading import load_tokenizer
-from l2r.hf.checkpoints.placement import Placement
-from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained
+from l2r.hf.checkpoints import Placement, checkpoint_folder, load_pretrained, load_tokenizer
 from l2r.routers.offload import device_of
 
 _CPU_BLOCKS = 64  # of 256 tokens; transformers' own choice takes all memory and a minute to fill it
@@ -31,7 +29,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine wit
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """The way a checkpoint is served.
 
     ``name`` is the name of the model in requests, the folder's by default. ``num_blocks`` sizes
@@ -47,7 +45,7 @@ class Options:
     num_blocks: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     trust_remote_code: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ServeLimits = field(default_factory=ServeLimits)
 
 
 class Server(uvicorn.Server):
@@ -62,7 +60,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(checkpoint: Path, options: Options) -> None:
+def serve_checkpoint(checkpoint: Path, options: ServeOptions) -> None:
     """Serve until interrupted.
 
     Raises ValueError for a checkpoint that cannot be loaded or has no tokenizer and for a host of
@@ -74,7 +72,7 @@ def serve(checkpoint: Path, options: Options) -> None:
 
 
 @contextmanager
-def serving(checkpoint: Path, options: Options) -> Iterator[tuple[int, Worker]]:
+def serving(checkpoint: Path, options: ServeOptions) -> Iterator[tuple[int, Worker]]:
     """Serve in a thread while the block runs: the port and the worker. Raises as ``serve``."""
     with _prepared(checkpoint, options) as (server, sockets):
         port = sockets[0].getsockname()[1]
@@ -90,7 +88,9 @@ def serving(checkpoint: Path, options: Options) -> Iterator[tuple[int, Worker]]:
 
 
 @contextmanager
-def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list[socket.socket]]]:
+def _prepared(
+    checkpoint: Path, options: ServeOptions
+) -> Iterator[tuple[Server, list[socket.socket]]]:
     problem = outside_tried("transformers", transformers.__version__, ">=5.19,<5.24")
     if problem:
         raise ValueError(problem)
@@ -133,7 +133,7 @@ def _prepared(checkpoint: Path, options: Options) -> Iterator[tuple[Server, list
         yield Server(config, worker), sockets
 
 
-def _worker(model: Any, options: Options) -> Worker:
+def _worker(model: Any, options: ServeOptions) -> Worker:
     stall = options.limits.stall_seconds
     if not options.continuous_batching:
         return OneByOne(model, stall_seconds=stall)
@@ -144,7 +144,7 @@ def _worker(model: Any, options: Options) -> Worker:
     return Batching(model, num_blocks=blocks, stall_seconds=stall)
 
 
-def _fitting(limits: Limits, model: Any, worker: Worker) -> Limits:
+def _fitting(limits: ServeLimits, model: Any, worker: Worker) -> ServeLimits:
     """Limits with the context that the model and the worker's cache have."""
     of_model = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return replace(limits, context=min(limits.context, of_model or 4096, worker.context))

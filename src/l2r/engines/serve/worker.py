@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from l2r.engines.serve.routed import noting
 from l2r.engines.serve.sequence import Sequence
-from l2r.hf.routes.choices import Choices
+from l2r.hf.routes import Choices
 from l2r.routers.offload import device_of
 
 STOPPING, NOT_RUNNING = "the server is stopping", "the worker is not running"

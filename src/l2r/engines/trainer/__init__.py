@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from l2r.analysis.diagnostics.router_statistics import RouterStatistics, RouterWatch
+from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
 from l2r.engines.trainer.heatmap import draw
 from l2r.engines.trainer.losses import check_gradient, micro_batch_share, task_loss
 from l2r.functional import load_balancing_loss, router_z_loss

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from l2r.analysis.diagnostics.router_statistics import RouterStatistics
+from l2r.analysis.diagnostics import RouterStatistics
 
 
 def draw(writer: Any, statistics: RouterStatistics, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from l2r.analysis.diagnostics.router_statistics import RouterWatch
+from l2r.analysis.diagnostics import RouterWatch
 from l2r.engines.trainer.heatmap import draw
 
 

@@ -19,11 +19,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
-from l2r.hf.routes import Routes
-from l2r.hf.routes.layers import fingerprint_of, replaced, unwrapped
-from l2r.hf.routes.record import record
-from l2r.hf.routes.replay import replay
+from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
+from l2r.hf.routes import (
+    Routes,
+    fingerprint_of,
+    record,
+    replaced_functions,
+    replay,
+    unwrapped_model,
+)
 
 ROWS = "sampled_route"  # number of each row among the sampled sequences, in the trainer's batches
 _METHODS = ("compute_loss", "_generate_and_score_completions")
@@ -75,9 +79,9 @@ class RouteReplay:
 
     def _sampled(self, inputs: Any) -> dict[str, Any]:
         """A batch of the trainer, with each row's number and the sampler's log-probabilities."""
-        model = unwrapped(self._trainer.model)
+        model = unwrapped_model(self._trainer.model)
         self.routes = None
-        with replaced({(model, "generate"): self._generating(model)}):
+        with replaced_functions({(model, "generate"): self._generating(model)}):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
             raise ValueError(

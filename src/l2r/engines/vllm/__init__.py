@@ -20,7 +20,7 @@ def register() -> None:
     if problem:
         logging.getLogger("vllm.plugins.l2r").warning("%s; l2r registers nothing", problem)
         return
-    from l2r.hf import models  # makes the configuration known to transformers
+    from l2r.hf.models import L2rOlmoeForCausalLM  # its module makes it known to transformers
 
-    name = models.L2rOlmoeForCausalLM.__name__
+    name = L2rOlmoeForCausalLM.__name__
     vllm.ModelRegistry.register_model(name, f"{__name__}.olmoe:{name}")

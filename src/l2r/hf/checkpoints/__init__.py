@@ -1,15 +1,37 @@
-"""Checkpoints in and out: stock models, ours, and models with swapped routers."""
+"""Checkpoints in and out: stock models, ours, and models with swapped routers.
 
-from l2r.imports import named
+Imports swap/, models/ and below. Begin at pretrained.py; placement.py has dtype and device.
+"""
 
-try:
-    from l2r.hf.checkpoints.loading import (
-        is_image_classifier,
-        load_causal_lm,
-        load_image_classifier,
-    )
-    from l2r.hf.checkpoints.pretrained import load_pretrained
-except ImportError as error:
-    raise named(error, "lm") from error
+from typing import TYPE_CHECKING
 
-__all__ = ["is_image_classifier", "load_causal_lm", "load_image_classifier", "load_pretrained"]
+from l2r.imports import lazy_names
+
+if TYPE_CHECKING:
+    from l2r.hf.checkpoints.by_file import CheckpointOnDisk as CheckpointOnDisk
+    from l2r.hf.checkpoints.digest import checkpoint_digest as checkpoint_digest
+    from l2r.hf.checkpoints.export import export_remote_code as export_remote_code
+    from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
+    from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
+    from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer
+    from l2r.hf.checkpoints.loading import is_image_classifier as is_image_classifier
+    from l2r.hf.checkpoints.loading import load_causal_lm as load_causal_lm
+    from l2r.hf.checkpoints.loading import load_image_classifier as load_image_classifier
+    from l2r.hf.checkpoints.loading import load_model as load_model
+    from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
+    from l2r.hf.checkpoints.placement import Placement as Placement
+    from l2r.hf.checkpoints.pretrained import check_new_folder as check_new_folder
+    from l2r.hf.checkpoints.pretrained import checkpoint_folder as checkpoint_folder
+    from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
+    from l2r.hf.checkpoints.pretrained import model_like as model_like
+    from l2r.hf.checkpoints.pretrained import new_folder as new_folder
+    from l2r.hf.checkpoints.pretrained import save_model as save_model
+    from l2r.hf.checkpoints.programs import PROGRAM_FORMS as PROGRAM_FORMS
+    from l2r.hf.checkpoints.programs import PROGRAM_TOLERANCE as PROGRAM_TOLERANCE
+    from l2r.hf.checkpoints.programs import export_program as export_program
+    from l2r.hf.checkpoints.run_card import run_of_checkpoint as run_of_checkpoint
+    from l2r.hf.checkpoints.run_card import run_sections as run_sections
+    from l2r.hf.checkpoints.run_card import update_card as update_card
+    from l2r.hf.checkpoints.run_card import write_run_card as write_run_card
+else:
+    __getattr__, __dir__ = lazy_names(__name__, "lm")

@@ -17,7 +17,7 @@ from l2r.hf.checkpoints.pretrained import new_folder
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
 
-TOLERANCE = 1e-4  # of the largest logit
+PROGRAM_TOLERANCE = 1e-4  # of the largest logit
 _SHAPES = ((2, 7), (1, 1), (3, 50))  # rows and tokens that are compared; the first is traced
 _SEED = 0
 
@@ -46,7 +46,7 @@ def export_program(
     *,
     form: str,
     tokenizer: Any = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = PROGRAM_TOLERANCE,
     sections: Sequence[str] = (),
 ) -> Agreement:
     """Write ``model`` as input_ids [B, S] -> logits [B, S, V], any B and S, into a new folder.
@@ -55,8 +55,8 @@ def export_program(
     keeps batched experts. Raises ValueError for an unknown form, a model that cannot be exported,
     and a difference above ``tolerance`` times the largest logit (or 1); nothing is left then.
     """
-    if form not in FORMS:
-        raise ValueError(f"format must be one of {', '.join(FORMS)}; got {form!r}")
+    if form not in PROGRAM_FORMS:
+        raise ValueError(f"format must be one of {', '.join(PROGRAM_FORMS)}; got {form!r}")
     if form == "onnx":  # missing packages are named before anything is traced
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
@@ -67,7 +67,7 @@ def export_program(
     with new_folder(out) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what torch itself calls
         try:
-            run = FORMS[form](_trace(model, samples[0]), folder)
+            run = PROGRAM_FORMS[form](_trace(model, samples[0]), folder)
             found = [run(ids) for ids in samples]
         except Exception as error:  # each exporter raises other kinds of errors
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -187,7 +187,7 @@ _LOADING = {
         'program = aoti_load_package("FOLDER/model.pt2")',
     ),
 }
-FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], Run]] = {
+PROGRAM_FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], Run]] = {
     "onnx": _onnx,
     "torch-export": _torch_export,
     "aoti": _aoti,

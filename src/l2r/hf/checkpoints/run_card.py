@@ -29,7 +29,7 @@ _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
 )
 
 
-def run_of(checkpoint: str | Path) -> RunFolder | None:
+def run_of_checkpoint(checkpoint: str | Path) -> RunFolder | None:
     """The run whose final weights are meant by ``checkpoint``: its folder, or ``model/`` in it."""
     path = Path(checkpoint).resolve()
     run = RunFolder(path.parent if path.name == "model" else path)

@@ -2,7 +2,7 @@
 
 Every module becomes a file of one folder, ``l2r.routers.base`` is routers_base.py; its import lines
 from this package become lines from the files next to it. Stand-ins take the place of what the
-model does without: fused kernels, cards, jaxtyping.
+model does without: fused kernels, cards, entries in tables, jaxtyping.
 """
 
 import ast
@@ -29,6 +29,10 @@ import sys
 from .kernels_plain import {plain}
 
 dispatch = sys.modules[__name__]  # routers import it by this name
+""",
+    "l2r.hf.models.auto_entries": """
+def add_to_auto_classes(config, models):
+    \"\"\"In l2r-moe this registers the model; from a folder transformers does it.\"\"\"
 """,
     "l2r.hf.models.card": """
 class SavesCard:

@@ -1,35 +1,28 @@
-"""Models: OLMoE and ViT with routers of ours, on transformers.
+"""OLMoE and ViT with routers of ours, on transformers; their sizes, cards and weight files.
 
-Importing this package registers our model types with transformers' Auto classes.
+Imports moe/ and below. Begin at olmoe.py, whose class the Auto classes know once it is imported.
 """
 
-from l2r.imports import named
+from typing import TYPE_CHECKING
 
-try:
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-    )
+from l2r.imports import lazy_names
 
-    from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-    from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
-except ImportError as error:
-    raise named(error, "lm") from error
-
-__all__ = [
-    "L2rOlmoeConfig",
-    "L2rOlmoeForCausalLM",
-    "L2rOlmoeModel",
-    "L2rViTConfig",
-    "L2rViTForImageClassification",
-    "L2rViTModel",
-]
-
-AutoConfig.register(L2rOlmoeConfig.model_type, L2rOlmoeConfig, exist_ok=True)
-AutoModel.register(L2rOlmoeConfig, L2rOlmoeModel, exist_ok=True)
-AutoModelForCausalLM.register(L2rOlmoeConfig, L2rOlmoeForCausalLM, exist_ok=True)
-AutoConfig.register(L2rViTConfig.model_type, L2rViTConfig, exist_ok=True)
-AutoModel.register(L2rViTConfig, L2rViTModel, exist_ok=True)
-AutoModelForImageClassification.register(L2rViTConfig, L2rViTForImageClassification, exist_ok=True)
+if TYPE_CHECKING:
+    from l2r.hf.models.checkpointing import checkpoint_activations as checkpoint_activations
+    from l2r.hf.models.experts_backend import register_experts as register_experts
+    from l2r.hf.models.initialize import attach_router as attach_router
+    from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig
+    from l2r.hf.models.olmoe import L2rOlmoeForCausalLM as L2rOlmoeForCausalLM
+    from l2r.hf.models.olmoe import L2rOlmoeModel as L2rOlmoeModel
+    from l2r.hf.models.size import ModelSize as ModelSize
+    from l2r.hf.models.size import forward_flops as forward_flops
+    from l2r.hf.models.size import model_size as model_size
+    from l2r.hf.models.size import vit_s_costs as vit_s_costs
+    from l2r.hf.models.vit import L2rViTConfig as L2rViTConfig
+    from l2r.hf.models.vit import L2rViTForImageClassification as L2rViTForImageClassification
+    from l2r.hf.models.vit import L2rViTModel as L2rViTModel
+    from l2r.hf.models.weights import check_finite as check_finite
+    from l2r.hf.models.weights import read_config as read_config
+    from l2r.hf.models.whole_sequences import reading_whole_sequences as reading_whole_sequences
+else:
+    __getattr__, __dir__ = lazy_names(__name__, "lm")

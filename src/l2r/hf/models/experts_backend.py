@@ -1,8 +1,8 @@
 """Our dispatch as an ``experts_implementation`` of transformers, under the name ``l2r``.
 
-``register()`` once, then ``from_pretrained(..., experts_implementation="l2r")``: the router's
-tokens go out and come back in one pass each, forward and backward, and the [T, K, D] copy of
-transformers' own grouped_mm is never made. Experts with biases, transposed weights, no gate, a
+``register_experts()`` once, then ``from_pretrained(..., experts_implementation="l2r")``: the
+router's tokens go out and come back in one pass each, forward and backward, and the [T, K, D] copy
+of transformers' own grouped_mm is never made. Experts with biases, transposed weights, no gate, a
 norm after them or split over devices run transformers' own grouped_mm.
 """
 
@@ -16,7 +16,7 @@ from l2r.moe.dispatch import assign
 NAME = "l2r"
 
 
-def register() -> str:
+def register_experts() -> str:
     """Make the implementation known to transformers; returns its name."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, l2r_experts_forward)
     return NAME

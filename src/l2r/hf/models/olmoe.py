@@ -10,6 +10,8 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     GenerationMixin,
     OlmoeConfig,
     OlmoeForCausalLM,
@@ -23,6 +25,7 @@ from transformers.models.olmoe.modeling_olmoe import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
+from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
 from l2r.hf.models.opening import NeedsPackage
@@ -124,3 +127,6 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
 
 share_conversion("l2r_olmoe", "olmoe")
 share_adapters("l2r_olmoe", "olmoe")
+add_to_auto_classes(
+    L2rOlmoeConfig, {AutoModel: L2rOlmoeModel, AutoModelForCausalLM: L2rOlmoeForCausalLM}
+)

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -18,6 +20,7 @@ from transformers import (
 from transformers.models.vit.modeling_vit import ViTAttention, ViTLayer, ViTPreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
 from l2r.hf.models.opening import NeedsPackage
@@ -193,3 +196,8 @@ _EXPERT_NAMES = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_bias",
 }
+
+add_to_auto_classes(
+    L2rViTConfig,
+    {AutoModel: L2rViTModel, AutoModelForImageClassification: L2rViTForImageClassification},
+)

@@ -12,7 +12,7 @@ AttentionInterface.register(_NAME, sdpa_attention_forward)
 
 
 @contextmanager
-def whole_sequences(model: Any) -> Iterator[None]:
+def reading_whole_sequences(model: Any) -> Iterator[None]:
     """Inside, ``model`` gets rows of tokens without padding, each one sequence, without a cache.
 
     To learn as much, transformers reads positions back from the device in every forward pass.

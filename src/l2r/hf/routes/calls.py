@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from l2r.hf.routes.layers import unwrapped
+from l2r.hf.routes.layers import unwrapped_model
 
 PADDING = -1  # number of the sequence of an input that is no token
 
@@ -148,7 +148,7 @@ def _places(tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray,
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = inspect.signature(unwrapped(model).forward).parameters
+    names = inspect.signature(unwrapped_model(model).forward).parameters
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

@@ -60,7 +60,7 @@ def fingerprint_of(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
             f"all layers must have as many experts and choose as many; got (experts, k) {kinds}"
         )
     ((num_experts, top_k),) = kinds
-    config: Any = getattr(unwrapped(model), "config", None)
+    config: Any = getattr(unwrapped_model(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return Fingerprint(
@@ -82,17 +82,19 @@ def check_weighable(site: Site) -> Selection:
     return selection
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped_model(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and torch.compile's wrapper."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module) and next(model.children()) is inner:
-            return unwrapped(inner)
+            return unwrapped_model(inner)
     return model
 
 
 @contextmanager
-def replaced(values: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> Iterator[None]:
+def replaced_functions(
+    values: Mapping[tuple[nn.Module, str], Callable[..., Any]],
+) -> Iterator[None]:
     """Set functions on module instances inside the block; what was there before comes back.
 
     torch.compile guards what an instance has under ``forward``, and no forward hooks.

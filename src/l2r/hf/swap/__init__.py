@@ -1,11 +1,34 @@
-"""Routers of ours in the place of a model family's own."""
+"""Routers of ours in the place of a model family's own.
 
-from l2r.imports import named
+Imports models/ and below. Begin at swap.py; families.py lists the families.
+"""
 
-try:
-    from l2r.hf.swap.swap import swap_routers
-    from l2r.hf.swap.trainable import freeze_routers, train_routers_only
-except ImportError as error:
-    raise named(error, "lm") from error
+from typing import TYPE_CHECKING
 
-__all__ = ["freeze_routers", "swap_routers", "train_routers_only"]
+from l2r.imports import lazy_names
+
+if TYPE_CHECKING:
+    from l2r.hf.swap.families import FAMILIES as FAMILIES
+    from l2r.hf.swap.families import FAMILY_OF_ROUTER as FAMILY_OF_ROUTER
+    from l2r.hf.swap.preferred import preferred_router as preferred_router
+    from l2r.hf.swap.sites import Site as Site
+    from l2r.hf.swap.sites import layer_index as layer_index
+    from l2r.hf.swap.sites import new_router as new_router
+    from l2r.hf.swap.sites import place_router as place_router
+    from l2r.hf.swap.sites import router_sites as router_sites
+    from l2r.hf.swap.sites import running_sites as running_sites
+    from l2r.hf.swap.sites import select_sites as select_sites
+    from l2r.hf.swap.stock import one_layer as one_layer
+    from l2r.hf.swap.stock import stock_olmoe as stock_olmoe
+    from l2r.hf.swap.stock import stock_trainer as stock_trainer
+    from l2r.hf.swap.swap import UNTRAINED_WARNING as UNTRAINED_WARNING
+    from l2r.hf.swap.swap import forget_replaced as forget_replaced
+    from l2r.hf.swap.swap import record_swap as record_swap
+    from l2r.hf.swap.swap import replace_routers as replace_routers
+    from l2r.hf.swap.swap import swap_routers as swap_routers
+    from l2r.hf.swap.swap import unfitted_sites as unfitted_sites
+    from l2r.hf.swap.trainable import freeze_routers as freeze_routers
+    from l2r.hf.swap.trainable import train_routers_only as train_routers_only
+    from l2r.hf.swap.trainable import trainable_parameters as trainable_parameters
+else:
+    __getattr__, __dir__ = lazy_names(__name__, "lm")

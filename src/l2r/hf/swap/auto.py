@@ -14,11 +14,19 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.auto_classes import PREFIX, SWAPPED, type_name
-from l2r.hf import models
+from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.hf.models.tables import share_adapters, share_conversion
+from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 from l2r.hf.swap.model_types import class_name, swapped_config, swapped_model
 
-_OWN = {kind.model_type: kind for kind in (models.L2rOlmoeConfig, models.L2rViTConfig)}
+_OWN: dict[str, Any] = {kind.model_type: kind for kind in (L2rOlmoeConfig, L2rViTConfig)}
+_OWN_CLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        L2rOlmoeConfig, L2rOlmoeModel, L2rOlmoeForCausalLM,
+        L2rViTConfig, L2rViTModel, L2rViTForImageClassification,
+    )
+}  # fmt: skip
 
 
 @cache
@@ -81,7 +89,7 @@ def _by_name(name: str) -> Any:
 
 def _stock_class(name: str) -> Any:
     """The class of transformers or of ours with a name; None where there is none."""
-    return getattr(models if name in models.__all__ else transformers, name, None)
+    return _OWN_CLASSES.get(name) or getattr(transformers, name, None)
 
 
 def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:

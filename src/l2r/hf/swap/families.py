@@ -172,7 +172,7 @@ _TOO_NEW = {
     if Version(transformers.__version__) < Version(since)
 }
 FAMILIES: Mapping[str, Family] = {f.model_type: f for f in _TABLE if f.model_type not in _TOO_NEW}
-BY_ROUTER: Mapping[str, Family] = {family.router: family for family in FAMILIES.values()}
+FAMILY_OF_ROUTER: Mapping[str, Family] = {family.router: family for family in FAMILIES.values()}
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"
 REFUSED: Mapping[str, str] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
-from l2r.hf.swap.families import BY_ROUTER, FAMILIES, REFUSED
+from l2r.hf.swap.families import FAMILIES, FAMILY_OF_ROUTER, REFUSED
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
 from l2r.routers.offload import device_of, onloaded
@@ -32,7 +32,7 @@ class Site:
         """Selection in force here."""
         if isinstance(self.router, Router):
             return self.router.selection
-        return BY_ROUTER[type(self.router).__name__].selection(self.router)
+        return FAMILY_OF_ROUTER[type(self.router).__name__].selection(self.router)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -74,7 +74,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return [
         Site(path, layer_index(path), module)
         for path, module in model.named_modules()
-        if type(module).__name__ in BY_ROUTER or isinstance(module, Router)
+        if type(module).__name__ in FAMILY_OF_ROUTER or isinstance(module, Router)
     ]
 
 
@@ -108,7 +108,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 def old_weight(site: Site) -> Tensor:
     """The [N, D] matrix of a family's own router."""
-    weight: Tensor = attrgetter(BY_ROUTER[type(site.router).__name__].weight)(site.router)
+    weight: Tensor = attrgetter(FAMILY_OF_ROUTER[type(site.router).__name__].weight)(site.router)
     return weight
 
 

@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 _REPLACED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-UNTRAINED = (
+UNTRAINED_WARNING = (
     "the new routers are untrained: fit them to the old ones (l2r.fit_routers, l2r swap --fit) or "
     "train the model"
 )
@@ -60,7 +60,7 @@ def swap_routers(
     configuration, and for ``config.normalize_weights`` where the family decides about it.
     """
     replace_routers(model, config, layers=layers, selection=selection)
-    warnings.warn(UNTRAINED, UntrainedRoutersWarning, stacklevel=2)
+    warnings.warn(UNTRAINED_WARNING, UntrainedRoutersWarning, stacklevel=2)
     return model
 
 

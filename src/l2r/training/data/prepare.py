@@ -28,7 +28,7 @@ Parts = dict[str, TokenFile]  # the token file of every part of one shard
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """Totals so far, earlier runs included: compressed bytes read, tokens, shards."""
 
     bytes_read: int
@@ -71,7 +71,7 @@ def shard_tasks(
     ]
 
 
-def prepare(
+def prepare_tokens(
     tasks: Sequence[ShardTask],
     out: Path,
     *,
@@ -80,7 +80,7 @@ def prepare(
     workers: int = 1,
     on_bad_shard: OnBadShard = "refuse",
     source: Mapping[str, Any] | None = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda _: None,
 ) -> dict[str, Manifest]:
     """Tokenize shards, write a manifest per part and the tokenizer; call again after a kill.
 
@@ -164,7 +164,7 @@ class _Counter:
         self,
         tasks: Sequence[ShardTask],
         done: Mapping[str, Parts],
-        report: Callable[[Progress], None],
+        report: Callable[[PrepareProgress], None],
     ) -> None:
         self._sizes = {task.name: shard_bytes(task.url) for task in tasks}
         # Per shard: bytes read, tokens written.
@@ -183,7 +183,7 @@ class _Counter:
 
     def _publish(self) -> None:
         self._report(
-            Progress(
+            PrepareProgress(
                 bytes_read=sum(size for size, _ in self._seen.values()),
                 bytes_total=sum(self._sizes.values()),
                 tokens=sum(tokens for _, tokens in self._seen.values()),

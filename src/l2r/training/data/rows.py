@@ -41,10 +41,10 @@ def name_domains_without_rows(dataset: TokenDataset, report: Callable[[str], Non
     """Report every domain whose files hold no whole row."""
     for domain in dataset.domains:
         if not any(dataset.domain_rows(domain)):
-            report(too_small(domain, dataset.sequence_length))
+            report(too_small_domain(domain, dataset.sequence_length))
 
 
-def too_small(domain: str, length: int) -> str:
+def too_small_domain(domain: str, length: int) -> str:
     """The line that names a domain with too few tokens."""
     return f"domain {domain} holds less than one row of {length} tokens: it is left out"
 

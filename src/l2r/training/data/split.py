@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
+TRAIN_PART, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Split:
     def folders(self, out: Path) -> dict[str, Path]:
         """Folder of each part; training tokens lie in ``out`` itself where nothing is held out."""
         if self.hold_out == 0:
-            return {TRAIN: out}
-        return {TRAIN: out / TRAIN, VALIDATION: out / VALIDATION}
+            return {TRAIN_PART: out}
+        return {TRAIN_PART: out / TRAIN_PART, VALIDATION: out / VALIDATION}
 
     def part(self, text: str) -> str | None:
         """``train``, ``validation``, or None for a document that is left out."""
         if self == EVERYTHING:
-            return TRAIN
+            return TRAIN_PART
         place = position(text)
         if place < self.hold_out:
             return VALIDATION
         end = self.hold_out + self.share * (1 - self.hold_out)
-        return TRAIN if self.share == 1 or place < end else None
+        return TRAIN_PART if self.share == 1 or place < end else None
 
 
 def position(text: str) -> float:

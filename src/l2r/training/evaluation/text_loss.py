@@ -11,7 +11,7 @@ from typing import Any
 
 from l2r.stats.statistics import Ratio, ratio_of_sums
 
-ALL = "in all"
+ALL_FILES = "in all"
 _BIT = math.log(2)
 
 
@@ -100,7 +100,7 @@ def _by_file(documents: Sequence[TextDocument]) -> dict[str, list[TextDocument]]
     parts: dict[str, list[TextDocument]] = {}
     for document in documents:
         parts.setdefault(document.file, []).append(document)
-    return {**parts, ALL: list(documents)}
+    return {**parts, ALL_FILES: list(documents)}
 
 
 def _loss(documents: Sequence[TextDocument]) -> TextLoss:

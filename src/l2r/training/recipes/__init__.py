@@ -1,1 +1,28 @@
-"""Recipes: YAML files inside the package and the schema that reads them."""
+"""Recipes: YAML files inside the package and the schema that reads them.
+
+Imports routers/ and below. Begin at load.py; schema.py has every field.
+"""
+
+from typing import TYPE_CHECKING
+
+from l2r.imports import lazy_names
+
+if TYPE_CHECKING:
+    from l2r.training.recipes.changes import LENGTH_FIELDS as LENGTH_FIELDS
+    from l2r.training.recipes.changes import read_change as read_change
+    from l2r.training.recipes.changes import set_field as set_field
+    from l2r.training.recipes.load import AnyRecipe as AnyRecipe
+    from l2r.training.recipes.load import dump_recipe as dump_recipe
+    from l2r.training.recipes.load import first_problem as first_problem
+    from l2r.training.recipes.load import load_recipe as load_recipe
+    from l2r.training.recipes.load import parse_recipe as parse_recipe
+    from l2r.training.recipes.load import recipe_header as recipe_header
+    from l2r.training.recipes.load import recipe_names as recipe_names
+    from l2r.training.recipes.load import recipes_in as recipes_in
+    from l2r.training.recipes.packaged import packaged_recipes as packaged_recipes
+    from l2r.training.recipes.schema import CorpusVersion as CorpusVersion
+    from l2r.training.recipes.schema import LanguageRecipe as LanguageRecipe
+    from l2r.training.recipes.schema import Section as Section
+    from l2r.training.recipes.vision import VisionRecipe as VisionRecipe
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

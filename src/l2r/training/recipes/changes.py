@@ -15,7 +15,7 @@ PIXELS = {
 }
 BUILT_IN_IMAGES = ("digits", "fashion-mnist")  # other names are places, which may move
 _SHOWN = 200  # characters of a value in an error
-LENGTHS = ("training.steps", "training.tokens", "training.epochs")
+LENGTH_FIELDS = ("training.steps", "training.tokens", "training.epochs")
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -32,8 +32,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -
     if not place:
         above = _with_losses(above)
     given = {f"{place}.{name}" for name, value in above.items() if value is not None}
-    if given & set(LENGTHS):
-        merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTHS}
+    if given & set(LENGTH_FIELDS):
+        merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTH_FIELDS}
     for key, value in above.items():
         old = merged.get(key)
         sections = isinstance(old, dict) and isinstance(value, dict)

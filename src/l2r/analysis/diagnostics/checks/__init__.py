@@ -1,9 +1,15 @@
-"""Checks of a model's routers, losses and data before it is trained or used: table.py lists them.
+"""Checks of a model's routers, losses and data before it is trained or used.
 
-They import the swap, whose families they know, and no transformers.
+Imports the swap, whose families it knows, and no transformers. Begin at table.py, which lists them.
 """
 
-from l2r.analysis.diagnostics.checks.finding import Finding
-from l2r.analysis.diagnostics.checks.table import check_model
+from typing import TYPE_CHECKING
 
-__all__ = ["Finding", "check_model"]
+from l2r.imports import lazy_names
+
+if TYPE_CHECKING:
+    from l2r.analysis.diagnostics.checks.finding import Finding as Finding
+    from l2r.analysis.diagnostics.checks.finding import counted as counted
+    from l2r.analysis.diagnostics.checks.table import check_model as check_model
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

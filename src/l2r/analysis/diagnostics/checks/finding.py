@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from l2r.hf.swap.sites import Site
+from l2r.hf.swap import Site
 
 Status = Literal["ok", "warning", "fault", "skipped"]
 

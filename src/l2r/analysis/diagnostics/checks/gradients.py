@@ -6,7 +6,7 @@ from typing import Any
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, skipped, warning
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap.trainable import trainable_parameters
+from l2r.hf.swap import trainable_parameters
 from l2r.routers import Router
 
 

@@ -26,7 +26,7 @@ from l2r.analysis.diagnostics.checks.finding import (
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
 from l2r.functional import expert_usage
-from l2r.hf.swap.sites import Site
+from l2r.hf.swap import Site
 
 ALPHA = 0.001
 

@@ -22,8 +22,7 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap.families import BY_ROUTER, FAMILIES
-from l2r.hf.swap.sites import Site
+from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
 from l2r.routers import Router
 from l2r.routers.selection import Selection
 
@@ -151,7 +150,7 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     try:
         with torch.device("meta"):
             router = kinds[0](*arguments)
-        rule = BY_ROUTER[known.router].selection(router)
+        rule = FAMILY_OF_ROUTER[known.router].selection(router)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(known.weight)(router).shape

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.routes.layers import unwrapped
-from l2r.hf.swap.sites import Site, running_sites
-from l2r.hf.swap.trainable import trainable_parameters
+from l2r.hf.routes import unwrapped_model
+from l2r.hf.swap import Site, running_sites, trainable_parameters
 from l2r.routers import RouterOutput
 from l2r.routers.observe import evaluating, watched
 from l2r.routers.offload import device_of, materialized
@@ -54,7 +53,7 @@ class Subject:
         balance: float = 0.0,
         z: float = 0.0,
     ) -> None:
-        self.model: Any = unwrapped(model)
+        self.model: Any = unwrapped_model(model)
         self.sites = running_sites(self.model)
         config: Any = getattr(self.model, "config", None)
         self.config: Any = (

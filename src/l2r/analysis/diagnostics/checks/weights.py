@@ -5,10 +5,8 @@ from torch import Tensor
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, warning
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.models.initialize import attach_router
-from l2r.hf.swap.sites import Site
-from l2r.hf.swap.swap import unfitted_sites
-from l2r.hf.swap.trainable import trainable_parameters
+from l2r.hf.models import attach_router
+from l2r.hf.swap import Site, trainable_parameters, unfitted_sites
 from l2r.routers import Router
 
 _QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq", "gptqmodel", "awq")

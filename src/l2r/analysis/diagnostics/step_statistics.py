@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.metrics import load_from_sums, margin_from_sums
 from l2r.functional import mean_probs, router_z_loss, routing_probs, select_experts
-from l2r.hf.routes.backward import in_backward
-from l2r.hf.routes.layers import unwrapped
-from l2r.hf.swap.sites import layer_index, running_sites
+from l2r.hf.routes import in_backward, unwrapped_model
+from l2r.hf.swap import layer_index, running_sites
 from l2r.routers import Captured, RouterOutput
 from l2r.routers.observe import watched
 
@@ -123,7 +122,7 @@ class RouterWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = unwrapped(model)
+        inner = unwrapped_model(model)
         self._sites = running_sites(inner)
         self._layers = {site.path: site.layer for site in self._sites}
         # transformers' outermost model is called with the attention mask, whatever stands around.

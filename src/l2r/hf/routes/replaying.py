@@ -18,7 +18,7 @@ from l2r.hf.routes.layers import (
     RoutedLayer,
     check_weighable,
     fingerprint_of,
-    replaced,
+    replaced_functions,
     routed_layers,
 )
 from l2r.hf.routes.reading import Reading
@@ -73,7 +73,7 @@ class Replay:
         """Routers replay inside the block."""
         self._active = True
         try:
-            with replaced({**self._forwards, **self._checkpoints}):
+            with replaced_functions({**self._forwards, **self._checkpoints}):
                 yield
         finally:
             self._active = False
@@ -103,7 +103,7 @@ class Replay:
                 if self._active:
                     yield
                 else:
-                    with replaced(self._forwards):
+                    with replaced_functions(self._forwards):
                         yield
             finally:
                 self._rows = before

@@ -27,7 +27,7 @@ _GRID = 201  # points per axis of the routing plane
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DiagnosisSettings:
     """sigma: noise on router inputs, drawn ``repeats`` times from ``seed``.
 
     certify: tokens of the sample that get a certified radius and a search for a flip; 0 for none.
@@ -45,11 +45,11 @@ class Settings:
 
 
 @torch.no_grad()
-def diagnose(
+def diagnose_layers(
     records: Sequence[LayerRecord],
     *,
     domains: Sequence[str] = (),
-    settings: Settings | None = None,
+    settings: DiagnosisSettings | None = None,
     choices: Choices | None = None,
     gain: RoutingGain | None = None,
     report: Callable[[int], None] = lambda layers_done: None,
@@ -59,7 +59,7 @@ def diagnose(
     Stability, Top-k Overlap, certificates and searches use the records' samples; what follows of
     single tokens (words, pairs, paths) those in ``choices``; all else is exact over all tokens.
     """
-    chosen = settings or Settings()
+    chosen = settings or DiagnosisSettings()
     layers, arrays = [], {}
     for position, record in enumerate(records):
         numbers, tensors = _measure(record, chosen)
@@ -86,7 +86,9 @@ def diagnose(
     return Diagnosis(info, layers, arrays)
 
 
-def _measure(record: LayerRecord, settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _measure(
+    record: LayerRecord, settings: DiagnosisSettings
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     router, collected = record.router, record.sample
     device = next(router.parameters()).device
     x = collected["x"].to(device)
@@ -140,7 +142,7 @@ def _sample_arrays(record: LayerRecord, x: Tensor) -> dict[str, Tensor]:
 
 
 def _certificates(
-    record: LayerRecord, x: Tensor, settings: Settings, arrays: dict[str, Tensor]
+    record: LayerRecord, x: Tensor, settings: DiagnosisSettings, arrays: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Radii, the share of tokens they cover, and how near the search came to them.
 

@@ -12,7 +12,7 @@ _READ = (
 )  # fmt: skip
 
 
-def fingerprint(folder: Path) -> str:
+def checkpoint_digest(folder: Path) -> str:
     """Changes with weights, configuration, tokenizer and code; reads no weights.
 
     Weights count by size and time, smaller files by their content.

@@ -11,7 +11,7 @@ from l2r.hf.routes.backward import outside_of_graphs
 from l2r.hf.routes.calls import Calls, Inputs, Places, read_inputs
 from l2r.hf.routes.choices import Choices
 from l2r.hf.routes.fingerprint import Fingerprint
-from l2r.hf.routes.layers import replaced
+from l2r.hf.routes.layers import replaced_functions
 from l2r.hf.routes.routes import Routes
 
 
@@ -110,7 +110,7 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
         model.register_forward_hook(recorder.close, always_call=True),
     )
     try:
-        with replaced(recorder.forwards()):
+        with replaced_functions(recorder.forwards()):
             yield recorder
     finally:
         for hook in hooks:

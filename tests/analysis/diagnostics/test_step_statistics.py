@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from l2r import L2RConfig, capture
-from l2r.analysis.diagnostics.router_statistics import NUMBERS, RouterWatch, router_statistics
+from l2r.analysis.diagnostics.step_statistics import NUMBERS, RouterWatch, router_statistics
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from l2r.hf.checkpoints.fingerprint import fingerprint
+from l2r.hf.checkpoints.digest import checkpoint_digest
 
 SMALL = [
     "config.json",
@@ -40,28 +40,28 @@ def rewrite(path, text, *, later=0):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_files_count_by_their_content(folder, name):
-    before = fingerprint(folder)
+    before = checkpoint_digest(folder)
     rewrite(folder / name, name, later=10**9)
-    assert fingerprint(folder) == before
+    assert checkpoint_digest(folder) == before
     rewrite(folder / name, name[::-1])
-    assert fingerprint(folder) != before
+    assert checkpoint_digest(folder) != before
     (folder / name).unlink()
-    assert fingerprint(folder) != before
+    assert checkpoint_digest(folder) != before
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_weights_count_by_size_and_time(folder, name):
-    before = fingerprint(folder)
+    before = checkpoint_digest(folder)
     rewrite(folder / name, name + "longer")
-    longer = fingerprint(folder)
+    longer = checkpoint_digest(folder)
     rewrite(folder / name, name, later=10**9)
-    assert len({before, longer, fingerprint(folder)}) == 3
+    assert len({before, longer, checkpoint_digest(folder)}) == 3
 
 
 def test_results_and_cards_do_not_count(folder):
-    before = fingerprint(folder)
+    before = checkpoint_digest(folder)
     for name in OTHER:
         rewrite(folder / name, "other", later=10**9)
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / "tokenizer.json").write_text("{}")
-    assert fingerprint(folder) == before
+    assert checkpoint_digest(folder) == before

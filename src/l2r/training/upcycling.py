@@ -14,8 +14,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.hf.swap.sites import Site, new_router, select_sites
-from l2r.hf.swap.swap import record_swap
+from l2r.hf.swap import Site, new_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 from l2r.training.evaluation.perplexity import token_losses
 from l2r.training.fit import FitOptions, FitReport, Report, cosine, fit_sites, perplexity

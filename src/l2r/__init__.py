@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from l2r.routers import RouterOutput as RouterOutput
     from l2r.routers import XMoEConfig as XMoEConfig
     from l2r.routers import build_router as build_router
-    from l2r.routers.capture import capture as capture
     from l2r.routers import register_router as register_router
     from l2r.routers import router_names as router_names
+    from l2r.routers.capture import capture as capture
     from l2r.training import fit_routers as fit_routers
 else:
     __getattr__, __dir__ = lazy_names(__name__, stand_in=Missing)

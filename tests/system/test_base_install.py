@@ -31,7 +31,7 @@ def run(script, *blocked, cwd=None):
 
 
 USES = """
-import inspect, pydoc
+import importlib, inspect, pydoc
 import l2r
 from l2r import *
 
@@ -40,8 +40,8 @@ assert hasattr(l2r, "swap_routers") and set(l2r.__all__) <= listed
 assert "swap_routers" in pydoc.render_doc(l2r, renderer=pydoc.plaintext)
 build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2)
 
-def room(name):
-    return lambda: __import__(name, fromlist=["x"])
+def name_of(package, name):
+    return lambda: getattr(importlib.import_module(package), name)
 
 for call in (
     lambda: l2r.swap_routers(None),
@@ -49,9 +49,9 @@ for call in (
     lambda: l2r.fit_routers(None, None),
     lambda: l2r.L2rOlmoeConfig(),
     lambda: l2r.L2rOlmoeConfig.from_dict({}),
-    room("l2r.hf.swap"),
-    room("l2r.hf.models"),
-    room("l2r.hf.checkpoints"),
+    name_of("l2r.hf.swap", "train_routers_only"),
+    name_of("l2r.hf.models", "L2rOlmoeModel"),
+    name_of("l2r.hf.checkpoints", "save_model"),
 ):
     try:
         call()

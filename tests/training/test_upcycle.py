@@ -131,7 +131,7 @@ def test_families_with_sigmoids_and_biases_fit_too(name, tmp_path):
 
 
 def test_agreement_is_complete_when_the_new_router_is_the_old_one(trained):
-    from l2r.training import upcycle as module
+    from l2r.training import upcycling as module
 
     sites = module.select_sites(trained)
     students = [module.new_router(site, LinearConfig()) for site in sites]

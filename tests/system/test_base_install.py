@@ -49,7 +49,7 @@ for call in (
     lambda: l2r.fit_routers(None, None),
     lambda: l2r.L2rOlmoeConfig(),
     lambda: l2r.L2rOlmoeConfig.from_dict({}),
-    name_of("l2r.hf.swap", "train_routers_only"),
+    name_of("l2r.hf.swap", "swap_routers"),
     name_of("l2r.hf.models", "L2rOlmoeModel"),
     name_of("l2r.hf.checkpoints", "save_model"),
 ):

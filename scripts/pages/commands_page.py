@@ -17,14 +17,15 @@ from l2r.cli.app import build_app
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
-What `l2r COMMAND --help` says, on one page, made by `python scripts/pages/commands_page.py`.
-Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1` shows its origin); an interrupted
-command ends with 130; nothing that was written is lost by either.
+What `l2r COMMAND --help` says, made by `python scripts/pages/commands_page.py`: arguments and
+options, with the default in brackets. Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1`
+shows its origin). An interrupted command ends with 130 and keeps what it wrote.
 
-Tables have at most six columns at 80 characters, after a verdict; `--json` has every column. Every
-page that is written is named, and `--open` shows it in the browser. `l2r_sips` and `l2r-sips` are
-one name everywhere. `l2r --install-completion` completes commands and options in bash, zsh, fish
-and PowerShell.
+A verdict comes first, then a table for 80 columns; `--json` has every column. `l2r_sips` and
+`l2r-sips` are one name. `l2r --install-completion` completes words in bash, zsh, fish and
+PowerShell.
+
+## Options of several commands
 """
 
 
@@ -50,19 +51,18 @@ def shown(command: Any) -> list[Any]:
 
 
 def section(call: str, command: Any, shared: Mapping[str, str]) -> str:
-    """Help, example and a table of what can be given; options in ``shared`` by name only."""
-    text, _, example = (command.help or "").partition("Example:")
+    """Help, examples and a list of what can be given; options in ``shared`` by name only."""
+    text, *examples = (command.help or "").split("Example:")
     lines = [f"## {call}", "", " ".join(text.split()), ""]
-    if example:
-        lines += ["```bash", " ".join(example.split()), "```", ""]
+    if examples:
+        lines += ["```bash", *(" ".join(example.split()) for example in examples), "```", ""]
     rows = [row(parameter) for parameter in shown(command)]
-    also = [name for name, text in shared.items() if text in rows]
+    also = [f"`{name}`" for name, text in shared.items() if text in rows]
     rows = [text for text in rows if text not in shared.values()]
-    if rows:
-        lines += ["| argument or option | default | |", "|---|---|---|", *rows, ""]
     if also:
-        links = ", ".join(f"`{name}`" for name in also)
-        lines += [f"[Shared](#options-of-several-commands): {links}.", ""]
+        rows.append(f"- [shared](#options-of-several-commands): {', '.join(also)}")
+    if rows:
+        lines += [*rows, ""]
     return "\n".join(lines)
 
 
@@ -73,19 +73,18 @@ def row(parameter: Any) -> str:
     else:
         name = ", ".join([*parameter.opts, *parameter.secondary_opts])
     default = parameter.default
-    shown = "" if default in (None, False, "", ()) or callable(default) else f"`{default}`"
-    shown = "required" if parameter.required else shown
-    meaning = " ".join((parameter.help or "").split()).replace("|", "\\|")
-    return f"| `{name}` | {shown} | {meaning} |"
+    unsaid = default in (None, False, "", ()) or callable(default)
+    shown = "" if unsaid else f" (`{default}`)"
+    shown = " (required)" if parameter.required else shown
+    return f"- `{name}`{shown}: {' '.join((parameter.help or '').split())}"
 
 
 def page() -> str:
     """The whole page."""
     calls = list(commands(get_command(build_app()), ("l2r",)))
     shared = shared_rows(calls)
-    table = ["## Options of several commands", "", "| option | default | |", "|---|---|---|"]
     sections = [section(call, command, shared) for call, command in calls]
-    return "\n".join([HEAD, *table, *shared.values(), "", *sections])
+    return "\n".join([HEAD, *shared.values(), "", *sections])
 
 
 if __name__ == "__main__":

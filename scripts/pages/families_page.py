@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import wrap
 
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
@@ -20,35 +21,49 @@ from l2r.report.tables import Table
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 TEXT = """# Model families
 
-Made by `scripts/pages/families_page.py` with {versions} on a CPU. Every column was
-run with a small random model of the family:
+**{verdict}** Made by `scripts/pages/families_page.py` on a CPU, with a small random model of each
+family and {versions}. The checks:
 
 - `same_rule`: a linear router of ours with the old router's weights gives the old model's logits
   (to 1e-5), so the family's selection rule was kept.
-- `swap`: the L2R router is seen by `capture`, and `output_router_logits=True` returns its logits.
-- `train_step`: one SGD step on the language-modeling loss moves every router parameter and
-  lowers the loss.
+- `swap`: `capture` sees the L2R router, and `output_router_logits=True` returns its logits.
+- `train_step`: one SGD step moves every router parameter and lowers the loss.
 - `generate`: greedy generation with the cache equals generation without.
 - `reload`: `save_pretrained`, then `l2r.load_pretrained` in another process: bit-equal logits.
-- `compile`: `torch.compile(fullgraph=True)` gives the same logits (traced by AOTAutograd, experts
-  as `batched_mm`, which compiles on CPUs in fp32).
+- `compile`: `torch.compile(fullgraph=True)` gives the same logits (AOTAutograd; experts as
+  `batched_mm`, which compiles on CPUs in fp32).
 
+## Supported
+
+{supported}
 {table}
-Refused, with the reason the error gives:
+## Refused
+
+With the reason that the error gives:
 
 {refused}"""
 
 
 def page(results: Sequence[FamilyResult]) -> str:
-    """The page as Markdown."""
+    """The page as Markdown; families that fail a check stand in a table."""
+    passed = [family for family, *checks in map(astuple, results) if all(checks)]
     rows = [
         (family, *("yes" if works else "no" for works in checks))
         for family, *checks in map(astuple, results)
+        if not all(checks)
     ]
-    table = Table("Router swap by model family", COLUMNS, tuple(rows))
-    versions = f"transformers {version('transformers')}, torch {version('torch')}"
-    refused = "".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items())
-    return TEXT.format(versions=versions, table=table.to_markdown(), refused=refused)
+    some = (
+        f"{len(passed)} of {len(results)} families pass all six checks; the table has the others."
+    )
+    verdict = some if rows else f"All {len(passed)} families pass all six checks."
+    table = Table("Families that fail a check", COLUMNS, tuple(rows)).to_markdown() if rows else ""
+    return TEXT.format(
+        verdict=verdict,
+        versions=f"transformers {version('transformers')}, torch {version('torch')}",
+        supported="\n".join(wrap(", ".join(f"`{family}`" for family in passed) + ".", 100)),
+        table=f"\n{table}" if table else "",
+        refused="".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items()),
+    )
 
 
 def main() -> int:

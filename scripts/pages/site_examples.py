@@ -11,7 +11,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,11 +31,7 @@ def make(work: Path, pages: Path, *changes: str) -> None:
     l2r("compare", "demo", *changes, "--routers", "linear,l2r_sips", "--out", runs)
     l2r("diagnose", runs / "linear", runs / "l2r_sips", "--out", diagnosis)
     l2r("landscape", "--out", work / "explorer.html")
-    with tempfile.TemporaryDirectory() as scratch:  # judging rewrites the study's report.md
-        results, judged = Path(scratch) / "results", Path(scratch) / "judged"
-        shutil.copytree(ROOT / "results" / "evidence", results)
-        l2r("evidence", STUDY, "--judge-only", "--results", results, "--out", judged)
-        study = (judged / STUDY / "report.html").read_bytes()
+    l2r("evidence", STUDY, "--judge-only", "--out", work)
     pages.mkdir(parents=True, exist_ok=True)
     # Pages link to the page beside them by its name, so the names stay.
     for folder, names in ((runs, ("report", "report-text")), (diagnosis, ("index", "index-text"))):
@@ -45,7 +40,7 @@ def make(work: Path, pages: Path, *changes: str) -> None:
         for name in names:
             shutil.copy(folder / f"{name}.html", target / f"{name}.html")
     shutil.copy(work / "explorer.html", pages / "explorer.html")
-    (pages / "study.html").write_bytes(study)
+    shutil.copy(work / STUDY / "report.html", pages / "study.html")
 
 
 def main() -> None:

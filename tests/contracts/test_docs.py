@@ -31,8 +31,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PRELUDES = {
     "add-a-router.md": MODEL + BIASED,
-    "check.md": MODEL,
     "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
+    "inspect.md": MODEL,
     "routes.md": MODEL,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
 }

@@ -82,7 +82,7 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
     assert ran == ["check", "diagnose", "swap", "serve", "evidence"]
     for page in ("diagnosis/index-text.html", "diagnosis/index.html"):
         assert Path(page).is_file()
-    verdicts = Path("results/evidence/decision/report.md").read_text()
+    verdicts = Path("runs/evidence/decision/report.md").read_text()
     assert "worse" in verdicts and "10" in verdicts
     Running(tmp_path / "demo", in_turn, [[*demo(), *tiny_changes, "training.steps=2"]]).succeed()
     assert Path("runs/demo/report.html").is_file()

@@ -228,7 +228,11 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     ):
         assert words in page and words in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
-    assert l2r("evidence", "small.yaml", "--judge-only").code == 0
+    (folder / "report.md").write_text("as it was committed")
+    assert l2r("evidence", "small.yaml", "--judge-only").code == 0 and len(here) == 2
+    assert (folder / "report.md").read_text() == "as it was committed"
+    assert (tmp_path / "runs" / "evidence" / "small" / "report.md").read_text() == text
+    assert l2r("evidence", "small.yaml").code == 0  # nothing is left to run
     assert (folder / "report.md").read_text() == text and len(here) == 2
 
 

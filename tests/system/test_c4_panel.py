@@ -1,4 +1,4 @@
-"""The C4 panel of the paper's training dynamics, by the commands of docs/sweep.md."""
+"""The C4 panel of the paper's training dynamics, by the commands of docs/re-run-the-paper.md."""
 
 import gzip
 import json

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="this transformers has no all-to-all for experts, which came with 5.23",
 )
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "multi-node.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 LENGTH, STEPS, BATCH = 32, 2, 4
 
 # Appended to the script of the docs, in the same two processes: what they compute and hold.

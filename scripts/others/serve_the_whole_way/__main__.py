@@ -30,7 +30,7 @@ import torch
 from l2r.hf.checkpoints import load_causal_lm
 
 HERE = Path(__file__).parent
-PAGES = ("data", "faq", "multi-node", "swap", "sweep", "vision")  # of our documentation
+PAGES = ("data", "evaluation", "faq", "scale", "swap", "vision")  # of our documentation
 NEW = 16
 SHORT = (  # so little text that it is learned by heart: answers differ, and are far from ties
     "data.vocab_size=512",

@@ -25,7 +25,7 @@ from l2r.hf.routes import Routes, from_vllm
 from l2r.hf.routes.layers import fingerprint_of
 
 HERE = Path(__file__).parent
-PAGES = ("data", "faq", "multi-node", "swap", "sweep", "vision")  # of our documentation
+PAGES = ("data", "evaluation", "faq", "scale", "swap", "vision")  # of our documentation
 SHORT = (
     "data.vocab_size=512",
     "data.sequence_length=128",

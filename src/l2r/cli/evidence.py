@@ -54,7 +54,11 @@ def run(
         bool, typer.Option("--keep-runs", help="Keep run folders that were measured.")
     ] = False,
     judge_only: Annotated[
-        bool, typer.Option("--judge-only", help="Train nothing: judge the results there are.")
+        bool,
+        typer.Option(
+            "--judge-only",
+            help="Train nothing, leave the results' folder as it is: judge what there is.",
+        ),
     ] = False,
     share: Annotated[int, typer.Option(hidden=True, help="Only run cells, at most so many.")] = 0,
     open_: Open = False,
@@ -106,7 +110,8 @@ def run(
             raise typer.Exit(1 if end.signal is None else 128 + end.signal) from None
     study = study_of(registered, found)
     print_table(main_table(study) if as_json else terminal_table(study), as_json=as_json)
-    page, text = write_study(study, out / registered.name, results / registered.name)
+    pages = out / registered.name
+    page, text = write_study(study, pages, pages if judge_only else places.results)
     say(registered.state)
     print_pages([page, text], show=open_, err=True)
 

@@ -1,6 +1,8 @@
 """GPUs: memory, arithmetic, bytes per second in and between nodes.
 
-``source`` is where the maker states them; docs/plan.md says which rows were not read there.
+``source`` is where the maker states them. The makers' pages could not be read while the table was
+written; the b200's fp32 rate is not the maker's, and the mi300x's network is assumed: one 400 Gb/s
+card per GPU.
 """
 
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ def _vision(values: Mapping[str, Any], model: Any) -> RouterConfig:
     if "preset" in values:
         raise ValueError(
             "preset is for language: on images its setting was not better "
-            f"(docs/evidence-vision.md); got preset={values['preset']!r}"
+            f"(docs/evidence.md); got preset={values['preset']!r}"
         )
     return vision_router(values)
 

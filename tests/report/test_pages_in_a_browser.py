@@ -63,6 +63,19 @@ def test_a_page_in_three_forms(name, browser, pages):
     assert errors == []
 
 
+def test_the_explorer_waits_for_room(browser, pages):
+    """A browser may lay a page out before its window has a size."""
+    tab, errors = browser.new_page(viewport={"width": 20, "height": 20}), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(pages["explorer"].as_uri())
+    tab.wait_for_function(DRAWN)
+    assert errors == []
+    tab.set_viewport_size({"width": 420, "height": 900})
+    tab.wait_for_function("document.getElementById('landscape').width > 300")
+    tab.close()
+    assert errors == []
+
+
 def test_a_page_says_its_verdict_first_and_what_it_cannot_say(pages):
     for name in set(PAGES) - {"text", "explorer"}:
         text = pages[name].read_text()

@@ -32,9 +32,9 @@ def bench(
 
     Example: l2r bench router --seconds 4 --json
     """
-    from rich.console import Console
+    from functools import partial
 
-    from l2r.cli.console import print_pages, print_table
+    from l2r.cli.console import print_pages, print_table, progress_bars
     from l2r.cost.benchmarks import (
         REGRESSION_ALPHA,
         BenchSettings,
@@ -45,8 +45,8 @@ def bench(
     from l2r.report.performance import bench_table, read_bench, write_bench_page
 
     baseline = None if compare is None else read_bench(compare)
-    settings = BenchSettings(device, seconds, quick, compiled, clock)
-    with Console(stderr=True).status(f"measuring {name}"):
+    with progress_bars() as bars:
+        settings = BenchSettings(device, seconds, quick, compiled, clock, partial(bars, name))
         result = run_bench(name, settings).as_dict()
     print_table(bench_table(result), as_json=as_json)
     if out is not None:

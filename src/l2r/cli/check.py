@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,7 @@ def check(
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
     from l2r.analysis.diagnostics.checks import check_model, counted
+    from l2r.cli.console import progress_bars
     from l2r.hf.checkpoints import Placement, local_checkpoint
 
     for name, value in (("instances", instances), ("length", length)):
@@ -75,7 +77,8 @@ def check(
         placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
-    findings = check_model(model, batch, **weights)
+    with progress_bars() as bars:
+        findings = check_model(model, batch, **weights, report=partial(bars, "checks"))
     count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -1,7 +1,7 @@
 """``l2r landscape``: the score explorer, and the paper's score landscapes below it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,34 +39,46 @@ def landscape(
 
     Example: l2r landscape --out landscape.html
     """
-    from l2r.analysis.diagnostics import anchors_of, drawn_anchors
-    from l2r.cli.console import print_pages
-    from l2r.report.explorer import write_explorer
+    from l2r.cli.console import print_pages, progress_bars
 
     if not 0 < reach < float("inf"):
         raise ValueError(f"reach must be > 0; got {reach}")
     if not 0 <= seed < 2**63 - _DRAWS:
         raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
-    if checkpoint is None:
-        if layer is not None:
-            raise ValueError(f"layer is read only with a checkpoint; got layer={layer}")
-        title, sets = "Score explorer", [drawn_anchors(seed + n) for n in range(_DRAWS)]
-        figures = _paper_figures(reach)
-    else:
-        from l2r.hf.checkpoints import (
-            is_image_classifier,
-            load_image_classifier,
-            load_pretrained,
-            local_checkpoint,
-        )
+    if checkpoint is None and layer is not None:
+        raise ValueError(f"layer is read only with a checkpoint; got layer={layer}")
+    with progress_bars() as bars:
+        bars("page", 0, 3, "anchors")
+        from l2r.analysis.diagnostics import anchors_of, drawn_anchors
+        from l2r.report.explorer import write_explorer
 
-        folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-        load = load_image_classifier if is_image_classifier(folder) else load_pretrained
-        model = load(folder, trust_remote_code=trust_remote_code)
-        sets, figures = anchors_of(model, layer), []
-        title = f"Score explorer: {Path(checkpoint).resolve().name}"
-    path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
+        if checkpoint is None:
+            sets = [drawn_anchors(seed + n) for n in range(_DRAWS)]
+        else:
+            model = _model(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+            sets = anchors_of(model, layer)
+        bars("page", 1, 3, "figures")
+        figures = _paper_figures(reach) if checkpoint is None else []
+        bars("page", 2, 3, "writing")
+        of = "" if checkpoint is None else f": {Path(checkpoint).resolve().name}"
+        title = f"Score explorer{of}"
+        path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
+        bars("page", 3, 3)
     print_pages([path], show=open_)
+
+
+def _model(checkpoint: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """Language model or image classifier of a folder, a run or a hub id."""
+    from l2r.hf.checkpoints import (
+        is_image_classifier,
+        load_image_classifier,
+        load_pretrained,
+        local_checkpoint,
+    )
+
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    load = load_image_classifier if is_image_classifier(folder) else load_pretrained
+    return load(folder, trust_remote_code=trust_remote_code)
 
 
 def _paper_figures(reach: float) -> list[Section]:

@@ -57,7 +57,7 @@ def swap(
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
-    from l2r.cli.console import print_table
+    from l2r.cli.console import print_table, progress_bars
     from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
     from l2r.hf.checkpoints import (
         CheckpointOnDisk,
@@ -104,7 +104,9 @@ def swap(
         )
         done = "new routers into {} and fitted them to its own; its other weights are unchanged."
     made = f"## How it was made\n\n`l2r swap` put {done.format(checkpoint.resolve().name)}"
-    save(out, tokenizer=tokenizer, sections=[made])
+    with progress_bars() as bars:
+        watched = {} if on_disk is None else {"report": partial(bars, "files")}
+        save(out, tokenizer=tokenizer, sections=[made], **watched)
     table = _table(model, before, config.kind)
     if result is None:
         print_table(table, as_json=as_json)

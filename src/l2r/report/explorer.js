@@ -120,10 +120,13 @@ function picture(cells, colorOf, line, ink) {
   return image;
 }
 
+// Side of a plane; a browser may ask for a picture before the window has any room.
+const room = (width, height) => Math.max(0, Math.min(width, height) - MARGIN);
+
 // A plane with axes, anchors, the circle and the query; ``mine`` are the experts whose anchors show.
 function plane(id, image, anchors, mine) {
   const { pen, width, height } = canvas(id);
-  const size = Math.min(width, height) - MARGIN, { reach } = state;
+  const size = room(width, height), { reach } = state;
   const at = ([x, y]) => [MARGIN + size * (x / reach + 1) / 2, size * (1 - y / reach) / 2];
   pen.imageSmoothingEnabled = false;
   pen.drawImage(image, MARGIN, 0, size, size);
@@ -354,7 +357,7 @@ for (const radio of document.getElementsByName("scoring")) {
 }
 for (const id of ["landscape", "regions"]) {
   find(id).addEventListener("click", ({ offsetX, offsetY, target }) => {
-    const size = Math.min(target.clientWidth, target.clientHeight) - MARGIN;
+    const size = room(target.clientWidth, target.clientHeight);
     const x = state.reach * (2 * (offsetX - MARGIN) / size - 1), y = state.reach * (1 - 2 * offsetY / size);
     state.radius = Math.max(0.05, Math.hypot(x, y));
     state.angle = Math.atan2(y, x) * 180 / Math.PI;

@@ -3,13 +3,14 @@
 import importlib.metadata
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from l2r.cost.benchmarks import BENCHES, moe, router, run_bench
 from l2r.cost.benchmarks import contenders as entries
-from l2r.cost.benchmarks import moe, router, run_bench
 from l2r.cost.benchmarks.results import BenchSettings, save_bench
 from l2r.cost.benchmarks.timing import measure
 from l2r.report.performance import (
@@ -80,6 +81,17 @@ def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> N
     for group in groups(again):
         bars = bars_figure(again, group).data[0]
         assert len(set(bars.y)) == len(bars.x) >= 3
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_who_watches_sees_what_is_done_of_all_and_stores_nothing(name: str) -> None:
+    seen: list[tuple[int, int, str]] = []
+    watched = replace(QUICK, watch=lambda *now: seen.append(now))
+    stored = run_bench(name, watched).as_dict()
+    done = [percent for percent, _, _ in seen]
+    assert done == sorted(done) and done[0] == 0 and done[-1] == 100
+    assert len(set(done)) > 3 and {total for _, total, _ in seen} == {100}
+    json.dumps(stored)
 
 
 def test_scaling_has_every_axis_and_draws_it() -> None:

@@ -131,8 +131,11 @@ def test_a_file_is_open_while_it_is_copied_and_no_other(tmp_path, monkeypatch):
             save_file(tensors, *args, **options),
         ),
     )
-    on_disk.save(tmp_path / "new")
+    seen = []
+    on_disk.save(tmp_path / "new", report=lambda *now: seen.append(now))
     assert len(saved) > 2 and max(saved) <= largest
+    files = sorted(file.name for file in stock.glob("*.safetensors"))
+    assert seen == [(n, len(files), name) for n, name in enumerate([*files, ""])]
 
 
 def test_what_files_do_not_hold_as_transformers_writes_it_is_read_whole(tmp_path, l2r):

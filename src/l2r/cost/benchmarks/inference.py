@@ -13,15 +13,17 @@ from l2r.kernels.dispatch import implementation
 
 def run(settings: BenchSettings) -> Bench:
     """Batch 1: prefill of a prompt, then one token at a time with a dynamic cache."""
+    both = settings.device == "cpu" and not settings.quick
+    chosen = ("small", "layer") if both else ("small",)
     bench = Bench(
         "inference",
         settings,
+        groups=2 * len(chosen),  # phases of a size
         note="ratio: time over the stock model's. over linear: over our own with the linear "
         "router. router share: time of all routers alone over the step's. plain: the router "
         "without fused code. layer: one layer of OLMoE's own size.",
     )
-    both = settings.device == "cpu" and not settings.quick
-    for size in ("small", "layer") if both else ("small",):
+    for size in chosen:
         _size(bench, size)
     return bench
 

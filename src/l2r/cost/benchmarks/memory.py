@@ -18,10 +18,14 @@ def run(settings: BenchSettings) -> Bench:
     x = torch.randn(tokens, hidden, device=settings.device, dtype=settings.dtype)
     peaks = {}
     top_k = 4 if settings.quick else 8
-    for entry in contenders(settings, hidden=hidden, experts=experts, top_k=top_k):
+    entries = contenders(settings, hidden=hidden, experts=experts, top_k=top_k)
+    bench.groups = len(entries)
+    for number, entry in enumerate(entries):
+        bench.report(number, entry.name)
         if is_correct(entry, x):
             step = training_step(entry.call, entry.router.parameters(), [x])
             peaks[entry.name] = peak_bytes(step, settings.device)
+    bench.report(len(entries), "")
     base = fastest({name: float(peak) for name, peak in peaks.items()}, "linear")
     for name, peak in peaks.items():
         bench.add(contender=name, tokens=tokens, peak_mib=peak / 2**20, ratio=peak / base)

@@ -63,6 +63,7 @@ def run(settings: BenchSettings) -> Bench:
         settings,
         note="ratio: median over grouped_mm of transformers. dense bound: one "
         "feed-forward network with as many multiplications, no dispatch at all.",
+        groups=2 * len(shapes(settings)),  # phases of a shape
     )
     for shape in shapes(settings):
         _shape(bench, shape)

@@ -1,7 +1,7 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class BenchSettings:
 
     compiled: also time torch.compile of the plain code, which costs tens of seconds.
     clock: wall, or cpu for processor time (steady on a busy machine, meant for one thread).
+    watch: is given percent done, 100 and what is measured now; not stored.
     """
 
     device: str = "cpu"
@@ -32,6 +33,7 @@ class BenchSettings:
     quick: bool = False
     compiled: bool = False
     clock: str = "wall"
+    watch: Callable[[int, int, str], None] | None = None
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -54,11 +56,13 @@ class Bench:
     """Records of one benchmark, all with the same keys, and where they were taken.
 
     turns: of every group of contenders its label, the base of its ratios, and seconds by turn.
+    groups: how many groups it measures in all.
     """
 
     name: str
     settings: BenchSettings
     note: str = ""
+    groups: int = 1
     records: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=environment)
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -81,10 +85,17 @@ class Bench:
         Turns are kept for ratios to the fastest contender whose name starts with ``base``.
         """
         settings = self.settings
-        seconds = share * settings.seconds
+        before = len(self.turns)
+        self.report(before, group)
         times = measure(
-            steps, device=settings.device, seconds=seconds, kind=settings.clock, rounds=rounds
+            steps,
+            device=settings.device,
+            seconds=share * settings.seconds,
+            kind=settings.clock,
+            rounds=rounds,
+            on_turn=lambda turns: self.report(before + turns / rounds, group),
         )
+        self.report(before + 1, group)
         bases = {name: time.median for name, time in times.items() if name.startswith(base)}
         turns = {name: list(time.turns) for name, time in times.items()}
         least = min(bases, key=lambda name: bases[name])
@@ -109,9 +120,16 @@ class Bench:
             for name, time in times.items()
         }
 
+    def report(self, done: float, what: str) -> None:
+        """Pass the share of the groups that are done on to ``settings.watch``."""
+        if self.settings.watch is not None:
+            self.settings.watch(round(100 * done / self.groups), 100, what)
+
     def as_dict(self) -> dict[str, Any]:
         """What ``save`` writes."""
-        return asdict(self)
+        stored = asdict(replace(self, settings=replace(self.settings, watch=None)))
+        del stored["settings"]["watch"], stored["groups"]
+        return stored
 
 
 def save_bench(bench: dict[str, Any], folder: Path) -> Path:

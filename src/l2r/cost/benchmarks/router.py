@@ -17,15 +17,17 @@ from l2r.cost.benchmarks.timing import graphed
 
 def run(settings: BenchSettings) -> Bench:
     """Time all routers at OLMoE's sizes (d = 2048, N = 64, k = 8)."""
+    hidden, experts, top_k = (64, 16, 4) if settings.quick else (2048, 64, 8)
+    batches = [8, 1] if settings.quick else [4096, 256, 1]
+    modes = ("eager", "graph") if settings.device == "cuda" else ("eager",)
     bench = Bench(
         "router",
         settings,
+        groups=sum(len(_phases(tokens)) for tokens in batches) * len(modes),
         note="ratio: median over the fastest linear form of the same group. mode graph: CUDA graph "
         "replay, the device alone. fp32 parameters and arithmetic, except linear, transformers, "
         "in the dtype of x. over stock: over linear, transformers, which a swap replaces.",
     )
-    hidden, experts, top_k = (64, 16, 4) if settings.quick else (2048, 64, 8)
-    batches = [8, 1] if settings.quick else [4096, 256, 1]
     entries = contenders(
         settings,
         hidden=hidden,
@@ -43,15 +45,18 @@ def run(settings: BenchSettings) -> Bench:
         right = [entry for entry in entries if correct[entry.name]]
         if settings.device == "cuda" and tokens != max(batches):
             right = [entry for entry in right if entry.form != "compiled"]
-        for phase in ("forward", "forward+backward"):
-            if phase != "forward" and tokens == 1:
-                continue
-            for mode in ("eager", "graph") if settings.device == "cuda" else ("eager",):
+        for phase in _phases(tokens):
+            for mode in modes:
                 _group(bench, right, inputs, phase=phase, mode=mode)
         for name in [name for name, good in correct.items() if not good]:
             none = dict.fromkeys(("median_us", "low_us", "high_us", "ratio", "over_stock"))
             bench.add(phase="-", mode="-", tokens=tokens, contender=name, correct=False, **none)
     return bench
+
+
+def _phases(tokens: int) -> tuple[str, ...]:
+    """What is timed of so many tokens: one at a time is inference."""
+    return ("forward",) if tokens == 1 else ("forward", "forward+backward")
 
 
 def _group(

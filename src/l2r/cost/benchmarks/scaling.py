@@ -18,9 +18,15 @@ _SWEEPS = {
 
 def run(settings: BenchSettings) -> Bench:
     """Linear against l2r_sips, fused; the other sizes stay at T 2048, N 64, H 4, r 2, d 1024."""
-    bench = Bench("scaling", settings, note="ratio: median over the fastest linear form.")
-    for axis, values in _SWEEPS.items():
-        for value in values[:2] if settings.quick else values:
+    sweeps = {axis: values[:2] if settings.quick else values for axis, values in _SWEEPS.items()}
+    bench = Bench(
+        "scaling",
+        settings,
+        note="ratio: median over the fastest linear form.",
+        groups=2 * sum(map(len, sweeps.values())),  # phases of a point
+    )
+    for axis, values in sweeps.items():
+        for value in values:
             start = {**_START, "tokens": 16, "hidden": 64} if settings.quick else _START
             _point(bench, axis, {**start, axis: value})
     return bench

@@ -34,6 +34,7 @@ def measure(
     seconds: float,
     rounds: int = 9,
     kind: str = "wall",
+    on_turn: Callable[[int], None] = lambda turns: None,
 ) -> dict[str, Timing]:
     """Time every contender in ``rounds`` alternating turns, ``seconds`` for all of it.
 
@@ -42,7 +43,7 @@ def measure(
     share: compilation, caches, and memory that a virtual machine is given on first use (60
     against 11 ms for the first 15 steps of a router, seen here). ``kind="cpu"`` counts the
     processor time of the process instead of the clock on the wall: steady on a busy machine,
-    meant for one thread.
+    meant for one thread. ``on_turn`` is given the number of finished turns, between them.
     """
     clock = _CLOCKS[device if device == "cuda" else kind]
     repeats = {}
@@ -59,6 +60,7 @@ def measure(
         for name in names if turn % 2 == 0 else reversed(names):
             count = repeats[name]
             samples[name].append(clock(contenders[name], count) / count)
+        on_turn(turn + 1)
     return {n: Timing(statistics.median(v), min(v), max(v), tuple(v)) for n, v in samples.items()}
 
 

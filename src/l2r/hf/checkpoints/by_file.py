@@ -1,6 +1,7 @@
 """A swap that reads and writes one file of weights at a time: nothing but routers in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,24 @@ class CheckpointOnDisk:
         stored = {name for names in checkpoint._names.values() for name in names}
         return checkpoint if checkpoint._stored_names(checkpoint._old) <= stored else None
 
-    def save(self, out: Path, *, tokenizer: Any = None, sections: Sequence[str] = ()) -> None:
+    def save(
+        self,
+        out: Path,
+        *,
+        tokenizer: Any = None,
+        sections: Sequence[str] = (),
+        report: Callable[[int, int, str], None] = lambda done, total, file: None,
+    ) -> None:
         """Write the swapped model as ``save_model`` does, with the tensors of the files unchanged.
 
-        New routers go into the last file. Raises ValueError as ``save_model``, and for weights that
+        New routers go into the last file. ``report`` is given the number of files written, their
+        number, and the next one's name. Raises ValueError as ``save_model``, and for weights that
         are not finite.
         """
-        save_model(self.model, out, tokenizer=tokenizer, sections=sections, write=self._write)
+        write = partial(self._write, report=report)
+        save_model(self.model, out, tokenizer=tokenizer, sections=sections, write=write)
 
-    def _write(self, model: Any, out: Path) -> None:
+    def _write(self, model: Any, out: Path, *, report: Callable[[int, int, str], None]) -> None:
         new = self._router_tensors()
         # What the family's selection reads, its bias, has moved to the new router as it was.
         gone = [name for name, old in self._old.items() if new.get(name) is not old]
@@ -67,7 +77,8 @@ class CheckpointOnDisk:
         routers = _read(out / SAFE_WEIGHTS_NAME)
         places: dict[str, str] = {}
         size = 0
-        for file, names in self._names.items():
+        for number, (file, names) in enumerate(self._names.items()):
+            report(number, len(self._names), file)
             tensors = _read(self._folder / file, [name for name in names if name not in dropped])
             check_finite(tensors.items())
             tensors |= routers if file == list(self._names)[-1] else {}
@@ -75,6 +86,7 @@ class CheckpointOnDisk:
                 save_file(tensors, out / file, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, file)
             size += sum(tensor.nbytes for tensor in tensors.values())
+        report(len(self._names), len(self._names), "")
         if SAFE_WEIGHTS_NAME not in self._names:
             (out / SAFE_WEIGHTS_NAME).unlink()
             metadata = {"total_parameters": model.num_parameters(), "total_size": size}

@@ -33,6 +33,7 @@ RUNNING: Mapping[str, Check] = {
     "loads": loads,
     "gradient": gradients.gradient,
 }
+CHECKS = 1 + len(AT_REST) + len(RUNNING)
 
 
 def check_model(
@@ -41,13 +42,15 @@ def check_model(
     *,
     balance: float = 0.0,
     z: float = 0.0,
+    report: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Finding]:
     """Findings about the routers of ``model``, one for each check, before it is trained or used.
 
     ``model`` has routers of ours, swapped ones, or those of a supported family. ``batch`` holds its
     inputs by name (``input_ids`` [B, S], ``attention_mask`` [B, S]; ``pixel_values``), from the
     text that it is to read; without one ids are drawn, and loads are not judged. ``balance`` and
-    ``z`` are the weights of router losses that the training adds to the model's own.
+    ``z`` are the weights of router losses that the training adds to the model's own. ``report`` is
+    given the number of checks done, their number, and the name of the next.
 
     Runs a few forward passes and the gradient of the routers, in evaluation mode. Weights,
     gradients and modes stay as they are.
@@ -56,10 +59,15 @@ def check_model(
     be drawn.
     """
     subject = Subject(model, batch, balance=balance, z=z)
+    report(0, CHECKS, "runs")
     runs = _result("runs", _runs, subject)
-    findings = [runs, *(_result(name, check, subject) for name, check in AT_REST.items())]
     running = RUNNING if runs.status == "ok" else dict.fromkeys(RUNNING, _needs_a_pass)
-    return [*findings, *(_result(name, check, subject) for name, check in running.items())]
+    findings = [runs]
+    for name, check in (*AT_REST.items(), *running.items()):
+        report(len(findings), CHECKS, name)
+        findings.append(_result(name, check, subject))
+    report(CHECKS, CHECKS, "")
+    return findings
 
 
 def _result(name: str, check: Check, subject: Subject) -> Finding:

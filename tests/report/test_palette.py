@@ -1,6 +1,7 @@
 """Colors that everybody can tell apart: CIEDE2000 for four kinds of sight, and contrast."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -104,6 +105,12 @@ def test_lines_of_routers_stand_out_from_both_pages():
         assert contrast(color, "#ffffff") >= 2.0 and contrast(color, "#14181d") >= 3.0, color
     theme = contrast("#1f2933", "#ffffff"), contrast("#e4e7eb", "#14181d")
     assert min(theme) >= 7
+
+
+def test_lines_of_layers_stand_out_from_both_pages():
+    for color in layer_colors(12):
+        drawn = "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", color))
+        assert contrast(drawn, "#ffffff") >= 2.0 and contrast(drawn, "#14181d") >= 2.5, color
 
 
 def test_more_experts_share_a_hue_with_their_neighbors():

@@ -75,10 +75,10 @@ def expert_colors(count: int) -> list[str]:
 
 
 def layer_colors(depth: int) -> list[str]:
-    """From dark to light along one scale (Viridis), first layer to last."""
+    """Along one scale (Viridis, without its ends, which fade on a page), first layer to last."""
     from plotly.colors import sample_colorscale
 
-    ends = [0.15 + 0.7 * n / max(1, depth - 1) for n in range(depth)]
+    ends = [0.3 + 0.45 * n / max(1, depth - 1) for n in range(depth)]
     return list(sample_colorscale("Viridis", ends))
 
 

@@ -88,7 +88,8 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
             **place,
         )
         figure.update_yaxes(range=_reach([v for v in values if v is not None], error), **place)
-    wide = max(70 * len(views) + 60, 200) * len(fields)
+    letters = 8 * max(map(len, fields.values()))  # of a panel's title
+    wide = max(70 * len(views) + 60, 200, letters) * len(fields)
     figure.update_layout(**layout(wide=wide, height=380, title=title, margin={"t": 90, "b": 90}))
     return figure
 

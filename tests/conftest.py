@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import shape_checks
+
+shape_checks.install()
 settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("l2r")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,6 +30,7 @@ if not torch.cuda.is_available():
 def _one_thread_and_seed() -> None:
     torch.set_num_threads(int(os.environ.get("L2R_TEST_THREADS", "1")))
     torch.manual_seed(0)
+    shape_checks.begin_test()
 
 
 @pytest.fixture

@@ -66,3 +66,14 @@ def balance_loss(logits, indices, variant="paper"):
 def z_loss(logits):
     """Eq. 35."""
     return sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits) / len(logits)
+
+
+def margin_loss(scores, top_k, gap):
+    """Hinge on the k-th less the next score, in deviations of the token's scores."""
+    total = 0.0
+    for row in scores:
+        down = sorted((float(v) for v in row), reverse=True)
+        mean = sum(down) / len(down)
+        sigma = math.sqrt(sum((v - mean) ** 2 for v in down) / len(down) + 1e-6)
+        total += max(0.0, 1 - (down[top_k - 1] - down[top_k]) / (gap * sigma))
+    return total / len(scores)

@@ -6,7 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCall
 from transformers import TrainingArguments as Arguments
 
 from l2r.engines.trainer import add_router_losses
-from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.hf.swap import swap_routers
@@ -67,7 +67,7 @@ class Gradients(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def train(model, data, tmp_path, *, weights=(0.5, 0.1), trainer_class=Trainer, **options):
+def train(model, data, tmp_path, *, weights=(0.5, 0.1), trainer_class=Trainer, losses=None, **options):
     """Trainer, gradients, and the micro-batches in the order they were used."""
     batches, watch = [], Gradients()
 
@@ -92,7 +92,7 @@ def train(model, data, tmp_path, *, weights=(0.5, 0.1), trainer_class=Trainer, *
     trainer = trainer_class(
         model, arguments, data_collator=collate, train_dataset=data, callbacks=[watch]
     )
-    add_router_losses(trainer, balance=weights[0], z=weights[1])
+    add_router_losses(trainer, balance=weights[0], z=weights[1], **(losses or {}))
     trainer.train()
     return trainer, watch, batches
 
@@ -149,6 +149,28 @@ def test_gradient_is_the_explicit_sum_under_accumulation(build, options, tmp_pat
     for logs in (watch.logs[0], trainer.state.log_history[0]):
         assert logs["balance_loss"] == pytest.approx(balance, rel=1e-5)
         assert logs["z_loss"] == pytest.approx(z, rel=1e-5)
+
+
+def test_the_margin_loss_is_added_by_its_weight_and_logged(tmp_path):
+    model, data = olmoe(), texts()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = {"margin": 0.7, "margin_gap": 0.5}
+    _, watch, batches = train(model, data, tmp_path, weights=(0, 0), losses=losses)
+    model.load_state_dict(start)
+    task = next_token(batches)
+    model.zero_grad()
+    found = []
+    for batch in batches:
+        with capture(model) as captured:
+            outputs = model(**{k: v for k, v in batch.items() if k != "labels"})
+        margin = router_margin_loss(
+            captured.logits(), top_k=2, gap=0.5, mask=batch.get("attention_mask")
+        )
+        (task(outputs.logits, batch["labels"]) + 0.7 * margin / len(batches)).backward()
+        found.append(margin.item())
+    assert_equal_gradients(watch.steps[0], {n: p.grad for n, p in model.named_parameters()})
+    assert watch.logs[0]["margin_loss"] == pytest.approx(sum(found) / 2, rel=1e-5)
+    assert min(found) > 0.01
 
 
 def test_image_classifiers_train_with_the_same_call(tmp_path):

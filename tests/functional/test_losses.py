@@ -11,6 +11,7 @@ from l2r.functional import (
     load_balancing_loss,
     mean_probs,
     pool_anchors,
+    router_margin_loss,
     router_z_loss,
 )
 from tests import reference
@@ -37,6 +38,65 @@ def test_z_loss_equals_loops(seed):
     assert router_z_loss(logits, variant="olmoe", top_k=2).item() == pytest.approx(
         reference.z_loss(logits.numpy()) / 2
     )
+
+
+@pytest.mark.parametrize(("top_k", "gap"), [(1, 0.1), (2, 0.1), (2, 1.0), (5, 0.5)])
+@given(seed=st.integers(0, 1000))
+def test_margin_loss_equals_loops(top_k, gap, seed):
+    scores, _ = layer(seed)
+    expected = reference.margin_loss(scores.numpy(), top_k, gap)
+    found = router_margin_loss(scores, top_k=top_k, gap=gap).item()
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_margin_loss_has_the_gradient_of_its_loops(layers):
+    scores = [layer(seed)[0].requires_grad_() for seed in range(layers)]
+    router_margin_loss(scores, top_k=2, gap=1.0).backward()
+    step = 1e-6
+    for part in scores:
+        values, found = part.detach().numpy(), part.grad.numpy()
+        for token, expert in [(t, n) for t in range(0, 20, 3) for n in range(6)]:
+            high, low = values.copy(), values.copy()
+            high[token, expert] += step
+            low[token, expert] -= step
+            both = [reference.margin_loss(v, 2, 1.0) for v in (high, low)]
+            slope = (both[0] - both[1]) / (2 * step * layers)
+            assert found[token, expert] == pytest.approx(slope, abs=1e-8)
+        assert abs(found).max() > 1e-3
+
+
+def test_the_margin_loss_does_not_fall_with_the_size_of_the_scores():
+    scores, _ = layer(3)
+    scores = scores * 10  # beside which 1e-6 in the variance is nothing
+    scores.requires_grad_()
+    loss = router_margin_loss(scores, top_k=2, gap=1.0)
+    assert router_margin_loss(scores * 7 + 3, top_k=2, gap=1.0).item() == pytest.approx(loss.item())
+    loss.backward()
+    # by Euler's theorem the gradient has no part along the scores
+    assert (scores.grad * scores).sum().item() == pytest.approx(0, abs=1e-6)
+    assert scores.grad.abs().max() > 0
+
+
+def test_margins_from_the_gap_on_cost_nothing_and_equal_scores_one():
+    wide = torch.tensor([[3.0, 2.0, -4.0, -5.0]], dtype=torch.float64, requires_grad=True)
+    loss = router_margin_loss(wide, top_k=2, gap=1.0)
+    loss.backward()
+    assert loss.item() == 0 and not wide.grad.any()
+    equal = torch.zeros(2, 4, requires_grad=True)
+    loss = router_margin_loss(equal, top_k=2)
+    loss.backward()
+    assert loss.item() == 1 and equal.grad.isfinite().all()
+
+
+def test_masked_tokens_have_no_margin():
+    scores, _ = layer(5)
+    mask = torch.arange(26) < 20
+    padded = torch.cat([scores, torch.full((6, 6), 1e3, dtype=torch.float64)]).requires_grad_()
+    loss = router_margin_loss(padded, top_k=2, gap=1.0, mask=mask.view(2, 13))
+    torch.testing.assert_close(loss, router_margin_loss(scores, top_k=2, gap=1.0))
+    loss.backward()
+    assert not padded.grad[20:].any() and padded.grad[:20].any()
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -100,6 +160,7 @@ def test_gradient_reaches_the_logits_and_is_exact():
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda z: load_balancing_loss(z, indices), (logits,))
     assert torch.autograd.gradcheck(router_z_loss, (logits,))
+    assert torch.autograd.gradcheck(lambda z: router_margin_loss(z, top_k=2, gap=1.0), (logits,))
 
 
 def test_usage_and_shares_sum_to_k_and_one():
@@ -121,6 +182,8 @@ def test_given_usage_replaces_the_layers_own():
         (lambda z, i: load_balancing_loss([z, z], [i]), "lists of one length"),
         (lambda z, i: load_balancing_loss(z, i, mask=torch.ones(3)), "one entry per token"),
         (lambda z, i: router_z_loss(z, variant="olmoe"), "top_k is needed"),
+        (lambda z, i: router_margin_loss(z, top_k=6), "top_k must be between 1 and 5 .* top_k=6"),
+        (lambda z, i: router_margin_loss(z, top_k=2, gap=0.0), "gap must be > 0 .* gap=0.0"),
         (lambda z, i: router_z_loss(z, variant="x"), "variant must be one of paper, olmoe"),
     ],
 )

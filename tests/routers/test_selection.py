@@ -219,3 +219,35 @@ def test_a_biased_choice_is_weighed_as_in_a_replay(score, normalize):
     logits, bias = 3 * torch.randn(50, 8), torch.randn(8)
     weights, indices = selection(Stub(3), logits, bias)
     assert torch.equal(selection.weigh(Stub(3), logits, indices), weights)
+
+
+def test_the_ranking_is_what_the_chosen_experts_are_best_by():
+    logits = torch.randn(20, 8)
+    for selection, bias in [
+        (Selection(), None),
+        (Selection(score="sigmoid", scale=2.0), None),
+        (Selection(score="sigmoid", bias="held.bias"), torch.randn(8)),
+    ]:
+        router = Stub(3, bias)
+        _, chosen = selection(router, logits)
+        ranking = selection.ranking(router, logits)
+        assert torch.equal(ranking.topk(3).indices.sort().values, chosen.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (Selection(block_bias=True), "a selection by a bias of the block has no margin"),
+        (Selection(groups=4, kept_groups=2), "a selection by groups of experts has no margin"),
+        (
+            dataclasses.make_dataclass(
+                "Own", [], bases=(Selection,), frozen=True,
+                namespace={"__call__": lambda self, router, logits, bias=None: None},
+            )(),
+            "Own must define ranking",
+        ),
+    ],
+)  # fmt: skip
+def test_a_selection_without_scores_to_rank_is_refused_a_margin(selection, message):
+    with pytest.raises(ValueError, match=message):
+        selection.ranking(Stub(2), torch.randn(3, 8))

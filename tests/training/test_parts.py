@@ -19,6 +19,7 @@ from l2r.training.objective import auxiliary_losses, expert_loads, layer_usage, 
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.schema import LossSection, OptimizerSection
+from tests import reference
 
 
 class Layers(torch.nn.Module):
@@ -187,6 +188,31 @@ def test_auxiliary_losses_are_the_weighted_means_over_layers():
     torch.testing.assert_close(parts["balance"], balance.detach())
     total.backward()
     assert all(r.anchors.grad.abs().sum() > 0 for r in model.routers)
+
+
+def test_the_margin_loss_is_off_by_default_and_weighs_what_experts_are_chosen_by():
+    sizes = {"hidden_size": 8, "num_experts": 6, "top_k": 2}
+    model = torch.nn.Sequential(
+        build_router("l2r_sips", **sizes), build_router("linear", **sizes, selection_bias=True)
+    )
+    bias = torch.randn(6)
+    model[1].e_score_correction_bias.copy_(bias)
+    x = torch.randn(9, 8)
+    with capture(model) as captured:
+        for router in model:
+            router(x)
+    plain, parts = auxiliary_losses(captured, LossSection())
+    assert "margin" not in parts
+    section = LossSection(margin=0.5, margin_gap=0.3)
+    total, parts = auxiliary_losses(captured, section)
+    ranked = [model[0].logits(x), model[1].logits(x).softmax(1) + bias]
+    for scores, indices in zip(ranked, captured.indices(), strict=True):
+        assert torch.equal(scores.topk(2).indices.sort().values, indices.sort().values)
+    expected = sum(reference.margin_loss(s.detach().double().numpy(), 2, 0.3) for s in ranked) / 2
+    assert parts["margin"].item() == pytest.approx(expected, rel=1e-5) and expected > 0.05
+    assert (total - plain).item() == pytest.approx(0.5 * expected, rel=1e-5)
+    (total - plain).backward()
+    assert model[0].anchors.grad.any() and model[1].weight.grad.any()
 
 
 def test_the_centered_z_loss_counts_the_anchors_of_every_layer():

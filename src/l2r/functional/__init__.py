@@ -4,6 +4,7 @@ from l2r.functional.losses import (
     expert_usage,
     load_balancing_loss,
     mean_probs,
+    router_margin_loss,
     router_z_loss,
 )
 from l2r.functional.pooling import pool_anchors
@@ -30,6 +31,7 @@ __all__ = [
     "pool_anchors",
     "psi",
     "rms_norm",
+    "router_margin_loss",
     "router_z_loss",
     "routing_probs",
     "select_experts",

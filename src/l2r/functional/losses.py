@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router (paper, Section 3.5 and Appendix E).
+"""Auxiliary losses of the router (paper, Section 3.5 and Appendix E), and a margin loss.
 
 All functions take one layer ([T, N] logits, [T, K] indices) or a list of layers; a list gives
 the mean over layers, except for ``variant="hf"`` (see there). ``mask`` [T] is true for tokens
@@ -20,6 +20,7 @@ from l2r.functional.selection import routing_probs
 
 BalanceVariant = Literal["paper", "olmoe", "hf", "tutel"]
 ZVariant = Literal["paper", "olmoe", "centered"]
+_LEAST_VARIANCE = 1e-6  # where all scores are equal, a gradient without it would be NaN
 
 
 def expert_usage(
@@ -130,6 +131,45 @@ def router_z_loss(
     pairs = zip(layers, centers, strict=True)
     loss = torch.stack([_z_loss(layer, mask, center) for layer, center in pairs]).mean()
     return loss / top_k if variant == "olmoe" and top_k is not None else loss
+
+
+def router_margin_loss(
+    scores: Tensor | Sequence[Tensor],
+    *,
+    top_k: int,
+    gap: float = 0.1,
+    mask: Tensor | None = None,
+) -> Float[Tensor, ""]:
+    r"""Margin loss: mean over tokens of max(0, 1 - (s_(k) - s_(k+1)) / (gap * sigma)).
+
+    ``scores`` are what experts are selected by, the logits of most routers; s_(k) is the k-th
+    largest of a token and sigma = sqrt(variance over experts + 1e-6). The loss is 1 where the
+    k-th and the next expert are equally good and 0 from ``gap`` deviations on. Both parts scale
+    with the scores, so that larger scores alone gain nothing. Not in the paper.
+
+    Raises ValueError for a ``top_k`` outside of 1 to N - 1 and for a ``gap`` that is not > 0.
+    """
+    layers = _layers(scores)
+    for layer in layers:
+        if not 1 <= top_k < layer.shape[1]:
+            raise ValueError(
+                f"top_k must be between 1 and {layer.shape[1] - 1} for a margin to the next "
+                f"expert; got top_k={top_k}"
+            )
+    if not 0 < gap < math.inf:
+        raise ValueError(f"gap must be > 0 and finite; got gap={gap}")
+    if mask is not None:
+        mask = _flat_mask(mask, layers[0].shape[0])
+    return torch.stack([_margin_loss(layer, top_k, gap, mask) for layer in layers]).mean()
+
+
+def _margin_loss(scores: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    best = wide.topk(top_k + 1, dim=-1).values
+    sigma = (wide.var(dim=-1, correction=0) + _LEAST_VARIANCE).sqrt()
+    short = (1 - (best[:, top_k - 1] - best[:, top_k]) / (gap * sigma)).clamp_min(0)
+    weight = _token_weight(scores.shape[0], mask, scores.device).to(short.dtype)
+    return (weight * short).sum() / weight.sum().clamp_min(1)
 
 
 def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:

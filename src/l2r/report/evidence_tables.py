@@ -15,7 +15,7 @@ from l2r.stats.contrasts import Judged, estimate
 from l2r.stats.effects import Effect, best_by_fit, effects_of
 from l2r.stats.statistics import Interval
 
-_SCREENED = ("validation_ce", "routing_gain", "load_entropy")
+_SCREENED = ("validation_ce", "flipped_tokens", "routing_gain", "load_entropy")
 _COLUMNS = (
     "contrast", "kind", "paper", "metric", "first", "second", "difference", "plain paired t",
     "at step 0", "seeds", "p", "p equivalent", "verdict", "why undecided", "seeds that decide",
@@ -152,6 +152,8 @@ def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
     cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
     found = {}
     for metric in _SCREENED:
+        if any(metric not in r.trained for r in own):
+            continue  # older than the metric
         values = [r.trained[metric] for r in own]
         try:
             found[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)

@@ -31,6 +31,14 @@ class Captured:
         """Indices [T, K] of every layer, calls after one another."""
         return [output.indices for calls in self.outputs.values() for output in calls]
 
+    def rankings(self) -> list[Tensor]:
+        """What experts were chosen by, [T, N] of every layer; see ``Selection.ranking``."""
+        return [
+            self.routers[name].selection.ranking(self.routers[name], output.logits)
+            for name, calls in self.outputs.items()
+            for output in calls
+        ]
+
     def heads(self) -> list[int]:
         """Anchors per expert of every layer, calls after one another."""
         return [self.routers[name].heads for name, calls in self.outputs.items() for _ in calls]

@@ -28,7 +28,8 @@ class Selection:
     router's own.
 
     Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
-    A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed.
+    A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed,
+    ``ranking`` for a margin loss.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -78,6 +79,19 @@ class Selection:
         """
         del router
         return self._weights(logits, indices)
+
+    def ranking(self, router: nn.Module, logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
+        """What experts are chosen by, for which a margin is a number: the k largest are chosen.
+
+        Raises ValueError for a rule that has no such scores (groups) or whose bias the block has.
+        """
+        kind = type(self)
+        if kind.__call__ is not Selection.__call__ and kind.ranking is Selection.ranking:
+            raise ValueError(f"{kind.__name__} must define ranking(router, logits) for a margin")
+        if self.block_bias or self.kept_groups < self.groups:
+            what = "a bias of the block" if self.block_bias else "groups of experts"
+            raise ValueError(f"a selection by {what} has no margin between the k-th and the next")
+        return logits if self.by_score else self._ranking(router, self._scores(logits), None)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.score == "softmax" and self.normalize and not self.norm_eps:

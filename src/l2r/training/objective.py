@@ -7,7 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from l2r.functional import expert_usage, load_balancing_loss, router_z_loss
+from l2r.functional import (
+    expert_usage,
+    load_balancing_loss,
+    router_margin_loss,
+    router_z_loss,
+)
 from l2r.routers import Captured
 from l2r.training.recipes.schema import LossSection
 
@@ -20,8 +25,9 @@ def auxiliary_losses(
 ) -> tuple[Tensor, dict[str, Float[Tensor, ""]]]:
     """Weighted sum lambda_bal L_bal + lambda_z L_z, and both losses unweighted.
 
-    ``usage`` gives the f_i of every layer, over a whole step or as they are counted already.
-    Raises ValueError when a weight is positive but no router was recorded.
+    With a weight ``section.margin`` the margin loss too, as ``margin``. ``usage`` gives the f_i of
+    every layer, over a whole step or as they are counted already. Raises ValueError when a weight
+    is positive but no router was recorded, and for a margin where a selection has none.
     """
     logits, indices = captured.logits(), captured.indices()
     if not logits:
@@ -30,7 +36,15 @@ def auxiliary_losses(
     z = router_z_loss(
         logits, variant=section.z_variant, top_k=indices[0].shape[1], heads=captured.heads()
     )
-    return section.balance * balance + section.z * z, {"balance": balance.detach(), "z": z.detach()}
+    total = section.balance * balance + section.z * z
+    parts = {"balance": balance.detach(), "z": z.detach()}
+    if section.margin:
+        margin = router_margin_loss(
+            captured.rankings(), top_k=indices[0].shape[1], gap=section.margin_gap
+        )
+        total = total + section.margin * margin
+        parts["margin"] = margin.detach()
+    return total, parts
 
 
 Loads = dict[str, list[Tensor]]

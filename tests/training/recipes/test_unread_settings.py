@@ -30,6 +30,7 @@ TOKENS = ["data.tokens=[a]", "data.validation_tokens=[b]"]
             ["evaluation.task_limit=5"],
             r"task_limit is .* tasks other than \[\]; got",
         ),
+        ("demo/linear", ["losses.margin_gap=0.2"], "margin_gap is read only with margin other"),
         ("demo-vision/linear", ["evaluation.task_limit=5"], "task_limit is read only with tasks"),
         ("demo/linear", ["optimizer.warmup=0", "optimizer.warmup_start=0.5"], "warmup_start is"),
         ("demo/linear", ["optimizer.weight_decay=0", "optimizer.decay_norms=false"], "decay_norms"),

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
 from l2r.engines.trainer.heatmap import draw
 from l2r.engines.trainer.losses import check_gradient, micro_batch_share, task_loss
-from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.functional.losses import BalanceVariant, ZVariant
 from l2r.routers import Captured, Router, capture, constrain
 
@@ -33,8 +33,13 @@ def add_router_losses(
     z: float = 0.001,
     balance_variant: BalanceVariant = "paper",
     z_variant: ZVariant = "paper",
+    margin: float = 0.0,
+    margin_gap: float = 0.1,
 ) -> "RouterLosses":
     """Make ``trainer`` minimize its task loss + balance * L_bal + z * L_z (Eq. 14).
+
+    ``margin`` > 0 adds that weight times ``router_margin_loss`` with ``gap=margin_gap``, logged as
+    ``margin_loss``.
 
     The router losses of a step are the mean over its micro-batches and over the ranks, whatever
     the accumulation; tokens outside a 2-D ``attention_mask`` do not count. Both are logged
@@ -47,7 +52,7 @@ def add_router_losses(
     While training, ValueError when the weights would have no effect: no router output was
     recorded, it carries no gradient, or the trainer never calls its loss function.
     """
-    for name, weight in (("balance", balance), ("z", z)):
+    for name, weight in (("balance", balance), ("z", z), ("margin", margin)):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"{name} must be >= 0 and finite; got {name}={weight}")
     if not any(isinstance(module, Router) for module in trainer.model.modules()):
@@ -59,7 +64,7 @@ def add_router_losses(
         raise ValueError(
             "label_smoothing_factor is not applied by Trainer with a loss function; set it to 0"
         )
-    losses = RouterLosses(trainer, balance, z, balance_variant, z_variant)
+    losses = RouterLosses(trainer, balance, z, balance_variant, z_variant, margin, margin_gap)
     trainer.compute_loss_func = losses
     _call_first(trainer, losses)
     return losses
@@ -136,6 +141,8 @@ class RouterLosses(TrainerCallback):
     z: float
     balance_variant: BalanceVariant
     z_variant: ZVariant
+    margin: float
+    margin_gap: float
 
     def __post_init__(self) -> None:
         self.model: nn.Module = self.trainer.model
@@ -143,7 +150,7 @@ class RouterLosses(TrainerCallback):
         self._open = ExitStack()
         self._captured: Captured | None = None
         self._mask: Tensor | None = None
-        self._sums = torch.zeros(3)  # L_bal, L_z and how many micro-batches
+        self._sums = torch.zeros(4)  # L_bal, L_z, L_margin and how many micro-batches
         self._called = False
         self.model.register_forward_pre_hook(self._start, with_kwargs=True)
         self.model.register_forward_hook(lambda *_: self._open.close())
@@ -173,14 +180,20 @@ class RouterLosses(TrainerCallback):
             top_k=indices[0].shape[1],
             heads=captured.heads(),
         )
-        self._sums += torch.stack([bal.detach(), z.detach(), torch.ones_like(z)]).float().cpu()
-        share = micro_batch_share(self.trainer, num_items_in_batch)
-        extra = (self.balance * bal + self.z * z) * share
+        extra, margin = self.balance * bal + self.z * z, torch.zeros_like(z)
+        if self.margin:
+            top_k = indices[0].shape[1]
+            scores = captured.rankings()
+            margin = router_margin_loss(scores, top_k=top_k, gap=self.margin_gap, mask=mask)
+            extra = extra + self.margin * margin
+        sums = [bal, z, margin, torch.ones_like(z)]
+        self._sums += torch.stack([loss.detach() for loss in sums]).float().cpu()
+        extra = extra * micro_batch_share(self.trainer, num_items_in_batch)
         return task + extra.to(task.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse where a subclass of Trainer computes its loss in another way."""
-        if not self._called and (self.balance or self.z):
+        if not self._called and (self.balance or self.z or self.margin):
             raise ValueError(
                 f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "
                 "the router losses would be off"
@@ -198,10 +211,12 @@ class RouterLosses(TrainerCallback):
         if "loss" not in logs:
             return
         sums = self.trainer.accelerator.reduce(self._sums.to(args.device), reduction="sum")
-        bal, z, count = sums.tolist()
+        bal, z, margin, count = sums.tolist()
         self._sums.zero_()
         if count:
             found = {"balance_loss": bal / count, "z_loss": z / count}
+            if self.margin:
+                found["margin_loss"] = margin / count
             logs.update(found)
             state.log_history[-1].update(found)
 

@@ -203,6 +203,8 @@ class OptimizerSection(Section):
 class LossSection(Section):
     """Weights and variants of the auxiliary losses.
 
+    margin: weight of the margin loss, which asks the k-th expert of a token to score ``margin_gap``
+    standard deviations of its scores above the next (``l2r.functional.router_margin_loss``).
     bias_speed: how far the selection bias of routers that have one (router.selection_bias) moves
     against the load after each step (loss-free balancing, arXiv 2408.15664); 0 leaves it as it is.
     balance_scope: tokens that the balance statistics cover. "microbatch": those of one forward
@@ -210,12 +212,16 @@ class LossSection(Section):
     makes training independent of how a step is cut (accumulation then needs a second forward).
     """
 
+    read_with: ClassVar = {"margin_gap": {"margin": OtherThan(0)}}
+
     balance: NonNegativeFloat = 0.01
     balance_variant: BalanceVariant = "paper"
     balance_scope: Literal["microbatch", "step"] = "microbatch"
     bias_speed: NonNegativeFloat = 0.0
     z: NonNegativeFloat = 0.001
     z_variant: ZVariant = "paper"
+    margin: NonNegativeFloat = 0.0
+    margin_gap: PositiveFloat = 0.1
 
 
 class EvaluationSection(Section):

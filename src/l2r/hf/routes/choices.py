@@ -25,12 +25,13 @@ class _Chosen:
 class Choices:
     """Experts that each router of a model chooses in one call.
 
-    ``forwards`` are put in the place of the routers' own, see ``replaced``. Raises ValueError for
-    a model without routers of ours or of a supported family.
+    ``forwards`` are put in the place of the routers' own, see ``replaced``. weights: note those of
+    the experts too. Raises ValueError for a model without routers of ours or of a supported family.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, weights: bool = False) -> None:
         self.fingerprint = fingerprint_of(model, tokenizer)
+        self._notes_weights = weights
         self._layers = routed_layers(model)
         self._chosen = [_Chosen() for _ in self._layers]
         self._open = False
@@ -65,7 +66,7 @@ class Choices:
         return self._stacked("indices").to(small)
 
     def weights(self) -> Float[Tensor, "T L K"]:
-        """Weights of the experts' outputs. Raises ValueError as ``experts``."""
+        """Weights of the experts' outputs, where noted. Raises ValueError as ``experts``."""
         return self._stacked("weights")
 
     def _stacked(self, name: str) -> Tensor:
@@ -90,7 +91,9 @@ class Choices:
                     raise ValueError(
                         f"the router of layer {layer.layer} was called twice in a call"
                     )
-                chosen.indices, chosen.weights = indices.detach(), weights.detach()
+                chosen.indices = indices.detach()
+                if self._notes_weights:
+                    chosen.weights = weights.detach()
             else:
                 _check_recomputed(layer)
             return output

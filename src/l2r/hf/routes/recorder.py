@@ -19,7 +19,7 @@ class Recorder:
     """Routes of the calls of a model; see ``record``."""
 
     def __init__(self, model: nn.Module, *, weights: bool, tokenizer: Any) -> None:
-        self._choices = Choices(model, tokenizer)
+        self._choices = Choices(model, tokenizer, weights=weights)
         self._keeps_weights = weights
         self._inputs: Inputs | None = None
         self._calls = Calls()

@@ -6,10 +6,11 @@ Shape letters: T inputs of a router, N experts, K experts chosen per token, R ro
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.hf.routes.backward import in_backward, next_number, outside_of_graphs, running_number
@@ -31,6 +32,13 @@ Weights = Literal["live", "recorded"]
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
+class _Rows(NamedTuple):
+    """Row of the routes of each input of a call; complete: every input has a route."""
+
+    of: Int[Tensor, " T"]
+    complete: bool
+
+
 class Replay:
     """Routes on their way through the calls of a model; see ``replay``."""
 
@@ -44,9 +52,9 @@ class Replay:
         routes.fingerprint.check(fingerprint_of(model, tokenizer))
         self._routes = routes
         self._reading = Reading(routes)
-        self._rows: Tensor | None = None  # of the call that runs
+        self._rows: _Rows | None = None  # of the call that runs
         self._first_node = 0
-        self._spans: list[tuple[range, Tensor]] = []  # nodes of the graph of a call, its rows
+        self._spans: list[tuple[range, _Rows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
         layers = routed_layers(model)
         self._device = next(layers[0].sites[0].router.parameters()).device
@@ -82,7 +90,9 @@ class Replay:
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the rows of the routes that a call reads."""
         rows = self._reading.rows(read_inputs(model, args, kwargs))
-        self._rows, self._first_node = torch.from_numpy(rows).to(self._device), next_number()
+        complete = bool((rows < len(self._routes.experts)).all())
+        self._rows = _Rows(torch.from_numpy(rows).to(self._device), complete)
+        self._first_node = next_number()
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -92,7 +102,7 @@ class Replay:
         self._rows = None
 
     @contextmanager
-    def during(self, rows: Tensor) -> Iterator[None]:
+    def during(self, rows: _Rows) -> Iterator[None]:
         """Run a part of a call again, in the backward pass, inside the ``replay`` block or after.
 
         One at a time: the backward pass has a thread for each device.
@@ -126,18 +136,22 @@ class Replay:
                 rows = self._recomputed_rows(layer.layer)
             if rows is None:
                 return output
-            if rows.shape[0] != own.shape[0]:
+            if rows.of.shape[0] != own.shape[0]:
                 raise ValueError(
-                    f"the router of layer {layer.layer} must see the {rows.shape[0]} inputs of "
+                    f"the router of layer {layer.layer} must see the {rows.of.shape[0]} inputs of "
                     f"the model; it saw {own.shape[0]}"
                 )
-            rows = rows.to(own.device)
-            chosen = experts.to(own.device).index_select(0, rows).to(own.dtype)
-            unrouted = chosen[:, :1] == NO_ROUTE
-            chosen = torch.where(unrouted, own, chosen)
+            at = rows.of.to(own.device)
+            chosen = experts.to(own.device).index_select(0, at).to(own.dtype)
+            unrouted = None if rows.complete else chosen[:, :1] == NO_ROUTE
+            if unrouted is not None:
+                chosen = torch.where(unrouted, own, chosen)
             if recorded is not None:
-                given = recorded.to(own.device).index_select(0, rows).to(own_weights.dtype)
-                weighed = torch.where(unrouted, own_weights, given)
+                weighed = recorded.to(own.device).index_select(0, at).to(own_weights.dtype)
+                if unrouted is not None:
+                    weighed = torch.where(unrouted, own_weights, weighed)
+            elif _known_equal(chosen, own):
+                return output
             else:
                 # Weights of the router itself where it chose the same: equal to the bit.
                 same = (chosen == own).all(dim=1, keepdim=True)
@@ -165,7 +179,7 @@ class Replay:
         return carrying
 
     @outside_of_graphs
-    def _recomputed_rows(self, layer: int) -> Tensor | None:
+    def _recomputed_rows(self, layer: int) -> _Rows | None:
         """Rows of the call whose backward pass runs; None for one from before the block."""
         if in_backward():
             number = running_number()
@@ -212,6 +226,14 @@ def replay(
         end.remove()
     if len(routes) and session.remaining == len(routes):
         raise ValueError("replay must see a call of the model that it got; it saw none")
+
+
+def _known_equal(chosen: Tensor, own: Tensor) -> bool:
+    """Whether both are equal, where it costs little to know: no graph to break, no device to ask.
+
+    Most steps of one token are; the rest of a replay takes longer than the comparison.
+    """
+    return not torch.compiler.is_compiling() and chosen.is_cpu and torch.equal(chosen, own)
 
 
 def _with_none(values: np.ndarray) -> Tensor:

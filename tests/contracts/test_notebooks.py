@@ -49,8 +49,8 @@ def test_a_notebook_runs_offline_and_prints_what_is_kept(path, tmp_path):
         )
 
 
-def test_there_are_three_notebooks():
-    assert len(PATHS) == 3
+def test_there_are_four_notebooks():
+    assert len(PATHS) == 4
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

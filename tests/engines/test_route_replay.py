@@ -1,6 +1,7 @@
 """Replayed routes in GRPO, with a trainer that does what TRL's does with a batch."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -85,8 +86,10 @@ def test_the_loss_takes_the_sampled_experts_row_by_row(make, sampler):
         assert (got == expected.experts).all()
 
 
-def test_log_probabilities_are_those_of_the_sampler():
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probabilities_are_those_of_the_sampler_at_the_trainers_temperature(temperature):
     trainer = FakeTrainer(ours(), prompts())
+    trainer.temperature = temperature
     add_route_replay(trainer, sampler="bf16")
     batch = trainer._generate_and_score_completions([])
     sampler = in_other_arithmetic(ours(), "bf16")
@@ -94,12 +97,29 @@ def test_log_probabilities_are_those_of_the_sampler():
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     with torch.no_grad():
         logits = sampler(ids, attention_mask=mask).logits[:, -NEW - 1 : -1].float()
-    expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    steps = (logits / temperature).log_softmax(-1)
+    expected = steps.gather(-1, batch["completion_ids"][..., None])[..., 0]
     known = batch["completion_mask"].bool()
     got = batch["old_per_token_logps"]
     # A cached step of bf16 rounds otherwise than a whole sequence.
-    torch.testing.assert_close(got[known], expected[known], atol=0.02, rtol=0)
+    torch.testing.assert_close(got[known], expected[known], atol=0.02 / temperature, rtol=0)
     assert (got[~known] == 0).all()
+
+
+def test_a_forward_that_was_put_on_the_model_does_not_stand_for_the_sampler():
+    """As accelerate wraps it, which would sample with the trained weights."""
+    plain, wrapped = (FakeTrainer(ours(), prompts()) for _ in range(2))
+    wrapped.model.forward = functools.partial(wrapped.model.forward)
+    batches = []
+    for trainer in (plain, wrapped):
+        add_route_replay(trainer, sampler="int8")
+        batches.append(trainer._generate_and_score_completions([]))
+        assert trainer.model.generation_config.output_logits is not True
+    assert torch.equal(batches[0]["old_per_token_logps"], batches[1]["old_per_token_logps"])
+    own = FakeTrainer(ours(), prompts())
+    add_route_replay(own, sampler=None)
+    ours_alone = own._generate_and_score_completions([])["old_per_token_logps"]
+    assert not torch.equal(batches[1]["old_per_token_logps"], ours_alone)
 
 
 def test_gradients_are_those_of_a_replay_by_hand():

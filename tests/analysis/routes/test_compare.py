@@ -9,7 +9,7 @@ from torch.nn.functional import kl_div
 
 from l2r import record, replay
 from l2r.analysis.certificates.certify import certify, holds_within
-from l2r.analysis.routes.compare import compare_models, compare_routes
+from l2r.analysis.routes.compare import Comparison, Reading, compare_models, compare_routes
 from l2r.routers.observe import find_routers
 from l2r.runs.mismatch import NO_STATEMENT
 from tests.analysis.diagnostics.models import batches, ours, stock
@@ -75,6 +75,32 @@ def test_a_decision_is_certified_where_its_radius_exceeds_the_change(kind):
     held = got["certified"] == 1
     assert held.any() and not held.all() and changed.any()
     assert not (held & changed).any()
+
+
+def test_what_the_routers_own_rounding_can_change_is_not_certified():
+    """Inputs that do not move, so near a boundary that float32 sums may fall on either side."""
+    model = ours("linear")
+    comparison = Comparison(model, copy.deepcopy(model))
+    weight = next(iter(find_routers(model).values())).weight.detach().double()
+    x = torch.randn(50, weight.shape[1], dtype=torch.float64)
+    best = (x @ weight.T).topk(3)
+    normal = weight[best.indices[:, 1]] - weight[best.indices[:, 2]]  # 2 of the experts are chosen
+    unit = normal / normal.norm(dim=1, keepdim=True)
+    size = x.norm(dim=1)
+    eps, width = torch.finfo(torch.float32).eps, x.shape[1]
+    held = {}
+    for times in (0.25, 16.0):  # of the allowance
+        radius = times * width * eps * size
+        near = x - ((x * unit).sum(1) - radius)[:, None] * unit
+        kept = (near @ weight.T).topk(3).indices.eq(best.indices).all(1)  # the same boundary
+        near = near[kept].float()
+        reading = Reading(None, [near, near], [], None)
+        router = next(iter(find_routers(model).values()))
+        proved = certify(router, near).topk > 0
+        assert kept.sum() > 5 and proved.float().mean() > 0.5
+        held[times] = comparison.changes(reading, reading)[1][0][proved]
+    assert not (held[0.25] == 1).any()
+    assert (held[16.0] == 1).float().mean() > 0.5
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ class RouteReplay:
         self.routes: Routes | None = None
         self._trainer, self._sampler, self._replays = trainer, sampler, replays
         self._log_probs = torch.empty(0, 0)  # of generated tokens [B, G]
-        self._prompt = 0  # columns of the prompts
         self._loss: Callable[..., Any] = trainer.compute_loss
         self._generates: Callable[..., Any] = trainer._generate_and_score_completions
         trainer.compute_loss = self._compute_loss

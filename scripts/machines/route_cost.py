@@ -41,7 +41,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {}
-    sys.stdout.write("| step | plain, ms | plain again | record | replay |\n|---|---|---|---|---|\n")
+    sys.stdout.write(
+        "| step | plain, ms | plain again | record | replay |\n|---|---|---|---|---|\n"
+    )
     for name, model, work in subjects(given.quick):
         if given.only not in name:
             continue

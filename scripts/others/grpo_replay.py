@@ -196,8 +196,9 @@ def train(
             train_dataset=data,
             args=GRPOConfig(
                 output_dir=folder, max_steps=options.steps, learning_rate=options.rate,
-                per_device_train_batch_size=options.rows, num_generations=8, max_completion_length=3,
-                lr_scheduler_type="constant", beta=0.0, seed=seed, use_cpu=True, bf16=False,
+                per_device_train_batch_size=options.rows, num_generations=8,
+                max_completion_length=3, lr_scheduler_type="constant", beta=0.0, seed=seed,
+                use_cpu=True, bf16=False,
                 report_to=[], save_strategy="no", logging_steps=1000, disable_tqdm=True,
             ),
         )  # fmt: skip

@@ -67,7 +67,9 @@ class Gradients(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def train(model, data, tmp_path, *, weights=(0.5, 0.1), trainer_class=Trainer, losses=None, **options):
+def train(
+    model, data, tmp_path, *, weights=(0.5, 0.1), trainer_class=Trainer, losses=None, **options
+):
     """Trainer, gradients, and the micro-batches in the order they were used."""
     batches, watch = [], Gradients()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from l2r import L2RConfig, build_router, record, replay, swap_routers
 from l2r.cost.benchmarks.language import models, sizes
-from l2r.cost.benchmarks.results import Settings
+from l2r.cost.benchmarks.results import BenchSettings
 from l2r.hf.routes import Routes
 
 ROWS, COLUMNS, PROMPT, DECODED = 2, 256, 16, 8
@@ -87,7 +87,7 @@ def subjects(quick: bool) -> Iterator[tuple[str, nn.Module, Work]]:
 def _models(quick: bool) -> dict[str, Any]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    settings = Settings(quick=quick)
+    settings = BenchSettings(quick=quick)
     shape = {**sizes(settings), "num_hidden_layers": 2 if quick else 4}
     torch.manual_seed(0)
     experts = {"num_local_experts": shape["num_experts"], "num_key_value_heads": 2}

@@ -47,11 +47,13 @@ def export(
     from l2r.hf.checkpoints import (
         PROGRAM_FORMS,
         PROGRAM_TOLERANCE,
+        CheckpointOnDisk,
         Placement,
         check_new_folder,
         export_program,
         export_remote_code,
         load_causal_lm,
+        load_tokenizer,
         local_checkpoint,
         run_of_checkpoint,
         run_sections,
@@ -65,12 +67,18 @@ def export(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
-        model, tokenizer = load_causal_lm(
-            folder,
-            placement=Placement(dtype, device_map=device_map, report=say),
-            trust_remote_code=trust_remote_code,
-        )
-        export_remote_code(model, out, tokenizer=tokenizer, sections=sections)
+        as_stored = dtype == "auto" and device_map is None and not trust_remote_code
+        on_disk = CheckpointOnDisk.open(folder) if as_stored else None
+        write = None
+        if on_disk is not None:
+            model, tokenizer, write = on_disk.model, load_tokenizer(folder), on_disk.write
+        else:
+            model, tokenizer = load_causal_lm(
+                folder,
+                placement=Placement(dtype, device_map=device_map, report=say),
+                trust_remote_code=trust_remote_code,
+            )
+        export_remote_code(model, out, tokenizer=tokenizer, sections=sections, write=write)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return

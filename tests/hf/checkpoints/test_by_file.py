@@ -1,7 +1,8 @@
-"""A swap file by file: the same folder as a swap in memory, to the bit."""
+"""Swaps and exports file by file: the same folders as those made in memory, to the bit."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from l2r import L2RConfig, LinearConfig, XMoEConfig
 from l2r.hf.checkpoints import by_file
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk
+from l2r.hf.checkpoints.export import export_remote_code
 from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap.families import FAMILIES
@@ -29,6 +31,15 @@ def both(folder, out, config=CONFIG, **options):
     return out / "by-file", out / "in-memory"
 
 
+def both_exported(folder, out):
+    """Folders of one checkpoint, exported file by file and in memory."""
+    on_disk = CheckpointOnDisk.open(folder)
+    export_remote_code(on_disk.model, out / "by-file", sections=["## How"], write=on_disk.write)
+    model = load_pretrained(folder, dtype="auto")
+    export_remote_code(model, out / "in-memory", sections=["## How"])
+    return out / "by-file", out / "in-memory"
+
+
 def bytes_of(folder):
     """Shape, dtype and bytes of every tensor of a folder."""
     tensors = {}
@@ -42,8 +53,12 @@ def bytes_of(folder):
 
 def assert_same(by_file, in_memory):
     assert bytes_of(by_file) == bytes_of(in_memory)
-    texts = {file.name for file in in_memory.iterdir() if file.suffix != ".safetensors"}
-    assert {"config.json", "README.md"} <= texts
+    texts, others = (
+        {file.relative_to(folder) for file in folder.rglob("*") if file.is_file()}
+        - {file.relative_to(folder) for file in folder.glob("*.safetensors")}
+        for folder in (in_memory, by_file)
+    )
+    assert {Path("config.json"), Path("README.md")} <= texts == others
     for name in texts:
         assert (by_file / name).read_text() == (in_memory / name).read_text(), name
 
@@ -51,7 +66,9 @@ def assert_same(by_file, in_memory):
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_family_is_swapped_as_in_memory(name, tmp_path):
     tiny_model(FAMILIES[name]).save_pretrained(tmp_path / "stock")
-    assert_same(*both(tmp_path / "stock", tmp_path))
+    swapped, in_memory = both(tmp_path / "stock", tmp_path)
+    assert_same(swapped, in_memory)
+    assert_same(*both_exported(swapped, tmp_path / "exported"))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +114,7 @@ def test_a_swapped_checkpoint_and_one_of_ours_are_swapped_again(tmp_path):
     own = L2rOlmoeForCausalLM(L2rOlmoeConfig(**TINY, num_experts=8, router=router))
     own.save_pretrained(tmp_path / "run" / "model")
     assert_same(*both(tmp_path / "run", tmp_path / "own"))
+    assert_same(*both_exported(tmp_path / "run", tmp_path / "exported"))
 
 
 def test_generation_settings_and_logits_are_those_of_the_swap_in_memory(tmp_path):

@@ -1,4 +1,4 @@
-"""A swap that reads and writes one file of weights at a time: nothing but routers in memory."""
+"""Swaps and exports that copy one file of weights at a time: nothing but routers in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,9 +17,11 @@ from l2r.hf.swap.sites import router_sites
 from l2r.runs.atomic import write_json
 from l2r.runs.reading import read_bytes, read_json
 
+Report = Callable[[int, int, str], None]
+
 
 class CheckpointOnDisk:
-    """A checkpoint whose weights stay in their files; swap the routers of ``model``, then save.
+    """A checkpoint whose weights stay in their files; swap routers of ``model`` or none, then save.
 
     ``model`` is whole, on torch's meta device, which holds shapes alone; its routers' tensors are
     in memory, without the values of the files.
@@ -36,7 +38,7 @@ class CheckpointOnDisk:
 
     @classmethod
     def open(cls, folder: str | Path) -> "CheckpointOnDisk | None":
-        """The checkpoint in a folder or run, None where it must be read whole to be swapped.
+        """The checkpoint in a folder or run, None where it must be read whole.
 
         That is one without safetensors, quantized, or with routers under names of an older form.
         Raises ValueError as ``load_pretrained``, and as ``router_sites`` for an unknown family.
@@ -56,25 +58,27 @@ class CheckpointOnDisk:
         *,
         tokenizer: Any = None,
         sections: Sequence[str] = (),
-        report: Callable[[int, int, str], None] = lambda done, total, file: None,
+        report: Report = lambda done, total, file: None,
     ) -> None:
-        """Write the swapped model as ``save_model`` does, with the tensors of the files unchanged.
-
-        New routers go into the last file. ``report`` is given the number of files written, their
-        number, and the next one's name. Raises ValueError as ``save_model``, and for weights that
-        are not finite.
-        """
-        write = partial(self._write, report=report)
+        """Write ``model`` as ``save_model`` does. Raises ValueError as it and ``write``."""
+        write = partial(self.write, report=report)
         save_model(self.model, out, tokenizer=tokenizer, sections=sections, write=write)
 
-    def _write(self, model: Any, out: Path, *, report: Callable[[int, int, str], None]) -> None:
+    def write(
+        self, model: Any, out: Path, *, report: Report = lambda done, total, file: None
+    ) -> None:
+        """Write ``model``, its config and the tensors of the files, unchanged, into a folder.
+
+        New routers go into the last file. ``report`` is given the number of files written, their
+        number, and the next one's name. Raises ValueError for weights that are not finite.
+        """
         new = self._router_tensors()
         # What the family's selection reads, its bias, has moved to the new router as it was.
         gone = [name for name, old in self._old.items() if new.get(name) is not old]
         drawn = {name: new[name] for name in new if self._old.get(name) is not new[name]}
         dropped = self._stored_names({name: self._old[name] for name in gone})
         model.save_pretrained(out, state_dict={name: new.detach() for name, new in drawn.items()})
-        routers = _read(out / SAFE_WEIGHTS_NAME)
+        routers = _read(out / SAFE_WEIGHTS_NAME) if drawn else {}
         places: dict[str, str] = {}
         size = 0
         for number, (file, names) in enumerate(self._names.items()):
@@ -88,7 +92,7 @@ class CheckpointOnDisk:
             size += sum(tensor.nbytes for tensor in tensors.values())
         report(len(self._names), len(self._names), "")
         if SAFE_WEIGHTS_NAME not in self._names:
-            (out / SAFE_WEIGHTS_NAME).unlink()
+            (out / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
             metadata = {"total_parameters": model.num_parameters(), "total_size": size}
             index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
             write_json(out / SAFE_WEIGHTS_INDEX_NAME, index)

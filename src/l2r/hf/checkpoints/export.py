@@ -5,7 +5,7 @@ transformers alone; fused kernels are left out, results are the same.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,28 @@ The files beside this one are those of the package, with other import lines.
 
 
 def export_remote_code(
-    model: Any, out: str | Path, *, tokenizer: Any = None, sections: Sequence[str] = ()
+    model: Any,
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    sections: Sequence[str] = (),
+    write: Callable[[Any, Path], None] | None = None,
 ) -> Path:
     """Write a folder that plain transformers loads with ``trust_remote_code=True``.
 
     ``model`` is ours, or one whose routers were swapped, in all layers or in some; a stock OLMoE
     whose routers were all swapped alike becomes our own, which engines know.
-    ``sections`` are those of the model's card that say how it was made and what was measured.
-    Raises ValueError for a model without a router of ours, for a class of the user's own and for
+    ``sections`` are those of the model's card that say how it was made and what was measured;
+    ``write`` is that of ``save_model``. Raises ValueError for a model without a router of ours, for a class of the user's own and for
     a folder that is not empty.
     """
     model = as_l2r_olmoe(model)
     files, auto_map = remote_code(model)
     model.config.auto_map = auto_map
     try:
-        save_model(model, Path(out), tokenizer=tokenizer, files=files, sections=sections)
+        save_model(
+            model, Path(out), tokenizer=tokenizer, files=files, sections=sections, write=write
+        )
     finally:
         del model.config.auto_map
     return Path(out)
@@ -111,7 +118,10 @@ def _key(kind: Any) -> str:
 
 @torch.no_grad()
 def as_l2r_olmoe(model: Any) -> Any:
-    """A stock OLMoE whose routers were all swapped alike as one of ours; others as they are."""
+    """A stock OLMoE whose routers were all swapped alike as one of ours; others as they are.
+
+    The weights are copies, or none where they are on torch's meta device.
+    """
     swaps = getattr(model.config, "l2r_swap", None) or []
     alike = len(swaps) == 1 and len(swaps[0]["layers"]) == model.config.num_hidden_layers
     if not isinstance(model, OlmoeForCausalLM) or not alike:
@@ -122,12 +132,14 @@ def as_l2r_olmoe(model: Any) -> Any:
     values = model.config.to_dict()
     for name in ("l2r_swap", "model_type", "architectures"):
         values.pop(name, None)
-    ours = L2rOlmoeForCausalLM(L2rOlmoeConfig(**values, router=router.to_dict()))
+    with torch.device(model.get_input_embeddings().weight.device):
+        ours = L2rOlmoeForCausalLM(L2rOlmoeConfig(**values, router=router.to_dict()))
     ours.generation_config = model.generation_config
     weights, places = model.state_dict(), ours.state_dict(keep_vars=True)
     odd = sorted(weights.keys() ^ places.keys())
     if odd:
         raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
     for name, place in places.items():
-        place.data = weights[name].clone()
+        if not place.is_meta:
+            place.data = weights[name].clone()
     return ours.train(model.training)

@@ -1,12 +1,13 @@
-"""Swap the routers of a checkpoint that is larger than the memory of the process.
+"""Swap the routers of a checkpoint that is larger than the memory of the process, and export it.
 
     python -m scripts.proofs.large_swap --gigabytes 8 --limit 2 --work FOLDER
 
 Writes an OLMoE of OLMoE-1B-7B's sizes with fewer layers and random bfloat16 weights, in shards of
-500 MB, then runs `l2r swap` in a control group of `--limit` GB (Linux, as root, cgroup v1 or v2).
-Prints seconds, the peak of anonymous memory, and the most that the group held with its file cache.
-Exit code 1 where the command fails, takes the largest shard and 1 GB more of anonymous memory, or
-changes a tensor other than a router's.
+500 MB, then runs `l2r swap`, and `l2r export` of the result, in a control group of `--limit` GB
+(Linux, as root, cgroup v1 or v2). Prints seconds, the peak of anonymous memory, and the most that
+the group held with its file cache. Exit code 1 where a command fails, takes the largest shard and
+1 GB more of anonymous memory, or changes a tensor: the swap one that is not a router's, the export
+any.
 """
 
 import argparse
@@ -41,25 +42,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=8)
     parser.add_argument("--limit", type=float, default=2, help="GB for the process and its cache")
-    parser.add_argument("--work", type=Path, required=True, help="needs four times --gigabytes")
+    parser.add_argument("--work", type=Path, required=True, help="needs three times --gigabytes")
     given = parser.parse_args()
-    old, new = given.work / "checkpoint", given.work / "swapped"
+    old, swapped, exported = (given.work / n for n in ("checkpoint", "swapped", "exported"))
     if not old.exists():
         write_checkpoint(old, given.gigabytes)
-    shutil.rmtree(new, ignore_errors=True)
-    size = sum(file.stat().st_size for file in old.glob("*.safetensors"))
-    swap = ["l2r", "swap", str(old), "rank=8", "heads=4", "--out", str(new)]
-    code, seconds, peak, held = limited([sys.executable, "-m", *swap], int(given.limit * 1e9))
-    print(f"{size / 1e9:.1f} GB under {given.limit:g} GB: exit code {code}, {seconds:.0f} s")
-    print(f"anonymous memory at most {peak / 1e9:.2f} GB, with file cache {held / 1e9:.2f} GB")
-    largest = max(file.stat().st_size for file in old.glob("*.safetensors"))
-    if code != 0 or peak >= largest + 1e9:
+    for folder in (swapped, exported):
+        shutil.rmtree(folder, ignore_errors=True)
+    limit = int(given.limit * 1e9)
+    swap = ["swap", str(old), "rank=8", "heads=4", "--out", str(swapped)]
+    if not fits(swap, old, limit) or changed(old, swapped, but=".mlp.gate."):
         return 1
-    before, after = Tensors(old), Tensors(new)
-    others = [name for name in before.files if ".mlp.gate." not in name]
-    changed = [name for name in others if not torch.equal(before[name], after[name])]
-    print(f"{len(others)} tensors beside the routers, {len(changed)} of them changed")
-    return 1 if changed else 0
+    export = ["export", str(swapped), "--out", str(exported)]
+    return int(not fits(export, swapped, limit) or changed(swapped, exported))
+
+
+def fits(arguments: list[str], checkpoint: Path, limit: int) -> bool:
+    """Run the command under a limit of bytes and print what it took; whether it kept the bound."""
+    sizes = [file.stat().st_size for file in checkpoint.glob("*.safetensors")]
+    code, seconds, peak, held = limited([sys.executable, "-m", "l2r", *arguments], limit)
+    print(f"{arguments[0]}: {sum(sizes) / 1e9:.1f} GB under {limit / 1e9:g} GB: exit code {code}")
+    print(f"{seconds:.0f} s, anonymous memory at most {peak / 1e9:.2f} GB, ", end="")
+    print(f"with file cache {held / 1e9:.2f} GB", flush=True)
+    return code == 0 and peak < max(sizes) + 1e9
+
+
+def changed(before: Path, after: Path, but: str | None = None) -> int:
+    """Count tensors that differ between two folders, without those whose names contain ``but``."""
+    old, new = Tensors(before), Tensors(after)
+    names = [name for name in old.files if but is None or but not in name]
+    count = sum(not torch.equal(old[name], new[name]) for name in names)
+    print(f"{len(names)} tensors compared, {count} of them changed", flush=True)
+    return count
 
 
 def write_checkpoint(folder: Path, gigabytes: float) -> None:

@@ -119,6 +119,24 @@ def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
     assert "--tokens 3000 --updates 4 --train-steps 2" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("command", ["upcycle", "swap"])
+def test_a_fit_with_layers_on_disk_writes_what_it_writes_in_memory(
+    l2r, checkpoint, text_folder, tmp_path, command
+):
+    """The way of a checkpoint that is larger than memory."""
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
+    places |= {"model.layers.0": "disk", "model.layers.1": "disk", "lm_head": "cpu"}
+    data = ("--fit" if command == "swap" else "--data", text_folder)
+    weights = []
+    for name, options in (("memory", ()), ("disk", ("--device-map", json.dumps(places)))):
+        out = tmp_path / name
+        ended = l2r(command, checkpoint, "rank=2", "heads=2", *data, *options, "--out", out)
+        assert ended.code == 0, ended
+        weights.append(load_pretrained(out).state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
     assert (
         "text folder must exist"

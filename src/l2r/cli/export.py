@@ -1,5 +1,6 @@
 """``l2r export``: a checkpoint that needs no package of ours, or one program."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,7 @@ def export(
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
+    from l2r.cli.console import progress_bars
     from l2r.hf.checkpoints import (
         PROGRAM_FORMS,
         PROGRAM_TOLERANCE,
@@ -67,18 +69,21 @@ def export(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
-        as_stored = dtype == "auto" and device_map is None and not trust_remote_code
+        as_stored = dtype == "auto" and not trust_remote_code
         on_disk = CheckpointOnDisk.open(folder) if as_stored else None
-        write = None
         if on_disk is not None:
-            model, tokenizer, write = on_disk.model, load_tokenizer(folder), on_disk.write
+            model, tokenizer = on_disk.model, load_tokenizer(folder)
         else:
             model, tokenizer = load_causal_lm(
                 folder,
                 placement=Placement(dtype, device_map=device_map, report=say),
                 trust_remote_code=trust_remote_code,
             )
-        export_remote_code(model, out, tokenizer=tokenizer, sections=sections, write=write)
+        with progress_bars() as bars:
+            write = (
+                None if on_disk is None else partial(on_disk.write, report=partial(bars, "files"))
+            )
+            export_remote_code(model, out, tokenizer=tokenizer, sections=sections, write=write)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return

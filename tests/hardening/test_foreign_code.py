@@ -21,8 +21,8 @@ from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models.vit import L2rViTForImageClassification
 from l2r.runs.folder import RunFolder
 from l2r.studies.cells import folder_cells
+from l2r.studies.processes import run_processes
 from l2r.studies.run import run_cells
-from l2r.studies.study import run_processes
 from tests.studies.studies import SMALL
 from tests.training.evaluation.conftest import small_tokenizer
 

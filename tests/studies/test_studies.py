@@ -27,7 +27,8 @@ from l2r.studies.judging import (
     seeds_that_fit,
     study_of,
 )
-from l2r.studies.study import run_processes, run_share
+from l2r.studies.processes import run_processes
+from l2r.studies.study import run_share
 from l2r.studies.study_plan import Plan, Registered
 from l2r.training import loop
 from tests.studies.studies import SMALL, made_up
@@ -202,7 +203,7 @@ def here(monkeypatch, tmp_path):
         return [done.value.code], None
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("l2r.studies.study.run_processes", run)
+    monkeypatch.setattr("l2r.studies.schedule.run_processes", run)
     monkeypatch.setattr("os.nice", lambda more: None)
     return started
 
@@ -244,7 +245,8 @@ def test_the_command_ends_as_its_processes_did(tmp_path, monkeypatch, l2r):
         "runs failed; the same command tries them again": ([1, 0], None),
     }
     for words, (codes, number) in endings.items():
-        monkeypatch.setattr("l2r.studies.study.run_processes", lambda *a, c=codes, n=number: (c, n))
+        ended = (codes, number)
+        monkeypatch.setattr("l2r.studies.schedule.run_processes", lambda *a, e=ended: e)
         done = l2r("evidence", "small.yaml")
         assert done.code == (143 if number else 1) and words in done.err and not done.out
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -9,6 +9,7 @@ chosen per token, L layers with a router.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from l2r.engines.route_calls import Call, Calls, Choose, Part, Seat
 from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes, Side, in_backward, replaced_functions
+from l2r.hf.swap import layer_index
 
 
 class Recorder(Calls):
@@ -142,6 +144,14 @@ def _watched(
     finally:
         begin.remove()
         end.remove()
+
+
+def routers_by_layer(model: nn.Module, kind: type, engine: str) -> dict[int, Any]:
+    """Routers of a class by the number of their layer. Raises ValueError where there is none."""
+    routers = {layer_index(n): m for n, m in model.named_modules() if isinstance(m, kind)}
+    if not routers:
+        raise ValueError(f"the model has no router of {engine}'s")
+    return routers
 
 
 def _gathered(own: Int[Tensor, "B w K"], part: Part) -> Int[Tensor, "B W K"]:

@@ -14,10 +14,6 @@ from l2r.routers.base import as_dtype, truncated_normal
 from l2r.routers.config import check
 from l2r.routers.registry import register_router
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tuned": {"gamma": 4.0, "rank": 8, "heads": 4, "normalize_weights": True},
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class L2RConfig(AnchorConfig):
@@ -36,13 +32,6 @@ class L2RConfig(AnchorConfig):
         check(self.rank >= 1, self, "rank", ">= 1")
         check(self.heads >= 1, self, "heads", ">= 1")
         check(self.init_std is None or self.init_std > 0, self, "init_std", "None or > 0")
-
-    @classmethod
-    def preset(cls, name: str) -> "L2RConfig":
-        """``tuned``: the best of 15 settings in docs/evidence.md, found without a z-loss."""
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
-        return cls(**PRESETS[name])
 
     @classmethod
     def for_experts(cls, *, num_experts: int, hidden_size: int, top_k: int) -> "L2RConfig":

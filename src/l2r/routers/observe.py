@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
@@ -87,6 +87,11 @@ def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor
 def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
     """Expert with the largest weight; some Hugging Face routers return the k unsorted."""
     return indices.gather(1, weights.argmax(dim=1, keepdim=True)).flatten()
+
+
+def chosen_too(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Bool[Tensor, "T K"]:
+    """Whether each of a token's experts in ``first`` is among those in ``second``."""
+    return (first[:, :, None] == second[:, None, :]).any(dim=-1)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ information of their first experts, and the overlap under the best matching of t
 Shape letters: R rows (sequences or images), S positions, K experts chosen, N and M experts.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +88,13 @@ def matched(counts: Float[np.ndarray, "N M"]) -> float:
 
     rows, columns = linear_sum_assignment(counts, maximize=True)
     return float(counts[rows, columns].sum() / counts.sum())
+
+
+def normalized_entropy(counts: Float[np.ndarray, " N"]) -> float:
+    """Entropy of counts as shares, divided by log N; 1 for one entry or an empty count."""
+    if len(counts) < 2 or counts.sum() <= 0:
+        return 1.0
+    return entropy(counts) / math.log2(len(counts))
 
 
 def entropy(counts: Float[np.ndarray, " N"]) -> float:

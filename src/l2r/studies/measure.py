@@ -16,7 +16,6 @@ from l2r.analysis.diagnostics import (
     count_flips,
     diagnose_layers,
     measure_routing_gain,
-    normalized_entropy,
     perturbation_stability,
 )
 from l2r.functional import load_balancing_loss
@@ -26,6 +25,7 @@ from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
+from l2r.stats.agreement import normalized_entropy
 from l2r.training import Ranks, build_task
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
@@ -85,7 +85,7 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
     records = collect_records(model, batches(), run=subject.run)
     diagnosis = diagnose_layers(records, settings=_SETTINGS)
     mean = diagnosis.mean()
-    top1 = [normalized_entropy(torch.from_numpy(layer)) for layer in diagnosis.by_layer("top1")]
+    top1 = [normalized_entropy(layer) for layer in diagnosis.by_layer("top1")]
     gain = measure_routing_gain(model, batches(), task.loss)
     flipped = count_flips(model, bf16_copy(model), batches(), subject.run)
     return {

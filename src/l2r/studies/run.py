@@ -1,20 +1,17 @@
 """Train cells one after another: leave what is finished, resume the rest, say how each ended."""
 
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from l2r.runs.atomic import refuse_link
 from l2r.runs.folder import RunFolder
 from l2r.studies.cells import Cell
-from l2r.training import Ranks, claim_run, has_recipe, stop_on_signals, train
+from l2r.studies.processes import run_processes
+from l2r.training import Ranks, claim_run, has_recipe, train
 from l2r.training.recipes import AnyRecipe
 
 
@@ -72,29 +69,14 @@ def is_finished(run: RunFolder, recipe: AnyRecipe) -> bool:
     return has_recipe(run, recipe) and run.is_finished()
 
 
-def environment(**more: str) -> dict[str, str]:
-    """For processes of ours: Python must not import from the folder that they are started in."""
-    return {**os.environ, "PYTHONSAFEPATH": "1", **more}
-
-
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Outcome:
     """One process per cell; a signal to us is handed on, so that the cell saves before it ends."""
     run.create()
     claim_run(run, cell.recipe, Ranks(0, 1, torch.device("cpu")))
     command = [*launcher, "-m", "l2r", "train", str(run.recipe), "--out", str(run.path)]
-    with stop_on_signals() as stop:
-        # Not in our process group: Ctrl-C would reach it twice, and the second one kills.
-        options: Any = {"stdout": sys.stderr, "start_new_session": True}
-        with subprocess.Popen(command, env=environment(), **options) as process:
-            while process.poll() is None:
-                try:
-                    process.wait(timeout=0.5)
-                except subprocess.TimeoutExpired:
-                    if stop.signal is not None:
-                        process.send_signal(stop.signal)
-                        process.wait()
-        if stop.signal is not None:
-            return Outcome(cell, run, trained=True, signal=int(stop.signal))
-    if process.returncode:
-        raise RuntimeError(f"its process ended with code {process.returncode}")
+    codes, signal = run_processes(command)
+    if signal is not None:
+        return Outcome(cell, run, trained=True, signal=signal)
+    if any(codes):
+        raise RuntimeError(f"its process ended with code {codes[0]}")
     return Outcome(cell, run, trained=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from l2r.runs.study import CellResult
-from l2r.studies import study
 from l2r.studies.judging import Places, is_decided, judge_plan, results_of, seeds_that_fit
+from l2r.studies.processes import own_processes, run_processes
 from l2r.studies.study_plan import Registered
 
 _ALL = 1_000_000  # cells
@@ -57,7 +57,7 @@ class _Schedule:
     ) -> None:
         self.registered, self.source, self.places = plan, source, places
         self.plan, self.budget, self.report = plan.plan, budget, report
-        self.processes, self.threads = study.own_processes()
+        self.processes, self.threads = own_processes()
         if budget.processes is not None:
             cores = self.processes * self.threads
             self.processes, self.threads = budget.processes, max(1, cores // budget.processes)
@@ -100,7 +100,7 @@ class _Schedule:
             command += ["--results", str(self.places.results.parent)]
             command += ["--out", str(self.places.runs.parent), "--share", str(cells)]
             command += ["--keep-runs"] if self.places.keep_runs else []
-            codes, signal = study.run_processes(command, self.processes, self.threads)
+            codes, signal = run_processes(command, self.processes, self.threads)
             if signal is not None or any(codes):
                 raise StudyStoppedError(signal)
         return self.results(seeds)

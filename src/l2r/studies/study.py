@@ -6,15 +6,11 @@ one loses its cell alone, and a second command, here or on a shared disk, helps 
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from l2r.machine import describe_machine
 from l2r.runs.atomic import hold, make_folder
@@ -23,9 +19,8 @@ from l2r.runs.study import CellResult
 from l2r.studies.cells import Cell
 from l2r.studies.judging import Places
 from l2r.studies.measure import measure
-from l2r.studies.run import environment, run_cells
+from l2r.studies.run import run_cells
 from l2r.studies.study_plan import Registered
-from l2r.training import stop_on_signals
 
 Report = Callable[[str], None]
 
@@ -76,41 +71,6 @@ def run_share(
                 f"{trained['validation_ce']:.3f}, {time.perf_counter() - start:.0f} s"
             )
     return failed, None
-
-
-def run_processes(
-    command: Sequence[str], processes: int, threads: int
-) -> tuple[list[int], int | None]:
-    """Start a command several times over and wait: exit codes, and the signal that we got.
-
-    A signal is handed on, so that every run saves before it ends.
-    """
-    variables = environment(OMP_NUM_THREADS=str(threads))
-    with stop_on_signals() as stop:
-        # Not in our process group: Ctrl-C would reach them twice, and the second one kills.
-        started = [
-            subprocess.Popen(command, env=variables, stdout=sys.stderr, start_new_session=True)
-            for _ in range(processes)
-        ]
-        told = False
-        while any(process.poll() is None for process in started):
-            if stop.signal is not None and not told:
-                told = True
-                for process in started:
-                    process.send_signal(stop.signal)
-            time.sleep(0.2)
-        codes = [process.returncode for process in started]
-        return codes, None if stop.signal is None else int(stop.signal)
-
-
-def own_processes() -> tuple[int, int]:
-    """Processes and threads of each that use this machine best: one of one thread per core.
-
-    At the size of the demo two processes of one thread do more work than one of two threads
-    (docs/evidence-method.md). A GPU gets one process.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (1, cores or 1) if torch.cuda.is_available() else (cores or 1, 1)
 
 
 def _curve(run: RunFolder, every: int) -> list[tuple[int, float]]:

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.hf.swap import Site
-from l2r.routers import Router
-from l2r.routers.observe import hooked
+from l2r.routers import Router, RouterOutput
+from l2r.routers.observe import chosen_too, watched
 
 
 def divergence(
@@ -42,7 +42,7 @@ def agreement(
 ) -> Float[Tensor, ""]:
     """Mean share of a token's K experts in ``indices`` that the student chooses too, float64."""
     chosen = student(x, *_block_bias(model, site)).indices
-    return (chosen.unsqueeze(-1) == indices.unsqueeze(-2)).any(-1).double().mean()
+    return chosen_too(chosen, indices).double().mean()
 
 
 @torch.no_grad()
@@ -65,11 +65,11 @@ def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor
     """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        x = args[0].detach().flatten(0, -2)
-        seen.append((x, output[0].detach().float(), output[2].detach()))
+    def keep(x: Tensor, output: RouterOutput, name: str) -> None:
+        logits = output.logits.detach().float()
+        seen.append((x.detach().flatten(0, -2), logits, output.indices.detach()))
 
-    with hooked({site.router: hook for site in sites}), torch.no_grad():
+    with watched({site.path: site.router for site in sites}, keep), torch.no_grad():
         model(input_ids=ids, use_cache=False)
     return seen
 

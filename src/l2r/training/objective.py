@@ -1,9 +1,7 @@
 """The auxiliary objective from recorded router outputs, and the routing numbers to log (Eq. 14)."""
 
-import math
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from l2r.functional import (
     router_z_loss,
 )
 from l2r.routers import Captured
+from l2r.stats.agreement import normalized_entropy
 from l2r.training.recipes.schema import LossSection
 
 
@@ -84,9 +83,8 @@ def routing_summary(loads: Loads) -> dict[str, list[float] | list[int]]:
     ``loads`` may be shares or sums of them, over parts of a step of as many tokens each.
     """
     entropy, peak, dead = [], [], []
-    for load in (load for calls in loads.values() for load in calls):
-        share = load / load.sum()
-        entropy.append(float(torch.special.entr(share).sum() / math.log(max(2, len(share)))))
-        peak.append(float(share.max() * len(share)))
-        dead.append(int((share == 0).sum()))
+    for load in (load.cpu().double() for calls in loads.values() for load in calls):
+        entropy.append(normalized_entropy(load.numpy()))
+        peak.append(float(load.max() / load.mean()))
+        dead.append(int((load == 0).sum()))
     return {"load_entropy": entropy, "max_over_mean": peak, "dead_experts": dead}

@@ -64,13 +64,11 @@ def test_a_second_name_of_a_run_says_so(name, same):
     assert f"the same run as {same.removeprefix('olmoe-1b-7b/')}" in recipe_header(name)
 
 
-def test_the_tuned_router_is_the_preset_and_the_arm_that_was_judged():
+def test_the_tuned_router_is_that_of_few_experts_and_the_arm_that_was_judged():
     recipe = load_recipe("demo/l2r-sips-tuned")
-    assert recipe.router == L2RConfig.preset("tuned")
+    assert recipe.router == L2RConfig.for_experts(num_experts=16, hidden_size=128, top_k=4)
     judged = {c.arm: c.recipe for c in read_plan("decision").plan.cells(1)}["l2r-best"]
     assert judged.router == recipe.router and judged.losses == recipe.losses
-    with pytest.raises(ValueError, match="preset must be one of tuned; got 'best'"):
-        L2RConfig.preset("best")
 
 
 def test_settings_are_a_base_for_recipes_of_a_user(tmp_path):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from l2r.analysis.diagnostics.landscape import anchors_of as anchors_of
     from l2r.analysis.diagnostics.landscape import drawn_anchors as drawn_anchors
     from l2r.analysis.diagnostics.landscape import logit_landscape as logit_landscape
-    from l2r.analysis.diagnostics.metrics import normalized_entropy as normalized_entropy
     from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings as DiagnosisSettings
     from l2r.analysis.diagnostics.model_diagnosis import diagnose_layers as diagnose_layers
     from l2r.analysis.diagnostics.over_time import (

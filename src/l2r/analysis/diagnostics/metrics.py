@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.analysis.diagnostics.streaming_sums import Sums, cosine_sums, margin_sums
-from l2r.stats.agreement import entropy, information
+from l2r.stats.agreement import entropy, information, normalized_entropy
 
 PERMUTATIONS = 200
 
@@ -75,24 +75,16 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
     load, importance = sums["topk"], sums["importance"]
     mean = load.mean()
     return {
-        "entropy": normalized_entropy(load),
+        "entropy": normalized_entropy(load.cpu().numpy()),
         "cv": _cv(load),
         "max_over_mean": (load.max() / mean).item(),
         "min_over_mean": (load.min() / mean).item(),
         "dead_experts": float((load == 0).sum()),
-        "importance_entropy": normalized_entropy(importance),
+        "importance_entropy": normalized_entropy(importance.cpu().numpy()),
         "importance_cv": _cv(importance),
         "first_experts": float((sums["top1"] > 0).sum()),
         "weight_sum": importance.sum().item() / tokens,
     }
-
-
-def normalized_entropy(counts: Float[Tensor, " N"]) -> float:
-    """Entropy of counts as shares, divided by log N; 1 for one entry or an empty count."""
-    total = counts.sum().item()
-    if len(counts) < 2 or total <= 0:
-        return 1.0
-    return entropy(counts.cpu().numpy()) / math.log2(len(counts))
 
 
 def pairwise_cosine_variance(vectors: Float[Tensor, "T R"]) -> float:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.routers.observe import evaluating, first_choice
+from l2r.routers.observe import chosen_too, evaluating, first_choice
 from l2r.stats.statistics import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
@@ -15,7 +15,7 @@ CHUNK = 4096  # tokens that are perturbed at once
 
 def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:
     """Jaccard similarity of two sets of K experts per token: |A and B| / |A or B|."""
-    both = (first[:, :, None] == second[:, None, :]).any(dim=-1).sum(dim=-1).double()
+    both = chosen_too(first, second).sum(dim=-1).double()
     return both / (2 * first.shape[1] - both)
 
 

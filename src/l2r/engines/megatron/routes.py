@@ -12,8 +12,8 @@ as they are. Tokens without a route choose for themselves, and a layer that is c
 the backward pass has the routes of its own call, whatever calls came in between.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction  # no
 _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-@contextmanager
-def record(model: nn.Module) -> Iterator[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[Recorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns]. Works with Megatron's routers and ours, and
@@ -41,22 +40,19 @@ def record(model: nn.Module) -> Iterator[Recorder]:
     parallel each rank records its layers. Raises ValueError for a model without routers, without
     ``moe_enable_routing_replay`` and with context parallel or fused routing.
     """
-    seats, sizes = _seats(model, _recording)
-    with recording(model, seats, sizes) as recorder:
-        yield recorder
+    return recording(model, *_seats(model, _recording))
 
 
-@contextmanager
-def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+def replay(
+    model: nn.Module, routes: Routes, *, side: Side = "right"
+) -> AbstractContextManager[Replay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
     live scores by Megatron's rule. Raises ValueError as ``record``, and before the forward for
     routes that do not fit the model or a call.
     """
-    seats, sizes = _seats(model, _replaying)
-    with replaying(model, seats, sizes, routes, side) as session:
-        yield session
+    return replaying(model, *_seats(model, _replaying), routes, side)
 
 
 def _seats(

@@ -7,38 +7,35 @@ with replay(model, routes):   # inside it, forward and backward
     ...
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
-from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
 from l2r.hf.routes import Fingerprint, Routes, Side
-from l2r.hf.swap import layer_index
 
 require("ai2-olmo-core")
 
 from olmo_core.nn.moe.router import MoERouter  # noqa: E402
 
 
-@contextmanager
-def record(model: nn.Module) -> Iterator[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[Recorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns]. Works with OLMo-core's routers and ours,
     and under tensor parallel, where all ranks must ask for the routes. Raises ValueError for a
     model without routers and under context parallel.
     """
-    seats, sizes = _seats(model)
-    with recording(model, seats, sizes) as recorder:
-        yield recorder
+    return recording(model, *_seats(model))
 
 
-@contextmanager
-def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+def replay(
+    model: nn.Module, routes: Routes, *, side: Side = "right"
+) -> AbstractContextManager[Replay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
@@ -46,19 +43,11 @@ def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterato
     themselves. Raises ValueError as ``record``, and before the forward for routes that do not fit
     the model or a call.
     """
-    seats, sizes = _seats(model)
-    with replaying(model, seats, sizes, routes, side) as session:
-        yield session
+    return replaying(model, *_seats(model), routes, side)
 
 
 def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
-    routers: dict[int, Any] = {
-        layer_index(path): module
-        for path, module in model.named_modules()
-        if isinstance(module, MoERouter)
-    }
-    if not routers:
-        raise ValueError("the model has no router of OLMo-core's")
+    routers = routers_by_layer(model, MoERouter, "OLMo-core")
     first = next(iter(routers.values()))
     if first.cp_mesh is not None:
         raise ValueError("context parallel must be off to record or replay")

@@ -9,8 +9,8 @@
 Models must not be compiled: torchtitan compiles whole blocks, with the choice inside.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,49 +18,38 @@ from torch.distributed.tensor import DTensor
 
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
-from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
 from l2r.hf.routes import Fingerprint, Routes, Side
-from l2r.hf.swap import layer_index
 
 require("torchtitan")
 
 from torchtitan.models.common.moe import TokenChoiceTopKRouter  # noqa: E402
 
 
-@contextmanager
-def record(model: nn.Module) -> Iterator[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[Recorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns], or hidden states where ``model`` is a layer.
     Works with torchtitan's gates and ours, and where the sequence is cut over ranks, which must all
     ask for the routes. Raises ValueError for a model without routers.
     """
-    seats, sizes = _seats(model)
-    with recording(model, seats, sizes) as recorder:
-        yield recorder
+    return recording(model, *_seats(model))
 
 
-@contextmanager
-def replay(model: nn.Module, routes: Routes, *, side: Side = "right") -> Iterator[Replay]:
+def replay(
+    model: nn.Module, routes: Routes, *, side: Side = "right"
+) -> AbstractContextManager[Replay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
     live scores by torchtitan's rule; tokens without a route choose for themselves. Raises
     ValueError as ``record``, and before the forward for routes that do not fit the model or a call.
     """
-    seats, sizes = _seats(model)
-    with replaying(model, seats, sizes, routes, side) as session:
-        yield session
+    return replaying(model, *_seats(model), routes, side)
 
 
 def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
-    routers: dict[int, Any] = {
-        layer_index(path): module
-        for path, module in model.named_modules()
-        if isinstance(module, TokenChoiceTopKRouter)
-    }
-    if not routers:
-        raise ValueError("the model has no router of torchtitan's")
+    routers = routers_by_layer(model, TokenChoiceTopKRouter, "torchtitan")
     first = next(iter(routers.values()))
     layers = getattr(model, "layers", routers)
     sizes = Fingerprint(

@@ -22,7 +22,7 @@ from typing import Any
 
 from l2r.cost.benchmarks.memory import traced_peak
 from l2r.cost.planning.cut import Cut
-from l2r.cost.planning.memory import formula
+from l2r.cost.planning.peak_memory import formula
 from l2r.cost.planning.simulate import simulate
 from l2r.cost.planning.sizes import read_sizes
 from l2r.report.tables import Table

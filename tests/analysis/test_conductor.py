@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from l2r.analysis import Extent, diagnose_checkpoint, diagnose_subject
-from l2r.analysis.diagnostics.choices import choices_of
+from l2r.analysis.diagnostics.choice_log import choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread

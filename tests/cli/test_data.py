@@ -5,7 +5,7 @@ import json
 import pytest
 
 from l2r.training.data.manifest import read_manifest
-from l2r.training.data.mixture import OLMOE_MIX, read_plan
+from l2r.training.data.olmoe_mix import OLMOE_MIX, read_plan
 
 
 def test_plan_prints_the_papers_table(l2r, tmp_path):

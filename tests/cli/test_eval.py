@@ -9,7 +9,7 @@ import torch
 from scipy.stats import binomtest
 from transformers import OlmoeForCausalLM
 
-from l2r.training.evaluation.scoring import ScoredDocument, TaskResult
+from l2r.training.evaluation.task_scoring import ScoredDocument, TaskResult
 
 
 def test_row_is_printed_and_written_and_a_second_run_reuses_it(l2r, checkpoint):
@@ -111,7 +111,7 @@ def test_none_or_all_of_ten_right_is_not_certain(l2r, checkpoint, monkeypatch, r
         scored = tuple(ScoredDocument(n, 0, (float(right), 1.0)) for n in range(10))
         return {"piqa": TaskResult("piqa", right / 10, 0.0, right / 10, 10, 0, scored)}
 
-    monkeypatch.setattr("l2r.training.evaluation.checkpoint.evaluate_tasks", evaluate)
+    monkeypatch.setattr("l2r.training.evaluation.whole_checkpoint.evaluate_tasks", evaluate)
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa", "--json")
     assert code == 0, err
     share, low, high = (row["PIQA"] for row in json.loads(out))

@@ -37,7 +37,7 @@ from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeFor
 assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
 from l2r.hf import models
 assert L2rOlmoeForCausalLM is models.L2rOlmoeForCausalLM
-import l2r.analysis.inputs, l2r.training.evaluation.checkpoint, l2r.training.language
+import l2r.analysis.inputs, l2r.training.evaluation.whole_checkpoint, l2r.training.language
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

@@ -210,12 +210,12 @@ def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, 
 
 
 def test_claims_of_a_study_are_not_emptied(victim, tmp_path):
-    from l2r.studies import study
+    from l2r.studies import share
 
     link(tmp_path / ".claims" / "cell", victim / "letter")
     with (
         pytest.raises(ValueError, match="is a link"),
-        study._claimed(tmp_path / ".claims" / "cell"),
+        share._claimed(tmp_path / ".claims" / "cell"),
     ):
         pass
 

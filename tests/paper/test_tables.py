@@ -6,8 +6,8 @@ from l2r.cost.benchmarks.inference import overhead
 from l2r.cost.benchmarks.timing import Timing
 from l2r.report.paper_tables import parameter_table, show_count
 from l2r.routers.count import router_parameters
-from l2r.training.evaluation.results import paper_row
-from l2r.training.evaluation.scoring import TaskResult
+from l2r.training.evaluation.paper_rows import paper_row
+from l2r.training.evaluation.task_scoring import TaskResult
 from l2r.training.evaluation.tasks import PAPER_TASKS
 from l2r.training.loop import _steps as step_count
 from l2r.training.optimizer import learning_rate

@@ -13,7 +13,7 @@ from l2r.moe import Experts, MoELayer
 from l2r.routers import ProductKeysConfig, Router, make_config
 from l2r.routers.count import router_cost, router_parameters
 from l2r.routers.selection import Selection
-from l2r.routers.vision import vision_router
+from l2r.routers.vision_defaults import vision_router
 from l2r.routers.zoo import product_keys
 from l2r.routers.zoo.product_keys import grid_of
 from l2r.routers.zoo.product_top_k import product_logsumexp, product_scores, product_top_k

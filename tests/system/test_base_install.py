@@ -76,14 +76,14 @@ def test_library_calls_name_the_extra_and_the_versions(blocked, found):
 # Everything is imported once, so that other packages have read the real platform; then ours again.
 ELSEWHERE = """
 import ctypes, os, pathlib, platform
-import l2r.cli.app, l2r.cli.doctor, l2r.training.evaluation.checkpoint, l2r.training.loop
+import l2r.cli.app, l2r.cli.doctor, l2r.training.evaluation.whole_checkpoint, l2r.training.loop
 import torch
 
 def on(system):
     for name in [name for name in sys.modules if name.partition(".")[0] == "l2r"]:
         del sys.modules[name]
     sys.platform = system
-    import l2r, l2r.cli.app, l2r.training.evaluation.checkpoint
+    import l2r, l2r.cli.app, l2r.training.evaluation.whole_checkpoint
     from l2r.cli.doctor import run_checks
     from l2r.kernels.native.build import library
     from l2r.training.recipes.load import load_recipe

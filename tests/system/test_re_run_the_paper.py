@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import pyarrow
 
 from l2r.training.data.manifest import read_manifest
-from l2r.training.data.mixture import OLMOE_MIX, parse_tokens, plan_subset
+from l2r.training.data.olmoe_mix import OLMOE_MIX, parse_tokens, plan_subset
 from l2r.training.data.split import Split
 from l2r.training.data.tokens import read_documents
 from l2r.training.recipes.load import load_recipe

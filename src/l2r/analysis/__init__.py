@@ -1,7 +1,7 @@
 """Analysis of routers: diagnostics (metrics, robustness, checks) and certificates (proofs).
 
 Imports training/ and below. Begin at conductor.py, which conducts a diagnosis: one pass over the
-data (diagnostics/reading.py), whose reducers look at every router.
+data (diagnostics/data_pass.py), whose reducers look at every router.
 """
 
 from typing import TYPE_CHECKING

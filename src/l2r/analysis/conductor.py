@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l2r.analysis.diagnostics.choices import ChoiceLog, Choices, choices_of
+from l2r.analysis.diagnostics.choice_log import ChoiceLog, Choices, choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.over_time import saturation

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.analysis.diagnostics.reading import read
+from l2r.analysis.diagnostics.data_pass import read
 from l2r.analysis.diagnostics.text_routing import TextTrace
 from l2r.hf.checkpoints import (
     FLOAT32,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from l2r.studies.schedule import Budget as Budget
     from l2r.studies.schedule import StudyStoppedError as StudyStoppedError
     from l2r.studies.schedule import run_plan as run_plan
-    from l2r.studies.study import run_share as run_share
+    from l2r.studies.share import run_share as run_share
     from l2r.studies.study_plan import Plan as Plan
     from l2r.studies.study_plan import read_plan as read_plan
 else:

@@ -5,7 +5,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.changes import PIXELS
 from l2r.training.recipes.load import AnyRecipe, dump_recipe, load_recipe
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes.vision_schema import VisionRecipe
 
 
 def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:

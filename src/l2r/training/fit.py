@@ -23,9 +23,9 @@ from l2r.hf.swap import Site, forget_replaced, place_router, unfitted_sites
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
-from l2r.training.agreement import agreement, compare, divergence, observe
 from l2r.training.data.sample_text import packed_rows
 from l2r.training.evaluation.perplexity import token_losses
+from l2r.training.teacher_agreement import agreement, compare, divergence, observe
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
 

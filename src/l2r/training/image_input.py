@@ -12,7 +12,7 @@ from l2r.runs.folder import RunFolder
 from l2r.training.data.image_sources import open_images
 from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices, standardize
 from l2r.training.recipes.load import load_recipe
-from l2r.training.recipes.vision import ImageSection, VisionRecipe
+from l2r.training.recipes.vision_schema import ImageSection, VisionRecipe
 
 _SHOWN_CLASSES = 20  # classes with a separate row in figures; the rest share one
 

@@ -34,8 +34,8 @@ class LanguageTask:
         data = recipe.data
         if recipe.evaluation.tasks:
             # Imported here: the task data is a separate package, which training can do without.
+            from l2r.training.evaluation.task_tokenizers import task_tokenizer
             from l2r.training.evaluation.tasks import select_tasks
-            from l2r.training.evaluation.tokenizer import task_tokenizer
 
             select_tasks(recipe.evaluation.tasks)  # a wrong name should not cost a corpus
         self.tokenizer: Path | None = Path(data.tokenizer) if data.tokenizer else None
@@ -109,7 +109,7 @@ class LanguageTask:
         if not section.tasks:
             return {}
         from l2r.training.evaluation.downstream import evaluate_tasks
-        from l2r.training.evaluation.results import paper_row
+        from l2r.training.evaluation.paper_rows import paper_row
 
         results = evaluate_tasks(
             model,

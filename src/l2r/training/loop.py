@@ -20,8 +20,8 @@ from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import claim_run, resumed
 from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
+from l2r.training.kept_memory import keep_freed_memory
 from l2r.training.loggers import check_logger
-from l2r.training.memory import keep_freed_memory
 from l2r.training.monitor import Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (

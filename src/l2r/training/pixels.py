@@ -8,7 +8,7 @@ from l2r.training.data.image_sources import ImageSource, open_images
 from l2r.training.data.images import CenterCrop, ImageDataset
 from l2r.training.recipes.changes import BUILT_IN_IMAGES
 from l2r.training.recipes.load import AnyRecipe
-from l2r.training.recipes.vision import VisionRecipe, VitSection
+from l2r.training.recipes.vision_schema import VisionRecipe, VitSection
 
 _LARGEST = 224  # larger images are scaled down to ViT-S's size
 _PATCH = 16  # pixels of a patch, as in ViT-S/16, where that leaves at least ...

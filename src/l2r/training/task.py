@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.load import AnyRecipe
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes.vision_schema import VisionRecipe
 
 Batch = dict[str, Tensor]
 

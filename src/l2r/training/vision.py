@@ -14,7 +14,7 @@ from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, Rand
 from l2r.training.evaluation.accuracy import evaluate_accuracy
 from l2r.training.pixels import read_pixels
 from l2r.training.ranks import Ranks
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes.vision_schema import VisionRecipe
 
 
 class VisionTask:

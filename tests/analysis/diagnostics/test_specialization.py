@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 from l2r.analysis.diagnostics import specialization as of
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.choices import Choices
+from l2r.analysis.diagnostics.choice_log import Choices
 from l2r.analysis.diagnostics.metrics import domain_information_from_sums
 
 ROWS, LENGTH, EXPERTS, K = 24, 50, 6, 2

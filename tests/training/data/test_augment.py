@@ -10,7 +10,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from l2r.training.data.augment import augment, erase, mix, smooth_targets
 from l2r.training.data.randaugment import DRAWS_PER_OPERATION, OPERATIONS, rand_augment
 from l2r.training.data.shuffling import uniform_draws
-from l2r.training.recipes.vision import ImageSection
+from l2r.training.recipes.vision_schema import ImageSection
 
 OFF = {
     "flip": 0.0,

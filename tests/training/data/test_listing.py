@@ -3,7 +3,7 @@
 import pytest
 
 from l2r.training.data.listing import by_domain, folder_listing, shard_source
-from l2r.training.data.mixture import ShardPlan
+from l2r.training.data.olmoe_mix import ShardPlan
 
 
 def test_shards_are_grouped_by_folder_and_sorted():

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from l2r.hf.checkpoints.loading import hugging_face_tokenizer
 from l2r.training.data.listing import folder_listing
 from l2r.training.data.manifest import read_manifest
-from l2r.training.data.mixture import Domain, Mixture, PlannedShard, name_shards, plan_subset
+from l2r.training.data.olmoe_mix import Domain, Mixture, PlannedShard, name_shards, plan_subset
 from l2r.training.data.prepare import prepare_tokens, shard_tasks
 from l2r.training.data.shards import BadShardError
 from l2r.training.data.split import Split

@@ -8,9 +8,9 @@ import torch
 
 from l2r.training.evaluation import downstream
 from l2r.training.evaluation.downstream import evaluate_tasks, model_length
-from l2r.training.evaluation.results import TASK_COLUMNS, TASKS_OF, paper_row
-from l2r.training.evaluation.scoring import Request, TaskResult
+from l2r.training.evaluation.paper_rows import TASK_COLUMNS, TASKS_OF, paper_row
 from l2r.training.evaluation.store import TaskStore
+from l2r.training.evaluation.task_scoring import Request, TaskResult
 from l2r.training.evaluation.tasks import PAPER_TASKS, select_tasks
 
 

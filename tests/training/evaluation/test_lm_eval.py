@@ -5,8 +5,8 @@ import json
 import pytest
 
 from l2r.training.evaluation.downstream import evaluate_tasks
+from l2r.training.evaluation.task_tokenizers import task_tokenizer
 from l2r.training.evaluation.tasks import build_requests, select_tasks
-from l2r.training.evaluation.tokenizer import task_tokenizer
 
 DOCUMENTS = 24
 TASKS = {
@@ -77,7 +77,7 @@ def test_accuracy_and_error_agree_with_the_harness(model, harness, name, metric)
 
 @pytest.mark.parametrize("name", TASKS)
 def test_log_likelihoods_agree_with_the_harness(model, harness, name):
-    from l2r.training.evaluation.scoring import score_batch
+    from l2r.training.evaluation.task_scoring import score_batch
 
     (task,) = select_tasks(name)
     dataset = build_requests(task, task_tokenizer(None, vocab_size=50280), limit=DOCUMENTS)

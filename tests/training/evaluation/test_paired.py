@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from l2r.training.evaluation.paired import paired_row
-from l2r.training.evaluation.scoring import ScoredDocument, TaskResult
+from l2r.training.evaluation.task_scoring import ScoredDocument, TaskResult
 from l2r.training.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
 
 

@@ -5,7 +5,7 @@ import yaml
 
 from l2r.training.recipes.load import dump_recipe, load_recipe, recipe_names
 from l2r.training.recipes.schema import LanguageRecipe, Section
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes.vision_schema import VisionRecipe
 
 TOKENS = ["data.tokens=[a]", "data.validation_tokens=[b]"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.routing_map import scoring_anchors
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.reading import Batch, Reading, Reducer, Run, read
+from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
 from l2r.routers import L2RRouter, Router, RouterOutput
 from l2r.routers.observe import find_routers, first_choice

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.reading import Batch, Run
+from l2r.analysis.diagnostics.data_pass import Batch, Run
 from l2r.routers import Captured, Router, capture
 from l2r.routers.observe import evaluating
 

@@ -14,12 +14,12 @@ from l2r.analysis.certificates.attack import find_flip
 from l2r.analysis.certificates.certify import certified_share, certify
 from l2r.analysis.certificates.routing_map import radial_of, scoring_anchors
 from l2r.analysis.diagnostics import metrics
-from l2r.analysis.diagnostics.analyses import layer_analyses, model_analyses
-from l2r.analysis.diagnostics.choices import Choices
+from l2r.analysis.diagnostics.choice_log import Choices
 from l2r.analysis.diagnostics.collect import LayerRecord
 from l2r.analysis.diagnostics.robustness import perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
 from l2r.analysis.diagnostics.specialization import LEAST
+from l2r.analysis.diagnostics.token_analyses import layer_analyses, model_analyses
 from l2r.routers import L2RRouter, Router
 from l2r.runs.diagnosis import Diagnosis
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from l2r.analysis.diagnostics.choices import Experts
+from l2r.analysis.diagnostics.choice_log import Experts
 from l2r.runs.diagnosis import Diagnosis, same_tokens
 from l2r.stats.agreement import Overlap, overlap, overlap_by_chance
 

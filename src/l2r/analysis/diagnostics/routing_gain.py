@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.reading import Batch
+from l2r.analysis.diagnostics.data_pass import Batch
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 from l2r.training.evaluation import token_losses
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from l2r.analysis.diagnostics.choices import Choices, Experts, Words
+from l2r.analysis.diagnostics.choice_log import Choices, Experts, Words
 from l2r.stats.agreement import entropy, information, table
 from l2r.stats.chance import DRAWS, by_chance, summary
 from l2r.stats.statistics import Interval

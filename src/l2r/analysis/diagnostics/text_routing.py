@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from l2r.analysis.certificates.certify import certify_first
-from l2r.analysis.diagnostics.reading import Reading, Reducer
+from l2r.analysis.diagnostics.data_pass import Reading, Reducer
 from l2r.analysis.diagnostics.streaming_sums import gaps
 from l2r.routers import RouterOutput
 from l2r.routers.observe import find_routers

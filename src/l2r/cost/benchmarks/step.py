@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.cost.benchmarks.language import ROUTERS, agrees, models, sizes
+from l2r.cost.benchmarks.language_models import ROUTERS, agrees, models, sizes
 from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import Step
 from l2r.functional import load_balancing_loss, router_z_loss

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from l2r.cost.planning.cost import Step, step_time
 from l2r.cost.planning.cut import FORMS, Cut
 from l2r.cost.planning.hardware import Gpu
-from l2r.cost.planning.memory import Memory, formula
+from l2r.cost.planning.peak_memory import Memory, formula
 from l2r.cost.planning.simulate import Simulated, simulate
 from l2r.cost.planning.sizes import Sizes, read_sizes
 from l2r.training.recipes import AnyRecipe, VisionRecipe

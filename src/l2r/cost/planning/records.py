@@ -5,7 +5,7 @@ from typing import Any
 
 from l2r.cost.planning.choose import Candidate, Plan
 from l2r.cost.planning.cost import training_flops
-from l2r.cost.planning.memory import formula
+from l2r.cost.planning.peak_memory import formula
 from l2r.training.recipes import AnyRecipe
 
 

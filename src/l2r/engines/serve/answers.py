@@ -9,7 +9,7 @@ from typing import Any
 
 from l2r.engines.serve.sampling import Choice
 from l2r.engines.serve.sequence import Step
-from l2r.engines.serve.text import UNFINISHED
+from l2r.engines.serve.streamed_text import UNFINISHED
 
 DONE = "data: [DONE]\n\n"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2r.engines.serve.routed import RoutedTokens
 from l2r.engines.serve.sampling import Choice, Sampler, Sampling
-from l2r.engines.serve.text import Text
+from l2r.engines.serve.streamed_text import Text
 
 
 @dataclass(frozen=True)

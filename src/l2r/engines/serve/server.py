@@ -14,11 +14,11 @@ from typing import Any
 import transformers
 import uvicorn
 
-from l2r.engines.serve.app import Served, build
 from l2r.engines.serve.connections import connection_class
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.routed import routes_of
+from l2r.engines.serve.web_app import Served, build
 from l2r.engines.serve.worker import OneByOne, Worker
 from l2r.engines.tried import outside_tried
 from l2r.hf.checkpoints import Placement, checkpoint_folder, load_pretrained, load_tokenizer

@@ -15,7 +15,7 @@ from transformers import OlmoeForCausalLM
 from l2r._version import __version__
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.checkpoints.source_files import file_stem, source_files
-from l2r.hf.models import tables
+from l2r.hf.models import transformers_tables
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap import model_types
 from l2r.hf.swap.auto import auto_models
@@ -103,11 +103,11 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
         # save_pretrained copies the file of a class's module: all of the code.
         made.append(f"{kind.__name__}.__module__ = __name__")
     if any(kind.__module__ == HOME for kind in classes):
-        modules |= {model_types.__name__, tables.__name__}
+        modules |= {model_types.__name__, transformers_tables.__name__}
         imports.append(
             f"from .{file_stem(model_types.__name__)} import swapped_config, swapped_model"
         )
-        imports.append(f"from .{file_stem(tables.__name__)} import share_conversion")
+        imports.append(f"from .{file_stem(transformers_tables.__name__)} import share_conversion")
     return [*imports, "", *made], sorted(modules)
 
 

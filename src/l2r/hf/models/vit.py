@@ -28,7 +28,7 @@ from l2r.hf.models.weights import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
-from l2r.routers.vision import vision_router
+from l2r.routers.vision_defaults import vision_router
 
 
 class L2rViTConfig(NeedsPackage, ViTConfig):

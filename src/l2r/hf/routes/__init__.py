@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.hf.routes.backward import in_backward as in_backward
-    from l2r.hf.routes.backward import next_number as next_number
-    from l2r.hf.routes.backward import outside_of_graphs as outside_of_graphs
-    from l2r.hf.routes.backward import running_number as running_number
+    from l2r.hf.routes.backward_pass import in_backward as in_backward
+    from l2r.hf.routes.backward_pass import next_number as next_number
+    from l2r.hf.routes.backward_pass import outside_of_graphs as outside_of_graphs
+    from l2r.hf.routes.backward_pass import running_number as running_number
     from l2r.hf.routes.choices import Choices as Choices
     from l2r.hf.routes.fingerprint import Fingerprint as Fingerprint
     from l2r.hf.routes.fingerprint import tokenizer_digest as tokenizer_digest

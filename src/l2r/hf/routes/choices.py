@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.hf.routes.backward import in_backward, outside_of_graphs
+from l2r.hf.routes.backward_pass import in_backward, outside_of_graphs
 from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, routed_layers
 from l2r.routers.observe import routed
 

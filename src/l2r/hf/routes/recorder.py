@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from l2r.hf.routes.backward import outside_of_graphs
+from l2r.hf.routes.backward_pass import outside_of_graphs
 from l2r.hf.routes.calls import Calls, Inputs, Places, read_inputs
 from l2r.hf.routes.choices import Choices
 from l2r.hf.routes.fingerprint import Fingerprint

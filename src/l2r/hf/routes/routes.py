@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from l2r.hf.routes.checks import check_experts, check_positions, whole_numbers
+from l2r.hf.routes.array_checks import check_experts, check_positions, whole_numbers
 from l2r.hf.routes.files import read_arrays, write_arrays
 from l2r.hf.routes.fingerprint import Fingerprint
 

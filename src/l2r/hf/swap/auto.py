@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.auto_classes import PREFIX, SWAPPED, type_name
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-from l2r.hf.models.tables import share_adapters, share_conversion
+from l2r.hf.models.transformers_tables import share_adapters, share_conversion
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 from l2r.hf.swap.model_types import class_name, swapped_config, swapped_model
 

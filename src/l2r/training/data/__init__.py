@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from l2r.training.data.images import sample_indices as sample_indices
     from l2r.training.data.listing import shard_source as shard_source
     from l2r.training.data.manifest import Manifest as Manifest
-    from l2r.training.data.mixture import ShardPlan as ShardPlan
-    from l2r.training.data.mixture import name_shards as name_shards
-    from l2r.training.data.mixture import parse_tokens as parse_tokens
-    from l2r.training.data.mixture import plan_subset as plan_subset
-    from l2r.training.data.mixture import read_plan as read_plan
-    from l2r.training.data.mixture import write_plan as write_plan
     from l2r.training.data.new_tokenizer import write_new_tokenizer as write_new_tokenizer
+    from l2r.training.data.olmoe_mix import ShardPlan as ShardPlan
+    from l2r.training.data.olmoe_mix import name_shards as name_shards
+    from l2r.training.data.olmoe_mix import parse_tokens as parse_tokens
+    from l2r.training.data.olmoe_mix import plan_subset as plan_subset
+    from l2r.training.data.olmoe_mix import read_plan as read_plan
+    from l2r.training.data.olmoe_mix import write_plan as write_plan
     from l2r.training.data.prepare import PrepareProgress as PrepareProgress
     from l2r.training.data.prepare import prepare_tokens as prepare_tokens
     from l2r.training.data.prepare import shard_tasks as shard_tasks

@@ -13,7 +13,7 @@ from l2r.training.data.shards import SHARD_SUFFIXES, TEXT_FILES
 from l2r.training.data.sources import domain_files
 
 if TYPE_CHECKING:
-    from l2r.training.data.mixture import ShardPlan
+    from l2r.training.data.olmoe_mix import ShardPlan
 
 
 def by_domain(paths: Iterable[str]) -> dict[str, list[str]]:

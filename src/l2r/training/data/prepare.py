@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from l2r.runs.atomic import make_folder, remove_unfinished, write_json
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.training.data.manifest import Manifest, TokenFile, TokenizerIdentity, typed, write_manifest
-from l2r.training.data.mixture import ShardPlan, name_shards
+from l2r.training.data.olmoe_mix import ShardPlan, name_shards
 from l2r.training.data.shards import BadShardError, shard_bytes
 from l2r.training.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.training.data.tokenizer import load_tokenizer, save_tokenizer

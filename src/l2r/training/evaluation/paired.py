@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import NamedTuple
 
-from l2r.training.evaluation.results import TASKS_OF
-from l2r.training.evaluation.scoring import TaskResult
+from l2r.training.evaluation.paper_rows import TASKS_OF
+from l2r.training.evaluation.task_scoring import TaskResult
 
 _CONFIDENCE = 0.95
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 from l2r.runs.reading import parse_json, read_bytes
-from l2r.training.evaluation.scoring import Request, ScoredDocument, TaskResult
+from l2r.training.evaluation.task_scoring import Request, ScoredDocument, TaskResult
 
 
 class TaskStore:

@@ -23,6 +23,6 @@ if TYPE_CHECKING:
     from l2r.training.recipes.schema import CorpusVersion as CorpusVersion
     from l2r.training.recipes.schema import LanguageRecipe as LanguageRecipe
     from l2r.training.recipes.schema import Section as Section
-    from l2r.training.recipes.vision import VisionRecipe as VisionRecipe
+    from l2r.training.recipes.vision_schema import VisionRecipe as VisionRecipe
 else:
     __getattr__, __dir__ = lazy_names(__name__)

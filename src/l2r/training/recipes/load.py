@@ -13,7 +13,7 @@ from l2r.runs.spelling import known_as
 from l2r.training.recipes.changes import merge, read_change, set_field
 from l2r.training.recipes.packaged import packaged_recipes, settings
 from l2r.training.recipes.schema import LanguageRecipe
-from l2r.training.recipes.vision import VisionRecipe
+from l2r.training.recipes.vision_schema import VisionRecipe
 
 AnyRecipe = LanguageRecipe | VisionRecipe
 _KINDS: dict[Any, type[AnyRecipe]] = {"language": LanguageRecipe, "vision": VisionRecipe}

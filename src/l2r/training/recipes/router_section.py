@@ -7,7 +7,7 @@ from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
 from l2r.routers import RouterConfig
 from l2r.routers.preset import preset_router
-from l2r.routers.vision import vision_router
+from l2r.routers.vision_defaults import vision_router
 
 Read = Callable[[Mapping[str, Any], Any], RouterConfig]  # of the values and the model section
 

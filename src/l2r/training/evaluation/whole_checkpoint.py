@@ -17,9 +17,9 @@ from l2r.hf.checkpoints import (
 from l2r.runs.atomic import write_json
 from l2r.training.data.sources import package_version
 from l2r.training.evaluation.downstream import evaluate_tasks
-from l2r.training.evaluation.results import paper_row
-from l2r.training.evaluation.scoring import TaskResult
+from l2r.training.evaluation.paper_rows import paper_row
 from l2r.training.evaluation.store import TaskStore
+from l2r.training.evaluation.task_scoring import TaskResult
 from l2r.training.evaluation.tasks import select_tasks
 
 EVALUATION_FILE = "evaluation.json"

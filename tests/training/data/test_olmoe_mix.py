@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from l2r.training.data.mixture import (
+from l2r.training.data.olmoe_mix import (
     OLMOE_MIX,
     Domain,
     Mixture,

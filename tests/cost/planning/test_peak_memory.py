@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from l2r.cost.planning.cut import Cut
-from l2r.cost.planning.memory import formula
+from l2r.cost.planning.peak_memory import formula
 from l2r.cost.planning.simulate import simulate
 from l2r.cost.planning.sizes import read_sizes
 from l2r.training.recipes.load import load_recipe

@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from l2r.routers.config import OtherThan
-from l2r.routers.vision import vision_router
+from l2r.routers.vision_defaults import vision_router
 from l2r.training.recipes.changes import PIXELS
 from l2r.training.recipes.router_section import VisionRouter
 from l2r.training.recipes.schema import Fraction, Recipe, Section, check_experts

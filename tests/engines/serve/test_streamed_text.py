@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2r.engines.serve.text import Text
+from l2r.engines.serve.streamed_text import Text
 
 
 def read(tokenizer, tokens, stop=()):

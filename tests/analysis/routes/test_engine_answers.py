@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from l2r import record
-from l2r.analysis.routes.answers import read_answers
+from l2r.analysis.routes.engine_answers import read_answers
 from l2r.hf.routes import to_vllm
 from l2r.hf.routes.layers import fingerprint_of
 from tests.analysis.diagnostics.models import batches, ours

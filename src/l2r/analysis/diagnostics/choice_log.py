@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.reading import Batch, Reading, Reducer, Run, read
+from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.streaming_sums import margins
 from l2r.routers import RouterOutput
 

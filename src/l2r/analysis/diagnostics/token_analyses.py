@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from l2r.analysis.diagnostics import specialization as of
-from l2r.analysis.diagnostics.choices import Choices, Words
+from l2r.analysis.diagnostics.choice_log import Choices, Words
 from l2r.runs.diagnosis import Array
 from l2r.stats.statistics import Interval
 

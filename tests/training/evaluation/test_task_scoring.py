@@ -6,15 +6,15 @@ import pytest
 import torch
 from olmo_eval import HFTokenizer, ICLMetric, build_task
 
-from l2r.training.evaluation.scoring import (
+from l2r.training.evaluation.task_scoring import (
     Request,
     TaskResult,
     answer_logits,
     score_batch,
     summarize,
 )
+from l2r.training.evaluation.task_tokenizers import task_tokenizer
 from l2r.training.evaluation.tasks import build_requests, select_tasks
-from l2r.training.evaluation.tokenizer import task_tokenizer
 
 READER = HFTokenizer(
     "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json", pad_token_id=1, eos_token_id=50279

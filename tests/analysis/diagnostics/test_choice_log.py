@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from l2r.analysis.diagnostics.choices import ChoiceLog, choices_of
+from l2r.analysis.diagnostics.choice_log import ChoiceLog, choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.over_time import saturation

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r import L2RConfig, build_router, record, replay, swap_routers
-from l2r.cost.benchmarks.language import models, sizes
+from l2r.cost.benchmarks.language_models import models, sizes
 from l2r.cost.benchmarks.results import BenchSettings
 from l2r.hf.routes import Routes
 

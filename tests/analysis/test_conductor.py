@@ -14,7 +14,7 @@ from l2r.analysis.inputs import Subject
 from l2r.runs.diagnosis import read_diagnosis
 from l2r.runs.text_routing import TextRouting
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import batches, ours, stock
 
 SETTINGS = DiagnosisSettings(certify=2, repeats=2)

@@ -7,7 +7,7 @@ import torch
 
 from l2r.analysis import inputs
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 
 
 class Letters:

@@ -9,7 +9,7 @@ import yaml
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.hf.swap.families import FAMILIES
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import ours
 from tests.hf.families import tiny_model
 

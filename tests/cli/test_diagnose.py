@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from l2r.cli.diagnose import names
 from l2r.runs.text_routing import TextRouting
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--sample", "64", "--certify", "3"]

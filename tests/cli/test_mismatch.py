@@ -9,7 +9,7 @@ from l2r import record
 from l2r.hf.routes import to_vllm
 from l2r.runs.mismatch import Mismatch
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--batch-size", "3", "--device", "cpu"]

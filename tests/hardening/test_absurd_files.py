@@ -22,9 +22,9 @@ from safetensors.numpy import save
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.runs.folder import RunFolder
 from l2r.runs.study import Results
-from l2r.studies.study_plan import read_plan
+from l2r.studies.registration import read_plan
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.hardening.test_foreign_code import own_model
 from tests.studies.studies import SMALL, made_up
 from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file

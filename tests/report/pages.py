@@ -17,7 +17,8 @@ from l2r.report.text_view import text_sections
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.patches import PatchRouting
 from l2r.studies.judging import study_of
-from l2r.studies.study_plan import Plan, Registered
+from l2r.studies.registration import Registered
+from l2r.studies.study_plan import Plan
 from tests.report.runs import made_run
 from tests.report.texts import random_text
 from tests.studies.studies import SMALL, made_up

@@ -21,7 +21,8 @@ from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import RunFolder
 from l2r.stats.statistics import Interval
 from l2r.studies.judging import study_of
-from l2r.studies.study_plan import Plan, Registered
+from l2r.studies.registration import Registered
+from l2r.studies.study_plan import Plan
 from tests.studies.studies import SMALL, made_up
 
 GREEN, ORANGE, BLUE, DARK = "#009e73", "#d55e00", "#0072b2", INK

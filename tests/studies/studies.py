@@ -2,7 +2,7 @@
 
 from l2r.machine import describe_machine
 from l2r.runs.study import MEASURES, CellResult
-from l2r.studies.study_plan import Registered
+from l2r.studies.registration import Registered
 
 SMALL = {
     "title": "Small",

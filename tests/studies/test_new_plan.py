@@ -8,7 +8,7 @@ import pytest
 
 from l2r.runs.study import CellResult, Results
 from l2r.studies.new_plan import Question, seconds_per_run, write_plan
-from l2r.studies.study_plan import read_plan
+from l2r.studies.registration import read_plan
 from tests.studies.studies import made_up
 
 ARMS = {"r2": ["router.rank=2"], "r8": ["router.rank=8"]}

@@ -9,7 +9,8 @@ import yaml
 import l2r
 from l2r.stats.effects import design
 from l2r.studies import study_plan
-from l2r.studies.study_plan import Plan, plan_names, read_plan
+from l2r.studies.registration import plan_names, read_plan
+from l2r.studies.study_plan import Plan
 from tests.studies.studies import SMALL
 
 

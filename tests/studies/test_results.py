@@ -8,8 +8,8 @@ import pytest
 from l2r.report.evidence import write_study
 from l2r.runs.study import Results
 from l2r.studies.judging import results_of, study_of
+from l2r.studies.registration import read_plan
 from l2r.studies.share import Places
-from l2r.studies.study_plan import read_plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "evidence"
 STUDIES = sorted(folder.name for folder in RESULTS.iterdir())

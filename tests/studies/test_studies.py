@@ -28,8 +28,9 @@ from l2r.studies.judging import (
     study_of,
 )
 from l2r.studies.processes import run_processes
+from l2r.studies.registration import Registered
 from l2r.studies.share import run_share
-from l2r.studies.study_plan import Plan, Registered
+from l2r.studies.study_plan import Plan
 from l2r.training import loop
 from tests.studies.studies import SMALL, made_up
 

@@ -6,7 +6,7 @@ import json
 from l2r.runs.folder import RunFolder
 from l2r.training.data.corpus import CorpusOptions, build_corpus
 from l2r.training.data.manifest import read_manifest
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 
 
 def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(

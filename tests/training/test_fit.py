@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
-from l2r.training.fit import FitOptions, perplexity
+from l2r.training.fit import FitOptions
+from l2r.training.fit_batches import perplexity
 from l2r.training.upcycling import upcycle
 from tests.hf.families import tiny_model
 from tests.training.test_upcycle import CONFIG, batches, trained

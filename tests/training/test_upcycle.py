@@ -14,7 +14,8 @@ from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import UntrainedRoutersWarning
 from l2r.routers import MixtureConfig
-from l2r.training.fit import FitOptions, perplexity
+from l2r.training.fit import FitOptions
+from l2r.training.fit_batches import perplexity
 from l2r.training.teacher_agreement import compare, divergence
 from l2r.training.upcycling import JointOptions, train_jointly, upcycle
 from tests.hf.families import tiny_model

@@ -23,7 +23,7 @@ from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.verdicts import of_study
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Study
-from l2r.stats.contrasts import detectable
+from l2r.stats.paired_t import detectable
 
 _TWO_INTERVALS = (
     "The difference has Stein's interval: it uses the deviation of the first {first} seeds only, "

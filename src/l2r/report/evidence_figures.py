@@ -12,8 +12,9 @@ from plotly.subplots import make_subplots
 from l2r.report.palette import INK, VERDICT_COLORS, router_color
 from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.study import Study
-from l2r.stats.contrasts import Contrast, Judged, estimate
+from l2r.stats.contrasts import Contrast, Judged
 from l2r.stats.effects import Effect
+from l2r.stats.paired_t import estimate
 
 # metric -> its name on the page
 METRICS = {

@@ -11,8 +11,9 @@ from l2r.report.evidence_figures import (
 from l2r.report.tables import Table
 from l2r.report.verdicts import of_study
 from l2r.runs.study import ScreenDesign, Study
-from l2r.stats.contrasts import Judged, estimate
+from l2r.stats.contrasts import Judged
 from l2r.stats.effects import Effect, best_by_fit, effects_of
+from l2r.stats.paired_t import estimate
 from l2r.stats.statistics import Interval
 
 _SCREENED = ("validation_ce", "flipped_tokens", "routing_gain", "load_entropy")

@@ -7,7 +7,7 @@ from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.progress import read_progress
 from l2r.runs.study import Study
-from l2r.stats.contrasts import estimate
+from l2r.stats.paired_t import estimate
 
 
 class Verdict(NamedTuple):

@@ -10,7 +10,8 @@ from l2r.machine import describe_machine
 from l2r.runs.study import CellResult, Results, ScreenDesign, Study
 from l2r.stats.contrasts import Judged, Pairs, judge
 from l2r.studies.cells import Cell
-from l2r.studies.study_plan import Plan, Registered
+from l2r.studies.registration import Registered
+from l2r.studies.study_plan import Plan
 from l2r.training import recipe_meaning
 from l2r.training.recipes import parse_recipe
 

@@ -11,7 +11,7 @@ import yaml
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Results
-from l2r.stats.contrasts import detectable
+from l2r.stats.paired_t import detectable
 from l2r.studies.study_plan import Plan, validated_plan
 
 PLANNED_POWER = 0.8  # share of studies that are to find the difference, if it is there

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from l2r.runs.study import CellResult
 from l2r.studies.judging import Places, is_decided, judge_plan, results_of, seeds_that_fit
 from l2r.studies.processes import own_processes, run_processes
-from l2r.studies.study_plan import Registered
+from l2r.studies.registration import Registered
 
 _ALL = 1_000_000  # cells
 

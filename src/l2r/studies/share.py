@@ -19,8 +19,8 @@ from l2r.runs.study import CellResult
 from l2r.studies.cells import Cell
 from l2r.studies.judging import Places
 from l2r.studies.measure import measure
+from l2r.studies.registration import Registered
 from l2r.studies.run import run_cells
-from l2r.studies.study_plan import Registered
 
 Report = Callable[[str], None]
 

@@ -1,24 +1,15 @@
 """Plans of studies: which arms are compared, by what, over how many seeds, said before the runs.
 
-A plan is YAML, one of ``plans/`` or a file of one's own. One of ``plans/`` is registered when git
-has it as it stands (or it came with an installed package) and its results were made with the same
-text. A file of one's own is known by the digest of its text; git is not asked about it, because
-git runs programs that the configuration of a folder names.
+A plan is YAML, one of ``plans/`` or a file of one's own; registration.py reads it.
 """
 
-import hashlib
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from l2r._version import __version__
 from l2r.routers.config import nearest
 from l2r.runs.folder import SEED_MARK
-from l2r.runs.reading import read_yaml
 from l2r.runs.study import MEASURES, OF_IMAGES
 from l2r.stats.contrasts import Contrast
 from l2r.stats.effects import design
@@ -32,8 +23,6 @@ from l2r.training.recipes import (
     load_recipe,
 )
 
-_FOLDER = Path(__file__).parent / "plans"
-_CHECKOUT = _FOLDER.parents[3]  # of this package, where it is one: src/l2r/studies/plans
 # All held-out tokens, once, at the end; every step is in some point of the curve.
 _ALWAYS = (
     "evaluation.every=0",
@@ -195,78 +184,9 @@ class Plan(Section):
         return recipe.model_copy(update={"data": data})
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A plan, its name, and where its text stands.
-
-    digest: of the text. commit: that last changed a plan of the package, or the package's version;
-    None for a file of one's own and for one that was changed since. state: that in words.
-    """
-
-    plan: Plan
-    name: str
-    digest: str
-    commit: str | None
-    state: str
-
-    def mark(self) -> dict[str, Any]:
-        """What a result keeps of it."""
-        return {"name": self.name, "digest": self.digest, "commit": self.commit}
-
-
 def validated_plan(name: str, values: Any) -> Plan:
     """Plan of a mapping. Raises ValueError, in one line, for a bad one."""
     try:
         return Plan.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
-
-
-def plan_names() -> list[str]:
-    """Plans of the package."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
-
-
-def read_plan(name: str) -> Registered:
-    """A plan by its packaged name or its path. Raises ValueError, in one line, for a bad one."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
-        raise ValueError(f"unknown plan {name!r}{known}")
-    text, values = path.read_bytes(), read_yaml(path)
-    plan = validated_plan(name, values)
-    digest = hashlib.sha256(text).hexdigest()[:16]
-    if path.resolve().parent == _FOLDER.resolve():
-        return Registered(plan, path.stem, digest, *_registration(path.name))
-    state = f"not registered: no plan of the package; the digest of its text is {digest}"
-    return Registered(plan, path.stem, digest, None, state)
-
-
-def _registration(name: str) -> tuple[str | None, str]:
-    """Commit or version of a file in ``plans/``, and the state in words."""
-    wanted = ("--follow", "--diff-filter=AM", "--format=%H %cs")  # a move changes no plan
-    known = _git("log", "-1", *wanted, "--", name)
-    changed = _git("status", "--porcelain", "--", name)
-    if known:
-        commit, _, date = known.partition(" ")
-        if changed:
-            return None, f"not registered: the file was changed after commit {commit} of {date}"
-        return commit, f"registered in commit {commit} of {date}"
-    if changed:
-        return None, "not registered: no git commit has the file"
-    return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
-
-
-def _git(*args: str) -> str | None:
-    """Output of a git command in the package's own checkout; None where it is none.
-
-    An installed package may lie in anybody's repository, whose configuration is not ours.
-    """
-    if not (_CHECKOUT / ".git").exists():
-        return None
-    command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return None if done.returncode else done.stdout.strip()

@@ -8,11 +8,10 @@ Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -23,8 +22,7 @@ from l2r.hf.swap import Site, forget_replaced, place_router, unfitted_sites
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
-from l2r.training.data.sample_text import packed_rows
-from l2r.training.evaluation.perplexity import token_losses
+from l2r.training.fit_batches import Cut, perplexity
 from l2r.training.teacher_agreement import agreement, compare, divergence, observe
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
@@ -102,7 +100,7 @@ def fit_routers(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
             "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
         )
-    cut = _Cut(tokenizer, sequence_length, batch_size, device_of(model))
+    cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
     if held_out is None:
         kept = len(data) - max(1, len(data) // 10)
         data, held_out = data[:kept], data[kept:]
@@ -155,46 +153,6 @@ def fit_sites(
         for site, old, new in zip(sites, before, after, strict=True)
     ]
     return result
-
-
-@torch.no_grad()
-def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
-    """exp of the mean next-token cross-entropy over all batches."""
-    total, count = 0.0, 0
-    for ids in batches:
-        losses = token_losses(model, ids)
-        total, count = total + float(losses.sum()), count + losses.numel()
-    return math.exp(total / count)
-
-
-class _Cut(NamedTuple):
-    """tokenizer, length and size: of texts; batches of token ids stay as they are."""
-
-    tokenizer: Any
-    length: int
-    size: int
-    device: torch.device
-
-    def batches(self, data: Sequence[str] | Sequence[Tensor]) -> list[Tensor]:
-        """Batches [B, S] of token ids on the device. Raises ValueError for too little data."""
-        texts = [part for part in data if isinstance(part, str)]
-        tensors = [part for part in data if isinstance(part, Tensor)]
-        if len(texts) + len(tensors) < len(data) or (texts and tensors):
-            kinds = ", ".join(sorted({type(part).__name__ for part in data}))
-            raise ValueError(f"data must hold texts or tensors of token ids; got {kinds}")
-        if texts and self.tokenizer is None:
-            raise ValueError("data that are texts need a tokenizer; pass tokenizer=...")
-        if texts:
-            rows = list(packed_rows(self.tokenizer, texts, sys.maxsize, self.length))
-            if not rows:
-                raise ValueError(
-                    f"data must give at least {self.length} tokens to fit on and as many to "
-                    f"measure on; got fewer; give more text or a shorter sequence_length"
-                )
-            tensors = list(torch.split(torch.stack(rows), self.size))
-        if not tensors:
-            raise ValueError("data must hold at least two texts or batches; got fewer")
-        return [ids.to(self.device) for ids in tensors]
 
 
 @contextmanager

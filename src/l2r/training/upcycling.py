@@ -17,7 +17,8 @@ from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap import Site, new_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 from l2r.training.evaluation.perplexity import token_losses
-from l2r.training.fit import FitOptions, FitReport, Report, cosine, fit_sites, perplexity
+from l2r.training.fit import FitOptions, FitReport, Report, cosine, fit_sites
+from l2r.training.fit_batches import perplexity
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from l2r.analysis.certificates.anchor_bounds import Moments
-from l2r.analysis.certificates.certify import _Local, _query_metric
+from l2r.analysis.certificates.local_bounds import LocalBounds, query_metric
 from l2r.analysis.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.analysis.certificates.routing_map import AnchorMap
 
@@ -90,7 +90,7 @@ def normed(norm_eps: float | None, radial: Radial, hidden: int = 5) -> tuple[Anc
 @pytest.mark.parametrize("norm_eps", [None, 1e-5, 0.7])
 def test_the_metric_of_the_query_is_that_of_its_jacobian(norm_eps):
     form, x = normed(norm_eps, Identity())
-    metric = _query_metric(form, x, form.query(x), form.rms(x))
+    metric = query_metric(form, x, form.query(x), form.rms(x))
     for token, found in zip(x, metric, strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda t: form.query(t[None])[0], token)
         torch.testing.assert_close(found, jacobian @ jacobian.T, rtol=1e-9, atol=1e-12)
@@ -103,7 +103,7 @@ def test_the_remainder_of_the_query_is_made_of_the_largest_changes_of_its_norm(s
     With n1^2 = n0^2 (1 + 2 p u cos + p^2), p = |d| / (sqrt(D) n0), u = |x| / (sqrt(D) n0) <= 1.
     """
     form, x = normed(1e-5, Identity())
-    local = _Local.of(form, x)
+    local = LocalBounds.of(form, x)
     radius = share * 5**0.5 * local.rms
     angles = torch.linspace(0, math.pi, 4001, dtype=torch.float64)
     along = torch.linspace(0, 1, 101, dtype=torch.float64)[:, None] * angles.cos()
@@ -114,10 +114,12 @@ def test_the_remainder_of_the_query_is_made_of_the_largest_changes_of_its_norm(s
     torch.testing.assert_close(local._query_remainder(radius), wanted, rtol=1e-6, atol=0)
 
 
-def planted(form: AnchorMap, moments: Moments, *, slope_gap_w: float, dq_dx: float = 1.0) -> _Local:
+def planted(
+    form: AnchorMap, moments: Moments, *, slope_gap_w: float, dq_dx: float = 1.0
+) -> LocalBounds:
     """One token with |q| = 1 and two experts, of which all but some terms are left out."""
     one = torch.ones(1, dtype=torch.float64)
-    return _Local(
+    return LocalBounds(
         form=form,
         moments=moments,
         slopes=torch.zeros(1, 2, 2, dtype=torch.float64),

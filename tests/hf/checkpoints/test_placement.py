@@ -16,7 +16,7 @@ from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 from tests.hf.families import sample_tokens, tiny_model
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from l2r.training.data.manifest import Manifest, TokenizerIdentity, write_manifest
 from l2r.training.data.rows import balanced_rows, spread_evenly
-from l2r.training.data.tokens import TokenDataset, TokenWriter
+from l2r.training.data.token_writer import TokenWriter
+from l2r.training.data.tokens import TokenDataset
 
 IDENTITY = TokenizerIdentity("tiny", 300, eos_token_id=0)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from l2r.training.data.manifest import TokenizerIdentity, read_manifest
 from l2r.training.data.shuffling import epoch_order
-from l2r.training.data.tokens import TokenDataset, TokenWriter, read_documents, write_token_files
+from l2r.training.data.token_writer import TokenWriter, write_token_files
+from l2r.training.data.tokens import TokenDataset, read_documents
 
 EOS = 9
 IDENTITY = TokenizerIdentity("tiny", vocab_size=10, eos_token_id=EOS)

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.tokens import TokenDataset, write_token_files
+from l2r.training.data.token_writer import write_token_files
+from l2r.training.data.tokens import TokenDataset
 from l2r.training.evaluation.perplexity import token_losses, validation_loss
 
 VOCAB = 40

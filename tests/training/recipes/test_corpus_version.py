@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from l2r.studies.study_plan import plan_names, read_plan
+from l2r.studies.registration import plan_names, read_plan
 from l2r.training.data.held_out import NEWEST
 from l2r.training.data.rows import balanced_rows, even_rows
 from l2r.training.language import LanguageTask

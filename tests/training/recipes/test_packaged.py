@@ -7,7 +7,7 @@ import pytest
 
 from l2r import L2RConfig
 from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.studies.study_plan import read_plan
+from l2r.studies.registration import read_plan
 from l2r.training.recipes.load import load_recipe, recipe_header, recipe_names, recipes_in
 
 ROOT = Path(__file__).parents[3]

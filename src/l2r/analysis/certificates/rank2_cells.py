@@ -7,6 +7,8 @@ least change of the router input that reaches a cell has a closed form: on a pla
 RMSNorm, on a sphere with one (docs/diagnostics.md).
 
 Shape letters: C cells, T tokens, D hidden size, N experts.
+
+Longer than 250 lines: one derivation, from cells to radii.
 """
 
 import dataclasses

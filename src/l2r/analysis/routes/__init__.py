@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from l2r.analysis.routes.compare import Comparison as Comparison
     from l2r.analysis.routes.compare import compare_models as compare_models
     from l2r.analysis.routes.compare import compare_routes as compare_routes
-    from l2r.analysis.routes.compare import read_routing as read_routing
     from l2r.analysis.routes.engine_answers import read_answers as read_answers
+    from l2r.analysis.routes.model_reading import read_routing as read_routing
 else:
     __getattr__, __dir__ = lazy_names(__name__)

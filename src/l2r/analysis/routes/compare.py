@@ -8,56 +8,19 @@ Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen pe
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.certificates.attack import decision_gap
 from l2r.analysis.certificates.certify import holds_within
-from l2r.hf.routes import Routes, fingerprint_of, record, replay
+from l2r.analysis.routes.model_reading import Reading, read_routing
+from l2r.hf.routes import Routes, fingerprint_of
 from l2r.hf.swap import running_sites
-from l2r.routers.observe import evaluating, hooked, routed
 from l2r.runs.mismatch import NO_STATEMENT
 
 _EPS = torch.finfo(torch.float32).eps
-
-
-class Reading(NamedTuple):
-    """One run. routes: experts of its sequences. inputs [T, D] and gaps [T] of every router:
-    smallest logit of the chosen experts minus largest of the others. logits [B, S, V]."""
-
-    routes: Routes
-    inputs: list[Float[Tensor, "T D"]]
-    gaps: list[Float[Tensor, " T"]]
-    logits: Float[Tensor, "B S V"]
-
-
-@torch.no_grad()
-def read_routing(
-    model: nn.Module, ids: Int[Tensor, "B S"], routes: Routes | None = None
-) -> Reading:
-    """Run rows of tokens without padding, with the experts of ``routes`` where they are given."""
-    sites = running_sites(model)
-    inputs: list[Tensor] = []
-    gaps: list[Tensor] = []
-
-    def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        logits, _, indices = routed(module, output)
-        inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, indices, True)
-        inputs.append(args[0].detach().reshape(len(logits), -1))
-        gaps.append(decision_gap(logits.double(), inside).float())
-
-    with evaluating(model), ExitStack() as stack:
-        stack.enter_context(hooked({site.router: see for site in sites}))
-        if routes is not None:
-            stack.enter_context(replay(model, routes))
-        recorder = stack.enter_context(record(model))
-        output: Any = model(input_ids=ids, use_cache=False)
-    return Reading(recorder.routes(), inputs, gaps, output.logits.float())
 
 
 class Comparison:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2r.stats.contrasts import holm
+from l2r.stats.paired_t import holm
 from l2r.stats.permutation import larger_by_chance
 
 REGRESSION_ALPHA = 0.01

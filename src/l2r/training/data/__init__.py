@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from l2r.training.data.sources import text_documents as text_documents
     from l2r.training.data.split import TRAIN_PART as TRAIN_PART
     from l2r.training.data.split import Split as Split
+    from l2r.training.data.token_writer import write_token_files as write_token_files
     from l2r.training.data.tokenizer import load_tokenizer as load_tokenizer
     from l2r.training.data.tokens import TokenDataset as TokenDataset
     from l2r.training.data.tokens import read_documents as read_documents
-    from l2r.training.data.tokens import write_token_files as write_token_files
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -24,7 +24,7 @@ from l2r.training.data.sources import (
     folder_sources,
     package_version,
 )
-from l2r.training.data.tokens import write_token_files
+from l2r.training.data.token_writer import write_token_files
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT = "l2r-tokens-1"
+ENDS = np.dtype("<u8")  # of the offsets in NAME.ends
 _LARGEST_VOCABULARY = 1 << 24  # 64 times the largest in use; a model has a row for every entry
 # A plain name: no folders, no leading dot, so a manifest cannot point outside its folder.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")

@@ -12,19 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from l2r.runs.atomic import make_folder, remove_unfinished, write_json
-from l2r.runs.reading import parse_json, read_bytes
-from l2r.training.data.manifest import Manifest, TokenFile, TokenizerIdentity, typed, write_manifest
+from l2r.runs.atomic import make_folder, remove_unfinished
+from l2r.training.data.manifest import Manifest, TokenizerIdentity, write_manifest
 from l2r.training.data.olmoe_mix import ShardPlan, name_shards
+from l2r.training.data.receipts import RECEIPTS, Parts, Receipts
 from l2r.training.data.shards import BadShardError, shard_bytes
 from l2r.training.data.split import EVERYTHING, TOKENIZER, Split
 from l2r.training.data.tokenizer import load_tokenizer, save_tokenizer
-from l2r.training.data.tokens import check_file
 from l2r.training.data.workers import ShardTask, tokenize_shards
 
-RECEIPTS = "receipts"
 OnBadShard = Literal["refuse", "skip"]
-Parts = dict[str, TokenFile]  # the token file of every part of one shard
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def prepare_tokens(
         remove_unfinished(folder)
         remove_unfinished(folder / RECEIPTS)
     make_folder(out, TOKENIZER)
-    receipts = _Receipts(folders, identity, split)
+    receipts = Receipts(folders, identity, split)
     done = receipts.read(tasks)
     save_tokenizer(out / TOKENIZER, tokenizer)
     counter = _Counter(tasks, done, on_progress)
@@ -195,66 +192,3 @@ class _Counter:
 
 def _tokens(parts: Parts) -> int:
     return sum(file.tokens for file in parts.values())
-
-
-@dataclass(frozen=True)
-class _Receipts:
-    """What earlier runs finished: a small file per shard and part, next to the tokens."""
-
-    folders: Mapping[str, Path]
-    identity: TokenizerIdentity
-    split: Split
-
-    def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
-        """Shards of which every part is there. Raises ValueError when one does not fit this run."""
-        done = {}
-        for task in tasks:
-            parts = {part: self._read(folder, task) for part, folder in self.folders.items()}
-            whole = {part: file for part, file in parts.items() if file is not None}
-            if len(whole) == len(parts):
-                done[task.name] = whole
-        return done
-
-    def write(self, task: ShardTask, parts: Parts) -> None:
-        """Record a finished shard."""
-        for part, entry in parts.items():
-            size = shard_bytes(task.url)
-            values = {"shard": task.file, "tokenizer": asdict(self.identity), "bytes": size}
-            if self.split != EVERYTHING:
-                values["split"] = asdict(self.split)
-            path = _receipt(self.folders[part], task)
-            write_json(path, {**values, "entry": asdict(entry)})
-
-    def _read(self, folder: Path, task: ShardTask) -> TokenFile | None:
-        path = _receipt(folder, task)
-        if not path.is_file():
-            return None
-        try:
-            values = parse_json(read_bytes(path))
-            tokenizer = typed(TokenizerIdentity, values["tokenizer"])
-            split = Split(**values.get("split", {}))
-            shard, entry = str(values["shard"]), typed(TokenFile, values["entry"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no receipt of a shard: {error}; remove it") from error
-        if tokenizer != self.identity or shard != task.file:
-            raise ValueError(
-                f"{folder} holds tokens of {shard} by tokenizer {tokenizer.name!r}; "
-                f"write {task.file} by {self.identity.name!r} to another folder"
-            )
-        if values.get("bytes") not in (None, shard_bytes(task.url)):  # 0.2.0 wrote none
-            raise ValueError(
-                f"{task.file} has changed since its tokens were written to {folder}; write them "
-                f"to another folder"
-            )
-        if split != self.split:
-            raise ValueError(
-                f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
-                f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
-                f"write to another folder"
-            )
-        check_file(folder, entry, tokenizer, verify=False)
-        return entry
-
-
-def _receipt(folder: Path, task: ShardTask) -> Path:
-    return folder / RECEIPTS / f"{task.name}.json"

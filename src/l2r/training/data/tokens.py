@@ -1,13 +1,11 @@
-"""Token files: written once, checksummed, memory-mapped for training.
+"""Token files: written once (token_writer.py), checksummed, memory-mapped for training.
 
 Packing is OLMoE's: documents are joined with an end-of-text token after each, the file is cut
 into instances of ``sequence_length`` tokens, and what is left at the end of a file is dropped.
 Labels are not stored: a causal model shifts ``input_ids`` itself.
 """
 
-import hashlib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,93 +14,15 @@ import torch
 from jaxtyping import Int, UInt
 from torch import Tensor
 
-from l2r.runs.atomic import new_file, publish
 from l2r.runs.reading import file_sha256
 from l2r.training.data.manifest import (
-    Manifest,
+    ENDS,
     TokenFile,
     TokenizerIdentity,
-    check_plain_name,
     check_same_tokenizer,
     read_manifest,
-    write_manifest,
 )
 from l2r.training.data.shuffling import batch_indices
-
-_ENDS = np.dtype("<u8")
-
-
-class TokenWriter:
-    """Appends documents to one token file; the file gets its name only at ``close``."""
-
-    def __init__(
-        self, folder: Path, name: str, *, domain: str, tokenizer: TokenizerIdentity
-    ) -> None:
-        check_plain_name(name, where=str(folder))
-        self.folder, self.name, self.domain = Path(folder), name, domain
-        self.tokenizer = tokenizer
-        self.tokens = 0
-        self.documents = 0
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._bin = _HashedFile(self.folder / f"{name}.bin")
-        self._ends = _HashedFile(self.folder / f"{name}.ends")
-
-    def append(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> None:
-        """Add one document and the end-of-text token after it; empty documents are left out.
-
-        Raises ValueError for a token id outside the vocabulary.
-        """
-        array = np.asarray(ids, dtype=np.int64)
-        if array.size == 0:
-            return
-        if array.min() < 0 or array.max() >= self.tokenizer.vocab_size:
-            raise ValueError(
-                f"token ids must be in [0, {self.tokenizer.vocab_size}); got "
-                f"[{array.min()}, {array.max()}] in document {self.documents} of {self.name}"
-            )
-        if array[-1] != self.tokenizer.eos_token_id:
-            array = np.append(array, self.tokenizer.eos_token_id)
-        self._bin.write(array.astype(self.tokenizer.dtype).tobytes())
-        self.tokens += array.size
-        self.documents += 1
-        self._ends.write(np.array([self.tokens], dtype=_ENDS).tobytes())
-
-    def close(self) -> TokenFile:
-        """Store the file under its real name and return its manifest entry."""
-        ends_sha256, sha256 = self._ends.publish(), self._bin.publish()
-        return TokenFile(self.name, self.domain, self.tokens, self.documents, sha256, ends_sha256)
-
-    def abort(self) -> None:
-        """Remove what was written."""
-        self._bin.remove()
-        self._ends.remove()
-
-
-def write_token_files(
-    folder: Path,
-    documents: Mapping[str, Iterable[Sequence[int]]],
-    *,
-    tokenizer: TokenizerIdentity,
-    source: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Write one token file per domain, then the manifest.
-
-    ``documents`` maps a domain to its documents, each a list of token ids; nothing is left of a
-    file of which one fails.
-    """
-    files = []
-    for domain, texts in documents.items():
-        writer = TokenWriter(folder, f"{domain}-00000", domain=domain, tokenizer=tokenizer)
-        try:
-            for ids in texts:
-                writer.append(ids)
-        except BaseException:
-            writer.abort()
-            raise
-        files.append(writer.close())
-    manifest = Manifest(tokenizer, tuple(files), source or {})
-    write_manifest(Path(folder), manifest)
-    return manifest
 
 
 def read_documents(folder: Path) -> Iterator[tuple[str, Int[np.ndarray, " n"]]]:
@@ -111,7 +31,7 @@ def read_documents(folder: Path) -> Iterator[tuple[str, Int[np.ndarray, " n"]]]:
     for file in manifest.files:
         tokens = _open_tokens(Path(folder), file, manifest.tokenizer)
         start = 0
-        for end in np.fromfile(Path(folder) / f"{file.name}.ends", dtype=_ENDS):
+        for end in np.fromfile(Path(folder) / f"{file.name}.ends", dtype=ENDS):
             yield file.domain, tokens[start : int(end)].astype(np.int64)
             start = int(end)
 
@@ -226,7 +146,7 @@ def check_file(
     """Raise ValueError when a token file is missing, truncated or, with ``verify``, changed."""
     expected = {
         f"{file.name}.bin": (file.tokens * tokenizer.dtype.itemsize, file.sha256),
-        f"{file.name}.ends": (file.documents * _ENDS.itemsize, file.ends_sha256),
+        f"{file.name}.ends": (file.documents * ENDS.itemsize, file.ends_sha256),
     }
     for name, (size, sha256) in expected.items():
         path = folder / name
@@ -244,27 +164,3 @@ def _open_tokens(
     if file.tokens == 0:
         return np.empty(0, dtype=tokenizer.dtype)
     return np.memmap(folder / f"{file.name}.bin", dtype=tokenizer.dtype, mode="r")
-
-
-class _HashedFile:
-    """A file under a temporary name that knows the SHA-256 of what was written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary, self._stream = new_file(path)
-        self._hash = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self._stream.write(data)
-        self._hash.update(data)
-
-    def publish(self) -> str:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        publish(self._temporary, self._path)
-        return self._hash.hexdigest()
-
-    def remove(self) -> None:
-        self._stream.close()
-        self._temporary.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
+"""The fields of a recipe, their defaults and their limits. Unknown fields are refused.
+
+Longer than 250 lines: every field of a language recipe on one page.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

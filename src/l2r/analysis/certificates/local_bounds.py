@@ -1,0 +1,100 @@
+"""Bounds of the change of logit differences around each token (derivation: docs/diagnostics.md).
+
+Shape letters: T tokens, D hidden size, N experts, R rank.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from l2r.analysis.certificates.anchor_bounds import Moments
+from l2r.analysis.certificates.routing_map import AnchorMap
+
+EXACT = "donot_use_mm_for_euclid_dist"  # for torch.cdist, whose product of matrices is less exact
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalBounds:
+    """What bounds the change of the logit differences around each token.
+
+    moments: of the anchors at the token. slopes [T, N, N]: gradient norm of z_i - z_j in x.
+    slope_gap_w [T, N, N]: the same in w. dq_dx, dw_dq [T]: norms of dq/dx and dw/dq. rho,
+    rms [T]: |q| and n(x). matrix_norm: of W_q. max_radius [T]: no radius is certified beyond it.
+    """
+
+    form: AnchorMap
+    moments: Moments
+    slopes: Tensor
+    slope_gap_w: Tensor
+    dq_dx: Tensor
+    dw_dq: Tensor
+    rho: Tensor
+    rms: Tensor
+    matrix_norm: Tensor
+    max_radius: Tensor
+    hidden: int
+
+    @classmethod
+    def of(cls, form: AnchorMap, x: Tensor) -> "LocalBounds":
+        rms, query = form.rms(x), form.query(x)
+        moments = Moments.at(form.effective_query(query), form.anchors)
+        rho = torch.linalg.vector_norm(query, dim=-1)
+        safe = rho.clamp_min(form.floor)
+        value, slope = form.radial.value(safe), form.radial.slope(safe)
+        inner = query_metric(form, x, query, rms)
+        along = query[:, :, None] * query[:, None, :] / safe.square()[:, None, None]
+        across = torch.eye(query.shape[1], dtype=query.dtype, device=x.device) - along
+        dw_dq = slope[:, None, None] * along + (value / safe)[:, None, None] * across
+        gram = torch.einsum("tnr,trs,tms->tnm", moments.mean, dw_dq @ inner @ dw_dq, moments.mean)
+        own = gram.diagonal(dim1=1, dim2=2)
+        total = own[:, :, None] + own[:, None, :]
+        squared = (total - 2 * gram).clamp_min(0) + 1e-14 * total.abs()  # above its rounding
+        dq_dx = torch.linalg.eigvalsh(inner)[:, -1].clamp_min(1e-300).sqrt() * (1 + 1e-9)
+        # Farther away the query may be 0, or the input of the RMSNorm may.
+        limit = x.shape[1] ** 0.5 * rms if form.norm_eps is not None else torch.inf
+        return cls(
+            form=form,
+            moments=moments,
+            slopes=squared.sqrt(),
+            slope_gap_w=torch.cdist(moments.mean, moments.mean, compute_mode=EXACT),
+            dq_dx=dq_dx,
+            dw_dq=torch.maximum(slope.abs(), value / safe),
+            rho=rho,
+            rms=rms,
+            matrix_norm=torch.linalg.matrix_norm(form.matrix, 2),
+            max_radius=torch.minimum(rho / dq_dx, torch.as_tensor(limit, dtype=rho.dtype)),
+            hidden=x.shape[1],
+        )
+
+    def lower_bound(self, gaps: Tensor, radius: Tensor) -> Tensor:
+        """Lower bound [T, N, N] of every z_i - z_j over the ball of ``radius`` [T]."""
+        q_remainder = self._query_remainder(radius)
+        moved = self.dq_dx * radius + q_remainder
+        low, high = self.rho - moved, self.rho + moved
+        floor = self.form.floor * (1 + 2 * self.rms)
+        curved = self.form.radial.curvature(low.clamp_min(1e-300), high)
+        w_remainder = self.dw_dq * q_remainder + curved * moved.square() / 2
+        above = self.moments.above_tangent(self.dw_dq * self.dq_dx * radius + w_remainder)
+        # z_i is convex in w, so its tangent bounds it below; z_j stays near its own.
+        bound = gaps - self.slopes * radius[:, None, None] - above[:, None, :]
+        bound = bound - self.slope_gap_w * w_remainder[:, None, None]
+        return torch.where((low > floor)[:, None, None], bound, -torch.inf)
+
+    def _query_remainder(self, radius: Tensor) -> Tensor:
+        """How far q can be from its tangent over the ball; 0 without an RMSNorm."""
+        if self.form.norm_eps is None:
+            return torch.zeros_like(radius)
+        part = radius / (self.hidden**0.5 * self.rms)
+        shrunk = part / (1 - part).clamp_min(1e-300)  # bounds |n0 / n - 1|
+        return shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
+
+
+def query_metric(form: AnchorMap, x: Tensor, query: Tensor, rms: Tensor) -> Tensor:
+    """dq/dx (dq/dx)^T [T, R, R]; the RMSNorm takes away part of the component along q."""
+    metric = form.matrix @ form.matrix.T / rms.square()[:, None, None]
+    if form.norm_eps is None:
+        return metric
+    share = x.double().square().mean(dim=-1) / rms.square()  # below 1 by norm_eps
+    taken = (2 - share) / (x.shape[1] * rms.square())
+    return metric - taken[:, None, None] * query[:, :, None] * query[:, None, :]

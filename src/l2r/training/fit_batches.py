@@ -1,0 +1,53 @@
+"""Batches of token ids that a fit reads, and the perplexity over them."""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from l2r.training.data.sample_text import packed_rows
+from l2r.training.evaluation.perplexity import token_losses
+
+
+@torch.no_grad()
+def perplexity(model: Any, batches: Sequence[Int[Tensor, "_ S"]]) -> float:
+    """exp of the mean next-token cross-entropy over all batches."""
+    total, count = 0.0, 0
+    for ids in batches:
+        losses = token_losses(model, ids)
+        total, count = total + float(losses.sum()), count + losses.numel()
+    return math.exp(total / count)
+
+
+class Cut(NamedTuple):
+    """tokenizer, length and size: of texts; batches of token ids stay as they are."""
+
+    tokenizer: Any
+    length: int
+    size: int
+    device: torch.device
+
+    def batches(self, data: Sequence[str] | Sequence[Tensor]) -> list[Tensor]:
+        """Batches [B, S] of token ids on the device. Raises ValueError for too little data."""
+        texts = [part for part in data if isinstance(part, str)]
+        tensors = [part for part in data if isinstance(part, Tensor)]
+        if len(texts) + len(tensors) < len(data) or (texts and tensors):
+            kinds = ", ".join(sorted({type(part).__name__ for part in data}))
+            raise ValueError(f"data must hold texts or tensors of token ids; got {kinds}")
+        if texts and self.tokenizer is None:
+            raise ValueError("data that are texts need a tokenizer; pass tokenizer=...")
+        if texts:
+            rows = list(packed_rows(self.tokenizer, texts, sys.maxsize, self.length))
+            if not rows:
+                raise ValueError(
+                    f"data must give at least {self.length} tokens to fit on and as many to "
+                    f"measure on; got fewer; give more text or a shorter sequence_length"
+                )
+            tensors = list(torch.split(torch.stack(rows), self.size))
+        if not tensors:
+            raise ValueError("data must hold at least two texts or batches; got fewer")
+        return [ids.to(self.device) for ids in tensors]

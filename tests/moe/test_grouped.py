@@ -121,7 +121,7 @@ SCRIPT = """
 import torch
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models import L2rViTForImageClassification
-from l2r.hf.models.experts_backend import register
+from l2r.hf.models.experts_backend import register_experts
 from l2r.moe.grouped import grouped_linear
 
 torch.manual_seed(0)
@@ -132,7 +132,7 @@ lm = L2rOlmoeForCausalLM(L2rOlmoeConfig(
     hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=64,
     max_position_embeddings=32, eos_token_id=0, use_cache=False, router={"kind": "l2r_sips"}))
-lm.set_experts_implementation(register())
+lm.set_experts_implementation(register_experts())
 inputs = {
     "vit": (vit, {"pixel_values": torch.randn(5, 3, 8, 8)}),
     "lm": (lm, {"input_ids": torch.arange(14).view(2, 7)}),

@@ -8,7 +8,7 @@ import yaml
 
 import l2r
 from l2r.stats.effects import design
-from l2r.studies import study_plan
+from l2r.studies import registration
 from l2r.studies.registration import plan_names, read_plan
 from l2r.studies.study_plan import Plan
 from tests.studies.studies import SMALL
@@ -127,7 +127,7 @@ def test_git_is_asked_about_no_plan_of_ones_own(tmp_path, monkeypatch):
 def test_git_is_not_asked_where_the_package_lies_in_anothers_repository(tmp_path, monkeypatch):
     """As a virtual environment inside a stranger's project does."""
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path / "lib")
+    monkeypatch.setattr(registration, "_CHECKOUT", tmp_path / "lib")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
     assert read_plan("paper").state == f"registered in l2r-moe {l2r.__version__}"
 
@@ -138,8 +138,8 @@ def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(tmp_pa
         command = ["git", "-C", str(tmp_path), *identity, *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr(study_plan, "_FOLDER", tmp_path)
-    monkeypatch.setattr(study_plan, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(registration, "_FOLDER", tmp_path)
+    monkeypatch.setattr(registration, "_CHECKOUT", tmp_path)
     path = written(tmp_path, SMALL)
     assert read_plan(path).commit == f"l2r-moe {l2r.__version__}"  # as it was installed
     git("init", "-q")

@@ -101,12 +101,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from l2r.training.data.listing import folder_listing
-from l2r.training.data.prepare import prepare, shard_tasks
+from l2r.training.data.prepare import prepare_tokens, shard_tasks
 from l2r.training.data.split import Split
 if __name__ == "__main__":
     shards, out, tokenizer = map(Path, sys.argv[1:])
     tasks = shard_tasks(folder_listing(shards), f"{shards}/")
-    prepare(tasks, out, tokenizer=tokenizer, split=Split(hold_out=0.1, share=0.8), workers=2)
+    prepare_tokens(tasks, out, tokenizer=tokenizer, split=Split(hold_out=0.1, share=0.8), workers=2)
 """
 
 

@@ -107,9 +107,9 @@ def diagnose_checkpoint(
         report=say,
         trust_remote_code=trust_remote_code,
     )
-    found = diagnose_subject(subject, extent, earlier=earlier, report=report)
-    found.diagnosis.info["checkpoint"] = str(checkpoint)
-    return found
+    diagnosed = diagnose_subject(subject, extent, earlier=earlier, report=report)
+    diagnosed.diagnosis.info["checkpoint"] = str(checkpoint)
+    return diagnosed
 
 
 def diagnose_subject(
@@ -170,13 +170,13 @@ def diagnose_subject(
 
 def earlier_checkpoints(run: str | Path) -> list[Path]:
     """Checkpoints that training left in a run. Raises ValueError where there are fewer than two."""
-    found = RunFolder(run).complete_checkpoints()
-    if len(found) < 2:
+    checkpoints = RunFolder(run).complete_checkpoints()
+    if len(checkpoints) < 2:
         raise ValueError(
             "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
-            f"checkpoint.every and checkpoint.keep); {run} has {len(found)}"
+            f"checkpoint.every and checkpoint.keep); {run} has {len(checkpoints)}"
         )
-    return found
+    return checkpoints
 
 
 def _saturation(

@@ -54,12 +54,12 @@ def bench(
         page = write_bench_page(result, out / f"{name}.html")
         print_pages([page], show=open_, err=as_json)
     if baseline is not None:
-        found = bench_changes(baseline, result)
-        slower = [change for change in found if change.regressed]
+        changes = bench_changes(baseline, result)
+        slower = [change for change in changes if change.regressed]
         for change in slower:
             typer.echo(f"slower: {change}", err=as_json)
-        typer.echo(f"{len(slower)} of {len(found)} ratios became slower", err=as_json)
-        if any(change.least_p >= REGRESSION_ALPHA for change in found):
+        typer.echo(f"{len(slower)} of {len(changes)} ratios became slower", err=as_json)
+        if any(change.least_p >= REGRESSION_ALPHA for change in changes):
             typer.echo("too few turns to detect a regression: give more --seconds", err=True)
         if slower:
             raise typer.Exit(1)

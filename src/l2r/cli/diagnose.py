@@ -108,7 +108,7 @@ def diagnose(
     for name, checkpoint in names(checkpoints).items():
         folder = make_folder(out, name)
         with progress_bars() as bars:
-            found = diagnose_checkpoint(
+            diagnosed = diagnose_checkpoint(
                 checkpoint,
                 data,
                 instances=instances,
@@ -121,15 +121,15 @@ def diagnose(
                 report=partial(_progress, bars, name),
                 say=say,
             )
-        found.save(folder)
-        views[name] = found.diagnosis
-        if found.text is not None:
-            texts[name] = found.text
-        if found.patches is not None:
-            pages.append(write_patch_page(folder, found.patches, found.model))
+        diagnosed.save(folder)
+        views[name] = diagnosed.diagnosis
+        if diagnosed.text is not None:
+            texts[name] = diagnosed.text
+        if diagnosed.patches is not None:
+            pages.append(write_patch_page(folder, diagnosed.patches, diagnosed.model))
     if over_time and not earlier:
-        found.diagnosis.info["over_time"] = saturation_of_diagnoses(views)
-        found.diagnosis.save(folder)
+        diagnosed.diagnosis.info["over_time"] = saturation_of_diagnoses(views)
+        diagnosed.diagnosis.save(folder)
     page = out / "index.html"
     write_diagnosis(views, page, opening=[*text_sections(texts, page), *patch_links(pages, out)])
     print_table(full_table(views) if as_json else summary_table(views), as_json=as_json)

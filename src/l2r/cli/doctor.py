@@ -140,11 +140,11 @@ def _gpu_kernel() -> tuple[str, str]:
     status, detail = _agreement("cuda", "triton")
     from l2r.kernels.guard import verdicts
 
-    found = list(verdicts.values())  # of the calls above
-    refused = [verdict.reason for verdict in found if verdict.reason]
+    outcomes = list(verdicts.values())  # of the calls above
+    refused = [verdict.reason for verdict in outcomes if verdict.reason]
     if refused and status == OK:
         return FALLBACK, f"{machine}; the guard refused the kernels, torch code runs: {refused[0]}"
-    worst = max((verdict.error for verdict in found), default=0.0)
+    worst = max((verdict.error for verdict in outcomes), default=0.0)
     guard = f"guard: {worst:.0e} of its limit" if worst else "guard off (L2R_GUARD)"
     return status, f"{machine}; {detail}; {guard}"
 
@@ -160,13 +160,13 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
     from l2r.kernels.guard import compare
     from l2r.kernels.operation import backend
 
-    found = []
+    errors = []
     for rank in (2, 16):
         sizes = {"x": (1, 64), "weight": (rank, 64), "gain": (64,), "anchors": (16, 16, rank)}
         like = Tensors(**{name: torch.empty(size, device=device) for name, size in sizes.items()})
-        found.append(compare(backend(kernel), like, Options(Score("sips"), top_k=4)).error)
-    error = max(found) * torch.finfo(torch.float32).eps ** 0.5  # of the largest exact number
-    if max(found) > 1:
+        errors.append(compare(backend(kernel), like, Options(Score("sips"), top_k=4)).error)
+    error = max(errors) * torch.finfo(torch.float32).eps ** 0.5  # of the largest exact number
+    if max(errors) > 1:
         return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"
     return OK, f"forward and backward within {error:.0e} of plain code"
 

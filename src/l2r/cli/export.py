@@ -93,10 +93,10 @@ def export(
         )
     model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)
     tolerance = PROGRAM_TOLERANCE if tolerance is None else tolerance
-    found = export_program(
+    agreement = export_program(
         model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections
     )
     typer.echo(
-        f"saved: {out}; logits differ by at most {found.difference:.2g} from the model's, whose "
-        f"largest is {found.largest:.3g} (tolerance {tolerance:g} of that)"
+        f"saved: {out}; logits differ by at most {agreement.difference:.2g} from the model's, "
+        f"whose largest is {agreement.largest:.3g} (tolerance {tolerance:g} of that)"
     )

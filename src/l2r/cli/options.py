@@ -18,8 +18,8 @@ def _device(name: str) -> str:
 def existing(checkpoint: Any) -> Any:
     """The folder whose name spells the same, where the one named is missing."""
     if isinstance(checkpoint, str | Path):
-        found = existing_path(checkpoint)
-        return checkpoint if found == Path(checkpoint) else type(checkpoint)(found)
+        path = existing_path(checkpoint)
+        return checkpoint if path == Path(checkpoint) else type(checkpoint)(path)
     return checkpoint and [existing(one) for one in checkpoint]
 
 

@@ -57,11 +57,11 @@ def sweep(
         diagnose_all(arm[0] for arm in arms.values())
     rows = [seed_row(arm[0].cell.settings, [o.run for o in arm]) for arm in arms.values()]
     if rows:
-        found = ablations(rows)
+        groups = ablations(rows)
         if as_json:
             print_table(sweep_table(rows), as_json=True)
         else:
-            for table in [all_rows_table(rows), *map(ablation_table, found)]:
+            for table in [all_rows_table(rows), *map(ablation_table, groups)]:
                 print_table(table)
         page = write_sweep_page(rows, root / "report.html", failed=failed)
         print_pages([page], show=open_, err=as_json)

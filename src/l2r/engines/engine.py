@@ -27,12 +27,12 @@ def require(package: str) -> None:
     """Raise ImportError where an engine is missing, or is of a version that was not tried."""
     extra, tried = ENGINES[package]
     try:
-        found = metadata.version(package)
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
             f"l2r needs {package}{tried}; none is installed: pip install 'l2r-moe[{extra}]'"
         ) from None
-    if problem := outside_tried(package, found, tried):
+    if problem := outside_tried(package, installed, tried):
         raise ImportError(problem)
 
 

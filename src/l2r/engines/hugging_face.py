@@ -73,16 +73,16 @@ def copy_all(
     )
     check_finite((ours if to_engine else theirs).left.items())
     try:
-        found = list(pairs(ours, theirs))
+        matched = list(pairs(ours, theirs))
         ours.all_taken()
         theirs.all_taken()
     except RuntimeError as error:  # a view that does not fit
         raise ValueError(f"both models must have the same sizes: {error}") from error
-    for here, there in found:
+    for here, there in matched:
         if here.shape != there.shape:
             sizes = f"got {list(here.shape)} and {list(there.shape)}"
             raise ValueError(f"both models must have the same sizes; {sizes}")
-    for here, there in found:
+    for here, there in matched:
         target, source = (there, here) if to_engine else (here, there)
         target.copy_(source)
 

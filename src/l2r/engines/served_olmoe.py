@@ -38,10 +38,10 @@ def gate_of(config: Any) -> LogitsGate:
     Raises ValueError for a model that the engines' own OLMoE would compute otherwise.
     """
     for name, value in _CONSTANTS.items():
-        found = getattr(config, name, value)
-        if found != value:
+        actual = getattr(config, name, value)
+        if actual != value:
             raise ValueError(
-                f"{name} must be {value} in the engine's own OLMoE; got {name}={found}; serve the "
+                f"{name} must be {value} in the engine's own OLMoE; got {name}={actual}; serve the "
                 "exported folder with the engine's Transformers backend"
             )
     router = build_router(

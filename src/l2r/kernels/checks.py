@@ -153,11 +153,11 @@ def _check_up(tensors: Tensors, up: Tensors, top_k: int) -> None:
             continue
         if name not in last:
             raise ValueError(f"the gradient of {name} must be None, which is no last result")
-        found = (list(grad.shape), grad.dtype, grad.device)
-        if found != (wanted := (list(result.shape), result.dtype, result.device)):
+        actual = (list(grad.shape), grad.dtype, grad.device)
+        if actual != (wanted := (list(result.shape), result.dtype, result.device)):
             raise ValueError(
                 f"the gradient of {name} must be {wanted[0]} of {wanted[1]} on {wanted[2]}; "
-                f"got {found[0]} of {found[1]} on {found[2]}"
+                f"got {actual[0]} of {actual[1]} on {actual[2]}"
             )
 
 

@@ -100,7 +100,7 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
     if best is not None:
         pairs.append((done.weights, best))
     computed = [tensor.dtype for name, tensor in given.items() if name != "x"]
-    error = max(_error(found, value, computed) for found, value in pairs)
+    error = max(_error(actual, value, computed) for actual, value in pairs)
     reason = "" if error <= 1 else f"differs from plain code by {error:.1g} times the limit"
     return Verdict(reason, error, time.perf_counter() - start)
 
@@ -122,13 +122,13 @@ def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str,
     return made
 
 
-def _error(found: Tensor | None, wanted: Tensor, computed: list[torch.dtype]) -> float:
+def _error(actual: Tensor | None, wanted: Tensor, computed: list[torch.dtype]) -> float:
     """Return the largest difference over the largest wanted entry, over its limit; NaN is inf."""
-    if found is None or found.shape != wanted.shape:
+    if actual is None or actual.shape != wanted.shape:
         return float("inf")
     wanted = wanted.detach()
-    gap = (found.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp_min(_LEAST)
-    limit = max(torch.finfo(dtype).eps for dtype in (found.dtype, *computed)) ** 0.5
+    gap = (actual.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp_min(_LEAST)
+    limit = max(torch.finfo(dtype).eps for dtype in (actual.dtype, *computed)) ** 0.5
     return float(torch.nan_to_num(gap, nan=float("inf"))) / limit
 
 

@@ -129,8 +129,8 @@ class _Eager(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
-        up = Upstream(found.query, found.logits, found.weights)
+        results, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
+        up = Upstream(results.query, results.logits, results.weights)
         if up == (None, None, None):
             return (*[None] * len(needed), None, None)
         tensors = Tensors(*ctx.saved_tensors)
@@ -229,8 +229,8 @@ def _registered_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    found, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
-    up = Upstream(found.query, found.logits, found.weights)
+    results, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
+    up = Upstream(results.query, results.logits, results.weights)
     rest = [None] * len(ctx.flat)
     if up == (None, None, None):
         return (*[None] * len(needed), *rest)

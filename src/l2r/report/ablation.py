@@ -82,26 +82,26 @@ def final_numbers(run: RunFolder) -> dict[str, float]:
     training. Train CE (of every step) and balance loss (of the logged ones) are means over the
     last tenth of training.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     asked = (run.read_metrics("tasks") or [{}])[-1]
-    found |= {column: 100 * asked[task] for task, column in _TASKS.items() if task in asked}
+    numbers |= {column: 100 * asked[task] for task, column in _TASKS.items() if task in asked}
     whole = run.read_json(run.evaluation).get("accuracy", {})
-    found |= {c: whole[c] for c in _TASKS.values() if whole.get(c) is not None}
+    numbers |= {c: whole[c] for c in _TASKS.values() if whole.get(c) is not None}
     validation = (run.read_metrics("validation") or [{}])[-1]
     for field, column in (("top1", "Top-1"), ("top5", "Top-5")):
         if field in validation:
-            found[column] = 100 * validation[field]
+            numbers[column] = 100 * validation[field]
     losses = final_losses(run)
-    return found | {column: losses[name] for name, column in _LOSSES.items() if name in losses}
+    return numbers | {column: losses[name] for name, column in _LOSSES.items() if name in losses}
 
 
 def seed_row(settings: Mapping[str, Any], runs: Sequence[RunFolder]) -> Row:
     """One choice of the grid from its runs, with mean and interval over them."""
-    found = [final_numbers(run) for run in runs]
+    results = [final_numbers(run) for run in runs]
     numbers = {
-        column: mean_interval([values[column] for values in found])
+        column: mean_interval([values[column] for values in results])
         for column in COLUMNS
-        if all(column in values for values in found)
+        if all(column in values for values in results)
     }
     facts = runs[0].read_json(runs[0].environment)
     sizes = (facts.get("router_parameters"), facts.get("linear_router_parameters"))
@@ -126,7 +126,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 def ablations(rows: Sequence[Row]) -> list[Ablation]:
     """Every set of at least two rows that differ in one field of the grid alone."""
-    found = []
+    sets = []
     for field in dict.fromkeys(field for row in rows for field in row.settings):
         groups: dict[str, list[Row]] = {}
         for row in rows:
@@ -134,8 +134,8 @@ def ablations(rows: Sequence[Row]) -> list[Ablation]:
                 groups.setdefault(repr(_without(row.settings, field)), []).append(row)
         for group in groups.values():
             if len(group) > 1:
-                found.append(Ablation(field, _without(group[0].settings, field), group))
-    return found
+                sets.append(Ablation(field, _without(group[0].settings, field), group))
+    return sets
 
 
 def ablation_table(ablation: Ablation) -> Table:
@@ -168,10 +168,10 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def ablation_curves(found: Sequence[Ablation], unit: str) -> go.Figure:
+def ablation_curves(sets: Sequence[Ablation], unit: str) -> go.Figure:
     """Training cross-entropy against ``unit``, a panel per ablation and a line per value."""
     content = []
-    for ablation in found:
+    for ablation in sets:
         names = [phrase(ablation.field, row.settings[ablation.field]) for row in ablation.rows]
         curves = [mean_curve(row.runs, "train_mean", "ce", unit) for row in ablation.rows]
         lines = dict(zip(names, curves, strict=True))

@@ -75,7 +75,7 @@ def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     """A table of accuracy, mean and interval over ended repeats of a run; none for language."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    accuracies: dict[str, list[tuple[float, float]]] = {}
     unfinished = []
     for run in runs:
         last = (run.read_metrics("validation") or [{}])[-1]
@@ -83,11 +83,11 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
             unfinished.append(run.name)
         elif "top1" in last:
             arm = run.name.partition(SEED_MARK)[0]
-            found.setdefault(arm, []).append((100 * last["top1"], 100 * last["top5"]))
-    if not found:
+            accuracies.setdefault(arm, []).append((100 * last["top1"], 100 * last["top5"]))
+    if not accuracies:
         return []
     results = {}
-    for arm, pairs in found.items():
+    for arm, pairs in accuracies.items():
         top1, top5 = (mean_interval(values) for values in zip(*pairs, strict=True))
         results[arm] = (top1, top5, len(pairs))
     table = accuracy_table(results)

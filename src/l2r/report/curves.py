@@ -93,12 +93,12 @@ def line_panels(
 
 def mean_curve(runs: Sequence[RunFolder], kind: str, field: str, unit: str) -> Curve:
     """Positions that every run has reached, and the mean of the runs there."""
-    found = [
+    by_run = [
         {r[unit]: _value(field, r[field]) for r in _records(run, kind) if field in r}
         for run in runs
     ]
-    shared = sorted(set.intersection(*map(set, found))) if found else []
-    return shared, [fmean(values[x] for values in found) for x in shared]
+    shared = sorted(set.intersection(*map(set, by_run))) if by_run else []
+    return shared, [fmean(values[x] for values in by_run) for x in shared]
 
 
 def _records(run: RunFolder, kind: str) -> list[dict[str, Any]]:

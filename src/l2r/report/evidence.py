@@ -50,7 +50,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     tables = [contrast_table(study, primary=True), contrast_table(study, primary=False)]
     tables = [table for table in tables if table.rows]
     effects = effects_by_screen(study)
-    effect_tables = [effect_table(name, found) for name, found in effects.items()]
+    effect_tables = [effect_table(name, changes) for name, changes in effects.items()]
     if effects:
         effect_tables.insert(0, proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]

@@ -143,11 +143,11 @@ def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Fig
     )
     for row, effects in enumerate(screens.values(), start=1):
         for column, metric in enumerate(metrics, start=1):
-            found = effects[metric]
+            of_metric = effects[metric]
             figure.add_scatter(
-                x=[e.change.mean for e in found],
-                y=[f"{e.factor} {e.level}" for e in found],
-                error_x={"type": "data", "array": [e.change.half for e in found]},
+                x=[e.change.mean for e in of_metric],
+                y=[f"{e.factor} {e.level}" for e in of_metric],
+                error_x={"type": "data", "array": [e.change.half for e in of_metric]},
                 mode="markers",
                 marker={"color": "#0072b2", "size": 8},
                 showlegend=False,
@@ -204,12 +204,12 @@ def _band(
 ) -> None:
     """Mean of the lines where all have a point, and its interval."""
     steps = sorted(set.intersection(*(set(line) for line in lines))) if lines else []
-    found = [estimate([line[step] for line in lines]).interval() for step in steps]
+    intervals = [estimate([line[step] for line in lines]).interval() for step in steps]
     place = {"row": 1, "col": column}
     if len(lines) > 1:
         figure.add_scatter(
             x=[*steps, *reversed(steps)],
-            y=[*(v.high for v in found), *(v.low for v in reversed(found))],
+            y=[*(v.high for v in intervals), *(v.low for v in reversed(intervals))],
             fill="toself",
             fillcolor=style["color"],
             opacity=0.15,
@@ -221,7 +221,7 @@ def _band(
         )
     figure.add_scatter(
         x=steps,
-        y=[v.mean for v in found],
+        y=[v.mean for v in intervals],
         name=name,
         legendgroup=name,
         showlegend=column == 1,

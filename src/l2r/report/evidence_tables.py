@@ -101,9 +101,9 @@ def terminal_table(study: Study) -> Table:
 def proposals(study: Study) -> Table:
     """What each screen proposes, by its fit and by what was run."""
     rows = []
-    for name, found in effects_by_screen(study).items():
+    for name, effects in effects_by_screen(study).items():
         screen = study.screens[name]
-        cell, change = best_by_fit(screen.levels, screen.interactions, found["validation_ce"])
+        cell, change = best_by_fit(screen.levels, screen.interactions, effects["validation_ce"])
         ran = {arm: study.values(arm, "validation_ce") for arm in screen.arms}
         best = min((arm for arm in ran if ran[arm]), key=lambda arm: statistics.fmean(ran[arm]))
         words = ", ".join(f"{f} {v}" for f, v in zip(screen.levels, cell, strict=True))
@@ -144,23 +144,23 @@ def show_interval(value: Interval) -> str:
 
 def effects_by_screen(study: Study) -> dict[str, dict[str, list[Effect]]]:
     """Effects by screen and metric, of the screens whose runs so far separate them."""
-    found = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
-    return {name: effects for name, effects in found.items() if effects}
+    by_screen = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
+    return {name: effects for name, effects in by_screen.items() if effects}
 
 
 def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
     own = [result for result in study.results if result.arm in screen.arms]
     cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
-    found = {}
+    effects = {}
     for metric in _SCREENED:
         if any(metric not in r.trained for r in own):
             continue  # older than the metric
         values = [r.trained[metric] for r in own]
         try:
-            found[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
+            effects[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
         except ValueError:
             return {}
-    return found
+    return effects
 
 
 def effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:

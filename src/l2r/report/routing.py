@@ -116,8 +116,8 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     """
     decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
     figure, places = panel_figure(list(decisions.values()), len(decisions))
-    found = [np.concatenate(v.by_layer(f"found_{d}")) for d in decisions for v in views.values()]
-    finite = [radii[np.isfinite(radii)] for radii in found]
+    nearest = [np.concatenate(v.by_layer(f"found_{d}")) for d in decisions for v in views.values()]
+    finite = [radii[np.isfinite(radii)] for radii in nearest]
     far = max((float(np.quantile(one, 0.98)) for one in finite if one.size), default=1.0)
     noises = sorted({_noise(view) for view in views.values()})
     grid = np.linspace(0, max(far, 1.2 * noises[-1]), 161)

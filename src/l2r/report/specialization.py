@@ -185,9 +185,9 @@ def agreement_heatmaps(views: Mapping[str, Diagnosis]) -> go.Figure | None:
     grids = np.full((3, len(names), len(names)), np.nan)
     for a in range(len(names)):
         for b in range(a):
-            found = agree(every[a], every[b])
-            if found:
-                grids[:, a, b] = grids[:, b, a] = np.mean(found, axis=0)
+            agreements = agree(every[a], every[b])
+            if agreements:
+                grids[:, a, b] = grids[:, b, a] = np.mean(agreements, axis=0)
     if np.isnan(grids).all():
         return None
     titles = [

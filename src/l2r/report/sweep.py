@@ -26,16 +26,16 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
     runs = [run for row in rows for run in row.runs]
     unit = unit_of(runs)
     lines = {row.label: row.runs for row in rows}
-    found = ablations(rows)
-    tables = [*(ablation_table(ablation) for ablation in found), all_rows_table(rows)]
+    groups = ablations(rows)
+    tables = [*(ablation_table(ablation) for ablation in groups), all_rows_table(rows)]
     sections = [Section("Result", parts=tables)]
     if failed:
         table = Table("", ("cell", "error"), tuple(failed.items()))
         sections.append(Section("Failed cells", "They are in none of the tables.", [table]))
-    if found:
+    if groups:
         text = "Training cross-entropy, mean over seeds."
-        sections.append(Section("Ablations", text, [ablation_curves(found, unit)]))
-    sections += [section for ablation in found for section in _usage(ablation)]
+        sections.append(Section("Ablations", text, [ablation_curves(groups, unit)]))
+    sections += [section for ablation in groups for section in _usage(ablation)]
     sections.append(
         Section(
             "Training dynamics",

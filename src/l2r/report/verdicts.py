@@ -71,22 +71,24 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
 
 def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
     """The last validation of each run by its seed."""
-    found = {run.read_recipe().get("seed", 0): run.read_metrics("validation")[-1:] for run in runs}
-    return {seed: records[0] for seed, records in found.items() if records}
+    by_seed = {
+        run.read_recipe().get("seed", 0): run.read_metrics("validation")[-1:] for run in runs
+    }
+    return {seed: records[0] for seed, records in by_seed.items() if records}
 
 
 def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
     """Paired differences from the first arm, at 5% over all of them (Bonferroni)."""
     base, *others = values
-    found: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
+    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
     for arm in others:
         gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
         interval = estimate(gaps).interval(_LEVEL / len(others))
         if interval.low <= 0 <= interval.high:
-            found["not shown to differ"].append(arm)
+            by_verdict["not shown to differ"].append(arm)
         else:
-            found["better" if (interval.mean < 0) == less else "worse"].append(arm)
-    parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in found.items() if arms]
+            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
+    parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]
     what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
     return f"{what}: {'; '.join(parts)}."
 
@@ -171,8 +173,8 @@ def of_plan(plan: Mapping[str, Any]) -> Verdict:
 def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[str, Any]]) -> str:
     """Accuracy of one checkpoint, or how many differences from the first exclude 0."""
     if not differences:
-        ((name, found),) = overall.items()
-        known = [(c, v) for c, v in found.items() if v is not None]
+        ((name, values),) = overall.items()
+        known = [(c, v) for c, v in values.items() if v is not None]
         if not known:
             return f"{name}: no task has a result."
         column, (mean, low, high) = known[-1]

@@ -22,7 +22,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     A Hugging Face router is a sibling of ``experts`` in its block, as ``gate`` or ``router``.
     Raises ValueError when there is none.
     """
-    found: dict[str, nn.Module] = {
+    routers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, Router)
     }
     for name, module in model.named_modules():
@@ -30,11 +30,11 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
             for attribute in ("gate", "router"):
                 router = getattr(module, attribute, None)
                 if isinstance(router, nn.Module):
-                    found.setdefault(f"{name}.{attribute}" if name else attribute, router)
-    if not found:
+                    routers.setdefault(f"{name}.{attribute}" if name else attribute, router)
+    if not routers:
         raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    return dict(sorted(routers.items(), key=lambda item: order[item[0]]))
 
 
 @contextmanager

@@ -169,8 +169,8 @@ class RunFolder:
         """Finished checkpoints, oldest first."""
         if not self.checkpoints.is_dir():
             return []
-        found = [p for p in self.checkpoints.iterdir() if p.name.startswith("step-")]
-        return sorted(p for p in found if (p / "state.json").is_file())
+        folders = [p for p in self.checkpoints.iterdir() if p.name.startswith("step-")]
+        return sorted(p for p in folders if (p / "state.json").is_file())
 
     def is_finished(self) -> bool:
         """Whether the final weights are there, and their average where the recipe keeps one."""

@@ -24,15 +24,17 @@ def existing_path(path: str | Path) -> Path:
     given = Path(path)
     if given.exists():
         return given
-    found = Path(given.anchor)
+    existing = Path(given.anchor)
     parts = given.parts[1:] if given.anchor else given.parts
     for part in parts:
-        if not found.is_dir():
+        if not existing.is_dir():
             return given
         name = (
-            part if (found / part).exists() else known_as(part, (p.name for p in found.iterdir()))
+            part
+            if (existing / part).exists()
+            else known_as(part, (p.name for p in existing.iterdir()))
         )
-        found /= name
-        if not found.exists():
+        existing /= name
+        if not existing.exists():
             return given
-    return found
+    return existing

@@ -50,8 +50,8 @@ def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
     """What the load of the experts alone would give: the same against other documents."""
     if len(first) < 2:
         return None
-    found = [overlap(first, second[others]) for others in other_rows(len(first))]
-    return Overlap(*np.mean(found, axis=0).tolist())
+    overlaps = [overlap(first, second[others]) for others in other_rows(len(first))]
+    return Overlap(*np.mean(overlaps, axis=0).tolist())
 
 
 def agreement(first: Experts, second: Experts) -> Agreement | None:

@@ -111,7 +111,7 @@ def judge(
     for values in (p, same, plain):
         for i, adjusted in zip(primary, holm([values[i] for i in primary]), strict=True):
             values[i] = adjusted
-    found = []
+    results = []
     for i, (contrast, pair, margin) in enumerate(zip(contrasts, pairs, allowed, strict=True)):
         gaps = estimate(pair.trained(), using[i])
         verdict: Verdict = "undecided"
@@ -125,7 +125,7 @@ def judge(
         if enough and verdict == "undecided" and margin is not None and gaps.freedom:
             each = alpha / len(primary) if contrast.primary else alpha
             needed = seeds_needed(gaps, margin, each, fixed=using[i] is not None)
-        found.append(
+        results.append(
             Judged(
                 contrast,
                 gaps.count,
@@ -141,7 +141,7 @@ def judge(
                 reason=_reason(gaps, unadjusted[i], alpha) if verdict == "undecided" else "",
             )
         )
-    return found
+    return results
 
 
 def _of_all_seeds(

@@ -48,12 +48,12 @@ def effects_of(
             f"{len(cells)} runs do not separate {len(names)} effects; more cells or seeds do"
         )
     inverse = np.linalg.inv(matrix.T @ matrix)
-    found = inverse @ matrix.T @ np.array(values)
-    error = float(np.sum((np.array(values) - matrix @ found) ** 2)) / freedom
+    coefficients = inverse @ matrix.T @ np.array(values)
+    error = float(np.sum((np.array(values) - matrix @ coefficients) ** 2)) / freedom
     wide = t.ppf(0.975, freedom) * np.sqrt(error * np.diag(inverse))
     return [
         Effect(factor, level, Interval(float(m), float(m - h), float(m + h)))
-        for (factor, level), m, h in zip(names, found, wide, strict=False)  # seeds come last
+        for (factor, level), m, h in zip(names, coefficients, wide, strict=False)  # seeds come last
     ]
 
 

@@ -78,8 +78,8 @@ def seeds_needed(
         cut = t.ppf(1 - alpha / 2, gaps.freedom if fixed else count - 1)
         return bool(cut * gaps.sd / math.sqrt(count) <= margin / 2)
 
-    found = 2 + bisect_left(range(2, most + 1), True, key=enough)
-    return found if found <= most else None
+    least = 2 + bisect_left(range(2, most + 1), True, key=enough)
+    return least if least <= most else None
 
 
 def detectable(

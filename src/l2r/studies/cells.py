@@ -55,20 +55,20 @@ def folder_cells(
     The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
     that the folder does not have, and for another kind.
     """
-    found: dict[str, AnyRecipe] = {}
+    recipes: dict[str, AnyRecipe] = {}
     for name in recipes_in(folder):
         router = packaged_recipes()[name].router
-        if router is not None and router not in found:  # of two sizes the first
-            found[router] = load_recipe(name, changes)
-            if found[router].router.kind != load_recipe(name).router.kind:
+        if router is not None and router not in recipes:  # of two sizes the first
+            recipes[router] = load_recipe(name, changes)
+            if recipes[router].router.kind != load_recipe(name).router.kind:
                 raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
-    known = [kind for kind in router_names() if kind in found]
-    known += [router for router in found if router not in known]
+    known = [kind for kind in router_names() if kind in recipes]
+    known += [router for router in recipes if router not in known]
     routers = [known_as(router, known) for router in routers or ()]
     for router in routers:
         if router not in known:
             raise ValueError(f"routers must be among {', '.join(known)}; got {router!r}")
-    arms = [_with_seeds(r, found[r], seeds, first_unmarked=True) for r in routers or known]
+    arms = [_with_seeds(r, recipes[r], seeds, first_unmarked=True) for r in routers or known]
     return _by_seed(arms)
 
 

@@ -37,7 +37,7 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
     """Results of the cells that have one. Raises ValueError for one of another recipe."""
     stored = {(result.arm, result.seed): result for result in places.stored().read()}
     meanings: dict[str, object] = {}  # of stored recipes without their seeds
-    found = []
+    results = []
     for cell in cells:
         result = stored.get((cell.arm, cell.recipe.seed))
         if result is None:
@@ -52,8 +52,8 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
                 f"{places.stored().path} holds a run of another recipe than plan {plan.name} says "
                 f"({cell.name}); choose other --results"
             )
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:

@@ -101,12 +101,15 @@ def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Mea
 
 def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
     """Stability and overlap under noise in proportion to what each router sees."""
-    found = []
+    stabilities = []
     for record in records:
         x = record.sample["x"]
         sigma = _RELATIVE_NOISE * float(x.float().square().mean().sqrt())
-        found.append(perturbation_stability(record.router, x, sigma))
-    return {f"relative_{n}": sum(f[n].mean for f in found) / len(found) for n in found[0]}
+        stabilities.append(perturbation_stability(record.router, x, sigma))
+    return {
+        f"relative_{n}": sum(f[n].mean for f in stabilities) / len(stabilities)
+        for n in stabilities[0]
+    }
 
 
 @torch.no_grad()

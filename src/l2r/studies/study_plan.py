@@ -149,10 +149,10 @@ class Plan(Section):
 
     def all_arms(self) -> dict[str, Changes]:
         """Arms by name, those of the screens too."""
-        found = dict(self.arms)
+        arms = dict(self.arms)
         for name, screen in self.screens.items():
-            found |= screen.arms(name)
-        return found
+            arms |= screen.arms(name)
+        return arms
 
     def seeds_that_decide(self) -> int | None:
         """Seeds from whose deviation the number of all follows, where the plan adds seeds."""

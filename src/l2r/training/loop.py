@@ -228,8 +228,8 @@ class _Trainer:
         try:
             self.step.check()
         except NonFiniteError as error:
-            found = self.run.complete_checkpoints()
-            last = f"; last good checkpoint: {found[-1]}" if found else ""
+            checkpoints = self.run.complete_checkpoints()
+            last = f"; last good checkpoint: {checkpoints[-1]}" if checkpoints else ""
             raise NonFiniteError(f"{error}{last}") from None
 
 

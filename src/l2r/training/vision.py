@@ -98,7 +98,7 @@ class VisionTask:
 
     def validate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         section = self.recipe.evaluation
-        found = evaluate_accuracy(
+        accuracy = evaluate_accuracy(
             model,
             self.validation,
             **self.recipe.data.standard._asdict(),
@@ -106,12 +106,12 @@ class VisionTask:
             max_images=section.batch_size * section.max_batches,
             workers=self.recipe.data.workers,
         )
-        self._note(found.skipped)
+        self._note(accuracy.skipped)
         return {
-            "ce": found.loss,
-            "top1": found.top1,
-            "top5": found.top5,
-            "evaluated": found.images,
+            "ce": accuracy.loss,
+            "top1": accuracy.top1,
+            "top5": accuracy.top5,
+            "evaluated": accuracy.images,
             "skipped": len(self.skipped),
         }
 

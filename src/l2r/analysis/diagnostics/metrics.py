@@ -138,9 +138,9 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
 
 
 def _chance(name: str, draws: Sequence[float]) -> dict[str, float]:
-    found = torch.tensor(draws, dtype=torch.float64)
-    low, high = found.quantile(torch.tensor([0.025, 0.975], dtype=found.dtype)).tolist()
-    return {name: found.mean().item(), f"{name}_low": low, f"{name}_high": high}
+    sample = torch.tensor(draws, dtype=torch.float64)
+    low, high = sample.quantile(torch.tensor([0.025, 0.975], dtype=sample.dtype)).tolist()
+    return {name: sample.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 
 def _domains_dealt_anew(blocks: Float[Tensor, "G B N"]) -> list[Float[Tensor, "G N"]]:
@@ -150,11 +150,11 @@ def _domains_dealt_anew(blocks: Float[Tensor, "G B N"]) -> list[Float[Tensor, "G
     kept = units.sum(dim=1) > 0
     labels = torch.arange(domains).repeat_interleave(count)[kept]
     generator = torch.Generator().manual_seed(0)
-    found = []
+    tables = []
     for _ in range(PERMUTATIONS):
         dealt = labels[torch.randperm(len(labels), generator=generator)]
-        found.append(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
-    return found
+        tables.append(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
+    return tables
 
 
 def _largest_share(joint: Float[Tensor, "G N"]) -> float:

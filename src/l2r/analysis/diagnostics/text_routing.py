@@ -150,17 +150,17 @@ class _Layer:
         token, expert = self._pairs // self.num_experts, self._pairs % self.num_experts
         position = torch.searchsorted(ids, token)
         low = wilson_low(self._counts, occurrences[position])
-        found = torch.full((self.num_experts, VOCABULARY), -1, dtype=torch.int32)
-        counts = torch.zeros_like(found)
+        vocabulary = torch.full((self.num_experts, VOCABULARY), -1, dtype=torch.int32)
+        counts = torch.zeros_like(vocabulary)
         for number in range(self.num_experts):
             own = (expert == number).nonzero()[:, 0]
             best = own[low[own].argsort(descending=True, stable=True)[:VOCABULARY]]
-            found[number, : len(best)] = position[best].int()
+            vocabulary[number, : len(best)] = position[best].int()
             counts[number, : len(best)] = self._counts[best].int()
         return {
             "contexts": self._contexts.int(),
             "context_weights": self._context_weights,
-            "vocabulary": found,
+            "vocabulary": vocabulary,
             "vocabulary_counts": counts,
         }
 

@@ -43,13 +43,13 @@ def model_analyses(
 
     ``layers`` has the numbers of each layer; of the information between two of them the mean.
     """
-    found = of.paths(choices)
-    numbers: dict[str, Any] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}
+    paths = of.paths(choices)
+    numbers: dict[str, Any] = {"distinct_paths": paths.distinct, "path_entropy": paths.entropy}
     for name in ("path_information", "path_information_by_chance"):
         values = [layer[name] for layer in layers if name in layer]
         if values:
             numbers[name] = sum(values) / len(values)
-    return {**numbers, **_chance("path_entropy", found.chance)}, found.most
+    return {**numbers, **_chance("path_entropy", paths.chance)}, paths.most
 
 
 def _words(choices: Choices) -> dict[str, Words]:

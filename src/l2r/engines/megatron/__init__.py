@@ -89,8 +89,8 @@ def moe_submodules(layer: Any) -> Any:
     """What a layer spec builds its MoE from, None for one without; its ``router`` is a builder."""
     mlp = layer.submodules.mlp
     # A spec before 0.18, a partial of the layer from then on.
-    found = getattr(mlp, "keywords", vars(mlp)).get("submodules")
-    return found if hasattr(found, "router") else None
+    submodules = getattr(mlp, "keywords", vars(mlp)).get("submodules")
+    return submodules if hasattr(submodules, "router") else None
 
 
 def plug(spec: Any, router: Mapping[str, Any]) -> int:

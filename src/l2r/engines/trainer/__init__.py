@@ -101,7 +101,7 @@ class RouterLog(TrainerCallback):
 
     def __post_init__(self) -> None:
         self._watch = RouterWatch(self.trainer.model)
-        self._found: RouterStatistics | None = None
+        self._statistics: RouterStatistics | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch a step that will be logged."""
@@ -112,20 +112,20 @@ class RouterLog(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reduce what was seen, over all micro-batches and ranks."""
         if self._watch.is_open:
-            self._found = self._watch.read()
+            self._statistics = self._watch.read()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         """Add the numbers of the last watched step to the logs."""
-        if "loss" not in logs or self._found is None:
+        if "loss" not in logs or self._statistics is None:
             return
-        found, self._found = self._found, None
-        logs.update(found.scalars())
-        state.log_history[-1].update(found.scalars())
+        statistics, self._statistics = self._statistics, None
+        logs.update(statistics.scalars())
+        state.log_history[-1].update(statistics.scalars())
         callbacks = self.trainer.callback_handler.callbacks
         for writer in (getattr(callback, "tb_writer", None) for callback in callbacks):
-            draw(writer, found, state.global_step)
+            draw(writer, statistics, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave no hook behind."""
@@ -214,11 +214,11 @@ class RouterLosses(TrainerCallback):
         bal, z, margin, count = sums.tolist()
         self._sums.zero_()
         if count:
-            found = {"balance_loss": bal / count, "z_loss": z / count}
+            losses = {"balance_loss": bal / count, "z_loss": z / count}
             if self.margin:
-                found["margin_loss"] = margin / count
-            logs.update(found)
-            state.log_history[-1].update(found)
+                losses["margin_loss"] = margin / count
+            logs.update(losses)
+            state.log_history[-1].update(losses)
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._open.close()  # a forward that failed left it open

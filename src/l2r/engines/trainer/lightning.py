@@ -53,13 +53,13 @@ class RouterHooks:
         self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the batch that was watched."""
-        found = self._watch.read() if self._watch is not None and self._watch.is_open else None
-        if found is None:
+        statistics = self._watch.read() if self._watch is not None and self._watch.is_open else None
+        if statistics is None:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(found.scalars(), step=trainer.global_step)
+            logger.log_metrics(statistics.scalars(), step=trainer.global_step)
             if trainer.is_global_zero:
-                draw(getattr(logger, "experiment", None), found, trainer.global_step)
+                draw(getattr(logger, "experiment", None), statistics, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Leave no hook behind."""

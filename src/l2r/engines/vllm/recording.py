@@ -77,10 +77,10 @@ class Recording:
         """The engine's own name of a completion's request: with random letters behind it."""
         number = f"{index}_" if choices > 1 else ""
         pattern = re.compile(re.escape(f"{number}{request}") + r"(-[0-9a-f]{8})?")
-        found = [name for name in self._by_name if pattern.fullmatch(name)]
-        if not found:
+        names = [name for name in self._by_name if pattern.fullmatch(name)]
+        if not names:
             raise ValueError(f"request {request} was not generated in the block that records")
-        return found[-1]
+        return names[-1]
 
 
 @contextmanager
@@ -166,12 +166,12 @@ class _Recorder:
 
     def take(self) -> list[tuple[str, bytes, bytes]]:
         """All requests, which are then forgotten."""
-        found = []
+        records = []
         for name in self._steps.names:
             experts, known = self._steps.read(name)
-            found.append((name, _bytes(experts), _bytes(known)))
+            records.append((name, _bytes(experts), _bytes(known)))
             self._steps.drop(name)
-        return found
+        return records
 
     def _capture(self, layer: int, experts: torch.Tensor) -> None:
         self._buffer[: len(experts), layer] = experts

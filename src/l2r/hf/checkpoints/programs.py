@@ -68,11 +68,11 @@ def export_program(
         warnings.simplefilter("ignore")  # torch's own, of what torch itself calls
         try:
             run = PROGRAM_FORMS[form](_trace(model, samples[0]), folder)
-            found = [run(ids) for ids in samples]
+            outputs = [run(ids) for ids in samples]
         except Exception as error:  # each exporter raises other kinds of errors
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(f"{form} export of {type(model).__name__} failed: {first}") from error
-        apart = [a - b for a, b in zip(found, expected, strict=True)]
+        apart = [a - b for a, b in zip(outputs, expected, strict=True)]
         agreement = Agreement(_largest(apart), _largest(expected))
         if not agreement.difference <= tolerance * max(1.0, agreement.largest):
             raise ValueError(

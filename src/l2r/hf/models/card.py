@@ -187,7 +187,7 @@ def _router_groups(model: Any) -> dict[str, Router]:
             alike.setdefault(f"{module.extra_repr()} {module.selection}", []).append(
                 (layer, module)
             )
-    return {", ".join(layer for layer, _ in found): found[0][1] for found in alike.values()}
+    return {", ".join(layer for layer, _ in layers): layers[0][1] for layers in alike.values()}
 
 
 def _router_section(layers: str, router: Router) -> str:

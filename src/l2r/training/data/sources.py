@@ -106,8 +106,8 @@ def folder_files(folder: Path, version: int = NEWEST) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*") if path.name.endswith(TEXT_SUFFIXES))
-    return sorted(p for p in found if p.is_file() and not p.name.startswith("."))
+    paths = (path for path in folder.rglob("*") if path.name.endswith(TEXT_SUFFIXES))
+    return sorted(p for p in paths if p.is_file() and not p.name.startswith("."))
 
 
 def _documents(file: Path, label: str) -> Files:

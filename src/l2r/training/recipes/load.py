@@ -127,11 +127,11 @@ def full_name(field: str, kind: Any) -> str:
     if "." in field or not hasattr(kind, "model_fields"):
         return ""
     routers = set[str]().union(*map(options_of, ROUTERS))
-    found = [f"router.{field}"] if field in routers else []
+    places = [f"router.{field}"] if field in routers else []
     for section, hint in get_type_hints(kind).items():
         if hasattr(hint, "model_fields") and field in hint.model_fields:
-            found.append(f"{section}.{field}")
-    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+            places.append(f"{section}.{field}")
+    return f" (did you mean {' or '.join(map(repr, places))}?)" if places else ""
 
 
 def first_problem(error: ValidationError, kind: Any) -> str:

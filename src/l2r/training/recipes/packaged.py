@@ -50,7 +50,7 @@ def settings(name: str) -> dict[str, Any] | None:
 def packaged_recipes() -> dict[str, Packaged]:
     """Every recipe by name, e.g. ``demo/l2r-sips``."""
     routers = _documents(_root() / "_routers.yaml")[0]
-    found = {}
+    recipes = {}
     for path in _files():
         folder, part = path.parent.name, path.stem.removeprefix("_")
         prefix = f"{folder}/" if part == "base" else f"{folder}/{part}-"
@@ -61,8 +61,8 @@ def packaged_recipes() -> dict[str, Packaged]:
                 shared = {} if "base" in entry else routers.get(key, {})
                 router = key.replace("-", "_") if key in routers else None
                 base = f"{folder}/{path.stem}"
-                found[name] = _recipe(name, base, [table, shared, entry], router)
-    return dict(sorted(found.items(), key=lambda item: item[0].split("/")))
+                recipes[name] = _recipe(name, base, [table, shared, entry], router)
+    return dict(sorted(recipes.items(), key=lambda item: item[0].split("/")))
 
 
 def _recipe(name: str, base: str, parts: list[Mapping[str, Any]], router: str | None) -> Packaged:

@@ -127,8 +127,8 @@ class Subject:
             loss = (
                 output["loss"] if self.reads_text else output["logits"].float().logsumexp(-1).sum()
             )
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        return dict(zip(wanted, found, strict=True))
+            grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return dict(zip(wanted, grads, strict=True))
 
     def labels(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Token ids, -100 outside of the mask; None for images."""

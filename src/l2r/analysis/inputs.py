@@ -60,8 +60,8 @@ class Subject:
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
         """One forward pass; ``targets`` and ``domain`` are not for the model."""
-        known = {name: v for name, v in inputs.items() if name not in ("targets", "domain")}
-        return model(**known, **self.options)
+        arguments = {name: v for name, v in inputs.items() if name not in ("targets", "domain")}
+        return model(**arguments, **self.options)
 
 
 def open_subject(

@@ -109,8 +109,8 @@ def _compiler() -> tuple[str, str]:
     path = shutil.which(name)
     if path is None:
         return MISSING, f"no {name}; install g++ or set CXX to a C++ compiler with OpenMP"
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-    return OK, done.stdout.splitlines()[0]
+    process = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return OK, process.stdout.splitlines()[0]
 
 
 def _cpu_kernel() -> tuple[str, str]:
@@ -196,13 +196,13 @@ def _extras() -> list[Check]:
 
     from l2r.cli.extras import ALONE, FOR_DEVELOPMENT, PACKAGE, extras, missing
 
-    known = {e: needs for e, needs in extras().items() if e not in FOR_DEVELOPMENT}
-    if not known:
+    optional = {e: needs for e, needs in extras().items() if e not in FOR_DEVELOPMENT}
+    if not optional:
         return [
             Check("extras", MISSING, f"{PACKAGE} is not installed as a package: pip install -e .")
         ]
     checks = []
-    for extra, needs in known.items():
+    for extra, needs in optional.items():
         lacking = missing(needs)
         names = ", ".join(need.name for need in needs)
         if lacking:

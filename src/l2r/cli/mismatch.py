@@ -126,10 +126,10 @@ def _record(subject: "Subject", batch_size: int, path: Path) -> None:
 
     parts: list[Routes] = []
     with progress_bars() as bars:
-        done = partial(bars, "record", total=subject.items)
+        progress = partial(bars, "record", total=subject.items)
         for batch in subject.batches(batch_size, subject.device):
             parts.append(read_routing(subject.model, batch["input_ids"]).routes)
-            done(sum(map(len, parts)))
+            progress(sum(map(len, parts)))
     Routes.concatenate(parts).save(path)
     say(f"routes: {path}")
 
@@ -161,20 +161,20 @@ def _compare(
     rows = [row for part in ids for row in part]
     with progress_bars() as bars:
         if answers is not None:
-            given = read_answers(answers, fingerprint_of(model))
-            done = partial(bars, against, total=len(given.rows))
-            rows = [row.to(subject.device) for row in given.rows]
-            compared = compare_routes(model, given.routes, rows, given.log_probs, report=done)
+            served = read_answers(answers, fingerprint_of(model))
+            progress = partial(bars, against, total=len(served.rows))
+            rows = [row.to(subject.device) for row in served.rows]
+            compared = compare_routes(model, served.routes, rows, served.log_probs, report=progress)
             return compared, np.zeros(len(rows), np.int64)
-        done = partial(bars, against, total=len(rows))
+        progress = partial(bars, against, total=len(rows))
         if Path(against).is_file():
-            return compare_routes(model, Routes.load(against), rows, report=done), domain
+            return compare_routes(model, Routes.load(against), rows, report=progress), domain
         if against in ARITHMETICS:
             other = in_other_arithmetic(model, against)
         else:
             folder = local_checkpoint(against, code=trust)
             other, _ = load_causal_lm(folder, placement=placement, trust_remote_code=trust)
-        return compare_models(model, other, ids, report=done), domain
+        return compare_models(model, other, ids, report=progress), domain
 
 
 def _result(subject: "Subject", comparison: "Comparison", domain: np.ndarray) -> "Mismatch":

@@ -43,14 +43,14 @@ def plan(
     from l2r.training.data import parse_tokens
     from l2r.training.recipes import load_recipe
 
-    given = Assumptions(find_gpu(gpu), utilization, imbalance)
+    assumptions = Assumptions(find_gpu(gpu), utilization, imbalance)
     loaded = with_pixels(load_recipe(recipe, changes or ()))
     length = None if tokens is None else parse_tokens(tokens)
     with Console(stderr=True).status("counting") as status:
         chosen = make_plan(
             loaded,
             gpus,
-            given,
+            assumptions,
             parallel=parallel,
             simulated=simulate,
             report=lambda line: status.update(f"simulating {line}"),

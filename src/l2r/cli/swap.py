@@ -96,17 +96,17 @@ def swap(
     )
     if fit is None:
         replace_routers(model, config, layers=chosen, selection=selection)
-        done = "untrained routers into {}; its other weights are unchanged. Train it before use."
+        text = "untrained routers into {}; its other weights are unchanged. Train it before use."
     else:
         data = None if fit == EMBEDDED else Path(fit)
         result = fit_to_old(
             folder, model, tokenizer, config, data=data, layers=chosen, selection=selection
         )
-        done = "new routers into {} and fitted them to its own; its other weights are unchanged."
-    made = f"## How it was made\n\n`l2r swap` put {done.format(checkpoint.resolve().name)}"
+        text = "new routers into {} and fitted them to its own; its other weights are unchanged."
+    card = f"## How it was made\n\n`l2r swap` put {text.format(checkpoint.resolve().name)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
-        save(out, tokenizer=tokenizer, sections=[made], **watched)
+        save(out, tokenizer=tokenizer, sections=[card], **watched)
     table = _table(model, before, config.kind)
     if result is None:
         print_table(table, as_json=as_json)
@@ -135,7 +135,7 @@ def _table(model: Any, before: "list[Site]", kind: str) -> Table:
     rows = []
     for site in before:
         router = model.get_submodule(site.path)
-        kept = isinstance(router, Router) and router.selection.family
+        family = isinstance(router, Router) and router.selection.family
         rows.append(
             (
                 site.layer,
@@ -144,7 +144,7 @@ def _table(model: Any, before: "list[Site]", kind: str) -> Table:
                 "kept" if router is site.router else kind,
                 sum(p.numel() for p in site.router.parameters()),
                 sum(p.numel() for p in router.parameters()),
-                str(router.selection) if kept else "own",
+                str(router.selection) if family else "own",
             )
         )
     changed = sum(row[3] != "kept" for row in rows)

@@ -98,10 +98,10 @@ def upcycle(
         for table in fit_tables(result, config.kind):
             print_table(table)
     if out is not None:
-        made = (
+        card = (
             f"## How it was made\n\n`l2r upcycle {checkpoint.resolve().name} --tokens {tokens} "
             f"--updates {updates} --train-steps {train_steps}` put new routers into it and fitted "
             "them to the decisions of its own."
         )
-        save_model(model, out, tokenizer=tokenizer, sections=[made])
+        save_model(model, out, tokenizer=tokenizer, sections=[card])
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)

@@ -122,10 +122,10 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
     ``rule.bias`` is not None where the engine balances by a selection bias.
     Raises ValueError where no setting of this router selects so.
     """
-    known = {field.name for field in dataclasses.fields(router.config)}
+    fields = {field.name for field in dataclasses.fields(router.config)}
     wanted = {"normalize_weights": rule.normalize, "gate": rule.score, "scale": rule.scale}
     config: RouterConfig = dataclasses.replace(
-        router.config, **{name: value for name, value in wanted.items() if name in known}
+        router.config, **{name: value for name, value in wanted.items() if name in fields}
     )
     sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
     with torch.device("meta"):

@@ -76,8 +76,8 @@ class Replay(Calls):
             )
         rows = self._grids[call.columns][call.first : call.first + call.rows]
         columns = slice(part.rank * width, (part.rank + 1) * width)
-        given = rows[:, columns, self._places[layer]].to(own.device, own.dtype)
-        return torch.where(given[..., :1] == NO_ROUTE, own, given)
+        recorded = rows[:, columns, self._places[layer]].to(own.device, own.dtype)
+        return torch.where(recorded[..., :1] == NO_ROUTE, own, recorded)
 
     def _check(self, call: Call) -> None:
         left = len(self._routes) - call.first
@@ -137,9 +137,9 @@ def _watched(
 
     begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
     end = model.register_forward_hook(session.end, always_call=True)
-    made = {(s.owner, s.name): s.make(asking(layer)) for layer, s in seats.items()}
+    layers = {(s.owner, s.name): s.make(asking(layer)) for layer, s in seats.items()}
     try:
-        with replaced_functions(made):
+        with replaced_functions(layers):
             yield
     finally:
         begin.remove()

@@ -36,8 +36,8 @@ def routing_query(
     score: Score = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
-    made = _fused(Tensors(x=x, weight=projection, gain=gain), score)
-    return plain.routing_query(x, projection, gain, score) if made is None else made.query
+    results = _fused(Tensors(x=x, weight=projection, gain=gain), score)
+    return plain.routing_query(x, projection, gain, score) if results is None else results.query
 
 
 def anchor_logits(
@@ -48,17 +48,19 @@ def anchor_logits(
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
     rho_hat = rho_hat if score.scoring == "sips" else None  # the others never read |q|
-    made = _fused(Tensors(anchors=anchors, query=query, rho_hat=rho_hat), score)
-    return plain.anchor_logits(query, anchors, score, rho_hat) if made is None else made.logits
+    results = _fused(Tensors(anchors=anchors, query=query, rho_hat=rho_hat), score)
+    return (
+        plain.anchor_logits(query, anchors, score, rho_hat) if results is None else results.logits
+    )
 
 
 def softmax_top_k(
     logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
-    made = _fused(Tensors(logits=logits), DEFAULTS, top_k, normalize)
-    if made is not None:
-        return made.weights, made.indices
+    results = _fused(Tensors(logits=logits), DEFAULTS, top_k, normalize)
+    if results is not None:
+        return results.weights, results.indices
     indices = best_experts(logits, top_k)
     weights = functional.expert_weights(
         functional.routing_probs(logits), indices, normalize=normalize
@@ -69,16 +71,16 @@ def softmax_top_k(
 def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:
     """Indices of the k largest, which have no gradient; see ``functional.best_experts``."""
     ranking = ranking.detach()
-    made = _fused(Tensors(logits=ranking), DEFAULTS, top_k)
-    return functional.best_experts(ranking, top_k) if made is None else made.indices
+    results = _fused(Tensors(logits=ranking), DEFAULTS, top_k)
+    return functional.best_experts(ranking, top_k) if results is None else results.indices
 
 
 def route_logits(
     x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    made = _fused(_whole(x, parts), score)
-    return plain.route_logits(x, parts, score) if made is None else made.logits
+    results = _fused(_whole(x, parts), score)
+    return plain.route_logits(x, parts, score) if results is None else results.logits
 
 
 def route(
@@ -90,10 +92,10 @@ def route(
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    made = _fused(_whole(x, parts), score, top_k, normalize)
-    if made is None:
+    results = _fused(_whole(x, parts), score, top_k, normalize)
+    if results is None:
         return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
-    return made.logits, made.weights, made.indices
+    return results.logits, results.weights, results.indices
 
 
 def _whole(x: Tensor, parts: KernelWeights) -> Tensors:

@@ -200,8 +200,8 @@ def _version() -> str:
 
 def _groups_of(rows: Mapping[str, Mapping[str, Any]]) -> list[_Group]:
     """Groups of which the rows have a number."""
-    known = set[str]().union(*rows.values())
-    return [group for group in _GROUPS if any(field in known for field in group[1].values())]
+    fields = set[str]().union(*rows.values())
+    return [group for group in _GROUPS if any(field in fields for field in group[1].values())]
 
 
 def _table(
@@ -227,8 +227,8 @@ def _table(
 
 
 def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
-    known = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
-    return [Section("Certified routing", parts=[certified_curves(known)])] if known else []
+    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
+    return [Section("Certified routing", parts=[certified_curves(certified)])] if certified else []
 
 
 def _geometry(view: Diagnosis) -> list[Any]:

@@ -38,11 +38,11 @@ def router_of(name: str) -> str | None:
     ``l2r-sips``, ``l2r_sips.seed-1`` and ``l2r_sips_tuned`` are of l2r_sips, ``l2r-best`` too.
     """
     plain = name.partition(".")[0].partition("/")[-1] or name.partition(".")[0]
-    known = (*ROUTER_COLORS, *_ALIASES)
-    whole = known_as(plain, known)
-    if whole not in known:
+    names = (*ROUTER_COLORS, *_ALIASES)
+    whole = known_as(plain, names)
+    if whole not in names:
         under = plain.replace("-", "_")
-        whole = max((r for r in known if under.startswith(f"{r}_")), key=len, default="")
+        whole = max((r for r in names if under.startswith(f"{r}_")), key=len, default="")
     if "," in name or not whole:
         return None
     return _ALIASES.get(whole, whole)

@@ -70,9 +70,9 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
     figure, places = panel_figure(list(fields.values()), len(fields))
     for place, field in zip(places, fields, strict=True):
         values = [view.numbers().get(field) for view in views.values()]
-        known = all(f"{field}_interval" in row for view in views.values() for row in view.layers)
+        measured = all(f"{field}_interval" in row for view in views.values() for row in view.layers)
         error = None
-        if known:
+        if measured:
             ends = [[row[f"{field}_interval"] for row in view.layers] for view in views.values()]
             low, high = np.array([np.mean(layers, axis=0) for layers in ends]).T
             error = {"symmetric": False, "array": high - values, "arrayminus": values - low}

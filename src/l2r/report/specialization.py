@@ -26,8 +26,8 @@ _PANELS = {
 
 def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
     """A panel per number: lines over layers, with chance as a dotted line and its 95% band."""
-    known = {name for view in views.values() for layer in view.layers for name in layer}
-    fields = [field for field in _PANELS if field in known]
+    names = {name for view in views.values() for layer in view.layers for name in layer}
+    fields = [field for field in _PANELS if field in names]
     figure, places = panel_figure([_PANELS[field][0] for field in fields], 3)
     for place, field in zip(places, fields, strict=True):
         for number, (name, view) in enumerate(views.items()):
@@ -117,8 +117,8 @@ def coactivation_heatmaps(
     titles = []
     for layer in layers:
         chance = view.layers[layer].get("coactivation_by_chance")
-        known = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
-        titles.append(f"{name}, layer {view.label(layer)}{known}")
+        partner = "" if chance is None else f"<br>strongest partner by chance: {chance:.2f}"
+        titles.append(f"{name}, layer {view.label(layer)}{partner}")
     figure, places = panel_figure(titles, len(titles), horizontal_spacing=0.09)
     for place, layer in zip(places, layers, strict=True):
         together = view.array(layer, "coactivation")

@@ -57,8 +57,8 @@ class Table:
             if any(self.show(row[n]) != "-" for row in self.rows)
         ]
         wanted = [c for c in self.few or self.columns[1:] if c in held and c != self.columns[0]]
-        kept = {self.columns[0], *wanted[: most - 1]}
-        places = [n for n, column in enumerate(self.columns) if column in kept]
+        shown = {self.columns[0], *wanted[: most - 1]}
+        places = [n for n, column in enumerate(self.columns) if column in shown]
         left = len(self.columns) - len(places)
         return replace(
             self,

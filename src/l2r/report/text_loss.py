@@ -45,8 +45,8 @@ def _verdict(losses: Records, differences: Records) -> str:
             return f"{sentence}."
         return f"{sentence}, 95% interval {bits['low']:.3f} to {bits['high']:.3f}."
     every = [v["bits_per_byte"] or {} for of in differences.values() for v in of.values()]
-    known = [bits for bits in every if bits.get("low") is not None]
-    apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in known)
+    measured = [bits for bits in every if bits.get("low") is not None]
+    apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in measured)
     return f"Of {len(every)} differences from {texts[0][0]} in bits per byte, {apart} exclude 0."
 
 

@@ -174,10 +174,10 @@ def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[
     """Accuracy of one checkpoint, or how many differences from the first exclude 0."""
     if not differences:
         ((name, values),) = overall.items()
-        known = [(c, v) for c, v in values.items() if v is not None]
-        if not known:
+        measured = [(c, v) for c, v in values.items() if v is not None]
+        if not measured:
             return f"{name}: no task has a result."
-        column, (mean, low, high) = known[-1]
+        column, (mean, low, high) = measured[-1]
         return f"{name}: {column} {mean:.1f}%, 95% interval {low:.1f} to {high:.1f}."
     every = [v for by_column in differences.values() for v in by_column.values() if v is not None]
     apart = sum(low > 0 or high < 0 for _, low, high in every)

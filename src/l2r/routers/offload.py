@@ -46,6 +46,7 @@ def materialized(module: nn.Module) -> nn.Module:
         return module
     from accelerate.hooks import remove_hook_from_module
 
-    kept: dict[int, Any] = {id(hook): hook for hook in hooks}  # they hold the whole model's tensors
+    # Hooks are shared: they hold the whole model's tensors.
+    shared: dict[int, Any] = {id(hook): hook for hook in hooks}
     with onloaded(module):
-        return remove_hook_from_module(copy.deepcopy(module, kept), recurse=True)
+        return remove_hook_from_module(copy.deepcopy(module, shared), recurse=True)

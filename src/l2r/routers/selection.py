@@ -131,8 +131,8 @@ class Selection:
         grouped = scores.masked_fill(scores.isnan(), float("-inf"))
         grouped = grouped.view(scores.shape[0], self.groups, -1)
         quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
-        kept = best_experts(quality, self.kept_groups)
-        dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, kept, False)
+        groups = best_experts(quality, self.kept_groups)
+        dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, groups, False)
         # Whatever the kept are worth, they stand before the dropped.
         grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
         return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)

@@ -150,8 +150,8 @@ class RunFolder:
 
     def cut_metrics(self, step: int) -> None:
         """Drop records after ``step``: a resumed run writes them again."""
-        kept = [json.dumps(r) + "\n" for r in self.read_metrics() if r["step"] <= step]
-        write_text(self.metrics, "".join(kept))
+        lines = [json.dumps(r) + "\n" for r in self.read_metrics() if r["step"] <= step]
+        write_text(self.metrics, "".join(lines))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one record and hand it to the operating system."""
@@ -188,8 +188,8 @@ def _is_record(record: dict[str, Any]) -> bool:
     """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
     numbers = [v for name, v in record.items() if name != "kind"]
     flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
-    known = all(n is None or isinstance(n, int | float) for n in flat)
-    return known and type(record.get("step")) is int and isinstance(record.get("kind"), str)
+    numeric = all(n is None or isinstance(n, int | float) for n in flat)
+    return numeric and type(record.get("step")) is int and isinstance(record.get("kind"), str)
 
 
 def find_runs(path: str | Path) -> list[RunFolder]:

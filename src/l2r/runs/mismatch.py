@@ -76,15 +76,15 @@ class Mismatch(Arrays):
         compared, changed = self.compared, self.changed
         for n, layer in enumerate(self.layers.tolist()):
             held = self.certified[n] == 1
-            known = bool((self.certified[n] != NO_STATEMENT).any())
+            certified = bool((self.certified[n] != NO_STATEMENT).any())
             rows.append(
                 {
                     "layer": layer,
                     "decisions": int(compared.sum()),
                     "changed": _share(changed[n], compared),
                     "input_change": _median(self.moved[n]),
-                    "certified": _share(held, compared) if known else None,
-                    "certified_changed": int((held & changed[n]).sum()) if known else None,
+                    "certified": _share(held, compared) if certified else None,
+                    "certified_changed": int((held & changed[n]).sum()) if certified else None,
                 }
             )
         return rows
@@ -92,14 +92,14 @@ class Mismatch(Arrays):
     def totals(self) -> dict[str, Any]:
         """Over all layers and tokens; None where nothing is known."""
         compared, changed = self.compared, self.changed
-        known = np.not_equal(self.certified, NO_STATEMENT) & compared
+        stated = np.not_equal(self.certified, NO_STATEMENT) & compared
         held = np.equal(self.certified, 1) & compared
         return {
             "tokens": int(compared.sum()),
             "layers": len(self.layers),
             "decisions_changed": _share(changed, np.broadcast_to(compared, changed.shape)),
             "tokens_changed": _share(changed.any(axis=0), compared),
-            "certified": _share(held, known) if known.any() else None,
+            "certified": _share(held, stated) if stated.any() else None,
             "certified_decisions": int(held.sum()),
             "certified_changed": int((held & changed).sum()),
         }
@@ -127,8 +127,8 @@ class Mismatch(Arrays):
         for part in np.array_split(np.argsort(gap, kind="stable"), _PARTS):
             if not len(part):
                 continue
-            known = certified[part] != NO_STATEMENT
-            held = float((certified[part] == 1)[known].mean()) if known.any() else None
+            stated = certified[part] != NO_STATEMENT
+            held = float((certified[part] == 1)[stated].mean()) if stated.any() else None
             row = {"from": float(gap[part[0]]), "to": float(gap[part[-1]])}
             rows.append({**row, "changed": float(changed[part].mean()), "certified": held})
         return rows
@@ -188,5 +188,5 @@ def _share(hits: Any, of: Any) -> float | None:
 
 
 def _median(values: Float[np.ndarray, " T"]) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else None
+    numbers = values[~np.isnan(values)]
+    return float(np.median(numbers)) if len(numbers) else None

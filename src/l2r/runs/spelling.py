@@ -21,14 +21,14 @@ def existing_path(path: str | Path) -> Path:
 
     Every part is looked for in the folder before it; ``path`` itself where one has no match.
     """
-    given = Path(path)
-    if given.exists():
-        return given
-    existing = Path(given.anchor)
-    parts = given.parts[1:] if given.anchor else given.parts
+    wanted = Path(path)
+    if wanted.exists():
+        return wanted
+    existing = Path(wanted.anchor)
+    parts = wanted.parts[1:] if wanted.anchor else wanted.parts
     for part in parts:
         if not existing.is_dir():
-            return given
+            return wanted
         name = (
             part
             if (existing / part).exists()
@@ -36,5 +36,5 @@ def existing_path(path: str | Path) -> Path:
         )
         existing /= name
         if not existing.exists():
-            return given
+            return wanted
     return existing

@@ -82,7 +82,7 @@ class Results:
             if self.path.stat().st_size > whole:
                 os.truncate(self.path, whole)
             there = self._parse(lines)
-            known = {_digest(_without_seed(result.recipe)) for result in there.values()}
+            digests = {_digest(_without_seed(result.recipe)) for result in there.values()}
             text = []
             for result in results:
                 if (result.arm, result.seed) in there:
@@ -91,9 +91,9 @@ class Results:
                     )
                 shared = _without_seed(result.recipe)
                 digest = _digest(shared)
-                if digest not in known:
+                if digest not in digests:
                     text.append(_line({"digest": digest, "recipe": shared}))
-                    known.add(digest)
+                    digests.add(digest)
                 text.append(_line({**asdict(result.rounded()), "recipe": digest}))
                 there[result.arm, result.seed] = result
             append_text(self.path, "".join(text))

@@ -62,13 +62,13 @@ def folder_cells(
             recipes[router] = load_recipe(name, changes)
             if recipes[router].router.kind != load_recipe(name).router.kind:
                 raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
-    known = [kind for kind in router_names() if kind in recipes]
-    known += [router for router in recipes if router not in known]
-    routers = [known_as(router, known) for router in routers or ()]
+    order = [kind for kind in router_names() if kind in recipes]
+    order += [router for router in recipes if router not in order]
+    routers = [known_as(router, order) for router in routers or ()]
     for router in routers:
-        if router not in known:
-            raise ValueError(f"routers must be among {', '.join(known)}; got {router!r}")
-    arms = [_with_seeds(r, recipes[r], seeds, first_unmarked=True) for r in routers or known]
+        if router not in order:
+            raise ValueError(f"routers must be among {', '.join(order)}; got {router!r}")
+    arms = [_with_seeds(r, recipes[r], seeds, first_unmarked=True) for r in routers or order]
     return _by_seed(arms)
 
 
@@ -164,12 +164,12 @@ def _recipe_of(values: dict[str, Any], settings: Mapping[str, Any], source: str)
 
 def _check_router_options(grid: Grid, kind: str) -> None:
     kinds = grid.get(_KIND, [kind])
-    known = set[str]().union(*(_router_options(k) for k in kinds))
+    options = set[str]().union(*(_router_options(k) for k in kinds))
     for field in grid:
         option = field.removeprefix(_ROUTER)
-        if field.startswith(_ROUTER) and option not in known:
+        if field.startswith(_ROUTER) and option not in options:
             names = ", ".join(map(str, kinds))
-            raise ValueError(f"grid: {names} has no option {option!r}{nearest(option, known)}")
+            raise ValueError(f"grid: {names} has no option {option!r}{nearest(option, options)}")
 
 
 def _router_options(kind: str) -> set[str]:

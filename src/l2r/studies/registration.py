@@ -48,8 +48,8 @@ def read_plan(name: str) -> Registered:
     """A plan by its packaged name or its path. Raises ValueError, in one line, for a bad one."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
-        raise ValueError(f"unknown plan {name!r}{known}")
+        hint = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
+        raise ValueError(f"unknown plan {name!r}{hint}")
     text, values = path.read_bytes(), read_yaml(path)
     plan = validated_plan(name, values)
     digest = hashlib.sha256(text).hexdigest()[:16]
@@ -83,7 +83,7 @@ def _git(*args: str) -> str | None:
         return None
     command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return None if done.returncode else done.stdout.strip()
+    return None if process.returncode else process.stdout.strip()

@@ -90,8 +90,8 @@ def _counts(run: RunFolder, environment: dict[str, Any]) -> dict[str, Any]:
     """Sizes and length of a run."""
     last = run.read_metrics("train")[-1]
     names = ("router", "parameters", "router_parameters", "data")
-    kept = {name: environment[name] for name in names if name in environment}
-    return {**kept, "steps": last["step"], "units": last.get("tokens", last.get("images"))}
+    variables = {name: environment[name] for name in names if name in environment}
+    return {**variables, "steps": last["step"], "units": last.get("tokens", last.get("images"))}
 
 
 @contextmanager

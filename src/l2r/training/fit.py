@@ -102,8 +102,8 @@ def fit_routers(
         )
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
     if held_out is None:
-        kept = len(data) - max(1, len(data) // 10)
-        data, held_out = data[:kept], data[kept:]
+        count = len(data) - max(1, len(data) // 10)
+        data, held_out = data[:count], data[count:]
     batches, other = cut.batches(data), cut.batches(held_out)
     sites, students = [site for site, _ in pairs], [student for _, student in pairs]
     options = options or FitOptions()

@@ -37,9 +37,9 @@ class Monitor:
     def start(self, step: int, logger: str) -> None:
         """Begin after ``step``; what is on record of later steps will come again."""
         if self.run is not None:
-            known = {(record["kind"], record["step"]) for record in self.run.read_metrics()}
+            written = {(record["kind"], record["step"]) for record in self.run.read_metrics()}
             self.run.cut_metrics(step)
-            self.log = Log(logger, self.run, step, known, self.say)
+            self.log = Log(logger, self.run, step, written, self.say)
         if step:
             self.say(f"resuming from step {step} of {self.steps}")
             self.advance(step, "")

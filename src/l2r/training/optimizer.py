@@ -16,7 +16,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
     A learned temperature never decays: decay of its logarithm would pull it to 1.
     """
     decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -24,10 +24,10 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
         skip = kind == "log_temperature"
         skip = skip or (kind == "anchors" and not section.decay_anchors)
         skip = skip or (_is_norm_like(kind, parameter) and not section.decay_norms)
-        (kept if skip else decayed).append(parameter)
+        (undecayed if skip else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": section.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

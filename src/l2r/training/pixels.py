@@ -46,10 +46,10 @@ def read_pixels(
 def _read(recipe: VisionRecipe, train: ImageSource, facts: ImageFacts) -> VisionRecipe:
     model, data = recipe.model, recipe.data
     size = model.image_size or _image_size(model, facts)
-    given = data.mean or data.deviation
-    channels = model.num_channels or (len(given) if given else 3 if facts.color else 1)
+    statistics = data.mean or data.deviation
+    channels = model.num_channels or (len(statistics) if statistics else 3 if facts.color else 1)
     if channels not in (1, 3):
-        raise ValueError(f"data.mean and data.deviation must have 1 or 3 numbers; got {given}")
+        raise ValueError(f"data.mean and data.deviation must have 1 or 3 numbers; got {statistics}")
     values: dict[str, Any] = {
         "model.image_size": size,
         "model.patch_size": model.patch_size or _patch_size(size),

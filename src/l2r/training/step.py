@@ -97,8 +97,8 @@ class TrainingStep:
                 if explain and not bool(torch.isfinite(loss)):
                     raise NonFiniteError(self._explain_loss(step, batch, loss))
                 # A loss that is not finite must leave a gradient that no rank takes for one.
-                known = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
-                (loss / len(batches) * known).backward()  # type: ignore[no-untyped-call]
+                finite = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
+                (loss / len(batches) * finite).backward()  # type: ignore[no-untyped-call]
             if summarize:
                 total_loads = add_loads(total_loads, loads)
             for name, value in losses.items():

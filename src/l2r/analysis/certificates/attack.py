@@ -20,8 +20,8 @@ def decisions(router: nn.Module, x: Float[Tensor, "T D"], *, top1: bool) -> Chos
     """Mask of the experts whose set must not change: the first one, or the k chosen."""
     with torch.no_grad():
         logits, weights, indices = router(x)
-    kept = first_choice(weights, indices)[:, None] if top1 else indices
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, kept, True)
+    experts = first_choice(weights, indices)[:, None] if top1 else indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
 
 
 def decision_gap(logits: Float[Tensor, "T N"], inside: Chosen) -> Float[Tensor, " T"]:

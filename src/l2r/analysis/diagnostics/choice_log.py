@@ -79,8 +79,8 @@ class ChoiceLog(Reducer):
                 )
             fits = mask is not None and mask.numel() == len(experts)
             no_token = ~mask.reshape(-1, 1).bool() if mask is not None and fits else None
-            known = experts if no_token is None else experts.masked_fill(no_token, -1)
-            fields[f"experts.{name}"] = known.view(len(values), -1, experts.shape[1])
+            valid = experts if no_token is None else experts.masked_fill(no_token, -1)
+            fields[f"experts.{name}"] = valid.view(len(values), -1, experts.shape[1])
             fields[f"margin.{name}"] = margin.view(len(values), -1)
         words, logits = inputs.get("input_ids"), getattr(output, "logits", None)
         if words is not None:

@@ -126,11 +126,11 @@ def domain_information_from_sums(sums: Sums) -> dict[str, float]:
     if joint.sum().item() <= 0:
         raise ValueError("expert-domain information needs at least 1 token; got 0")
     bits, share = _bits(joint), _largest_share(joint)
-    known = entropy(joint.sum(dim=1).numpy())
+    domain_entropy = entropy(joint.sum(dim=1).numpy())
     dealt = _domains_dealt_anew(sums["blocks"].cpu())
     return {
         "mutual_information": bits,
-        "normalized": bits / known if known > 0 else 0.0,
+        "normalized": bits / domain_entropy if domain_entropy > 0 else 0.0,
         **_chance("by_chance", [_bits(table) for table in dealt]),
         "specialization": share,
         **_chance("specialization_by_chance", [_largest_share(table) for table in dealt]),
@@ -147,13 +147,13 @@ def _domains_dealt_anew(blocks: Float[Tensor, "G B N"]) -> list[Float[Tensor, "G
     """Tables of counts after permuting the domains over the blocks of rows, from one seed."""
     domains, count, experts = blocks.shape
     units = blocks.reshape(-1, experts)
-    kept = units.sum(dim=1) > 0
-    labels = torch.arange(domains).repeat_interleave(count)[kept]
+    counted = units.sum(dim=1) > 0
+    labels = torch.arange(domains).repeat_interleave(count)[counted]
     generator = torch.Generator().manual_seed(0)
     tables = []
     for _ in range(PERMUTATIONS):
         dealt = labels[torch.randperm(len(labels), generator=generator)]
-        tables.append(units.new_zeros(domains, experts).index_add_(0, dealt, units[kept]))
+        tables.append(units.new_zeros(domains, experts).index_add_(0, dealt, units[counted]))
     return tables
 
 

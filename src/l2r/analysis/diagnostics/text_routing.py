@@ -79,7 +79,7 @@ class TextTrace(Reducer):
         remarks = []
         experts = max(layer.num_experts for layer in self._layers.values())
         for done, layer in enumerate(self._layers.values(), start=1):
-            arrays = {name: torch.cat(kept) for name, kept in layer.kept.items()}
+            arrays = {name: torch.cat(tensor) for name, tensor in layer.kept.items()}
             radius, remark = _radius(materialized(layer.router), arrays.pop("x"))
             remarks.append(remark)
             of_experts = layer.of_experts(ids, tokens.flatten().bincount())
@@ -92,8 +92,8 @@ class TextTrace(Reducer):
         domain, shown = np.array(self._domain), np.array(self._shown)
         by_domain = np.argsort(domain[shown], kind="stable")
         for name in ("experts", "weights", "margin", "entropy", "radius"):
-            kept = stacked[name]
-            grid = kept.reshape(len(kept), len(shown), self._columns, *kept.shape[2:])
+            tensor = stacked[name]
+            grid = tensor.reshape(len(tensor), len(shown), self._columns, *tensor.shape[2:])
             stacked[name] = grid[:, by_domain]
         return TextRouting(
             layers=np.array(list(self._layers)),

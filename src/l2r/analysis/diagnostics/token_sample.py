@@ -31,8 +31,8 @@ class TokenSample:
         if len(rows) > self.size:
             rows = rows[keys[rows].topk(self.size, largest=False).indices]
         if len(rows) > 0:
-            kept = {name: value[rows.to(value.device)].cpu() for name, value in fields.items()}
-            self._merge(keys[rows], kept)
+            sampled = {name: value[rows.to(value.device)].cpu() for name, value in fields.items()}
+            self._merge(keys[rows], sampled)
 
     def gather(self) -> Fields:
         """The sample, over all ranks when torch.distributed runs; ordered by key."""

@@ -32,17 +32,17 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
         raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
     copy = deepcopy(model)
     routers = [site.router for layer in routed_layers(copy) for site in layer.sites]
-    kept = {parameter for router in routers for parameter in router.parameters()}
+    excluded = {parameter for router in routers for parameter in router.parameters()}
     if name == "bf16":
         for parameter in copy.parameters():
-            if parameter not in kept:
+            if parameter not in excluded:
                 parameter.data = parameter.data.bfloat16()
         for router in routers:
             if not isinstance(router, Router):
                 _compute_wide(router)
     else:
         for weight, inputs in _weights(copy):
-            if weight not in kept:
+            if weight not in excluded:
                 weight.data = rounded(weight.data, name, inputs)
     return copy
 

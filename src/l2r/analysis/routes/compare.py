@@ -185,8 +185,8 @@ def compare_routes(
         )
     comparison = Comparison(model)
     for number, (row, part) in enumerate(zip(rows, routes, strict=True)):
-        given = None if log_probs is None else log_probs[number][None]
-        comparison.with_routes(row[None], part, given)
+        measured = None if log_probs is None else log_probs[number][None]
+        comparison.with_routes(row[None], part, measured)
         report(number + 1)
     return comparison
 

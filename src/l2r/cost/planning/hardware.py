@@ -65,6 +65,6 @@ GPUS = {
 def find_gpu(name: str) -> Gpu:
     """A GPU of the table. Raises ValueError for another name."""
     if name not in GPUS:
-        known = ", ".join(GPUS)
-        raise ValueError(f"gpu must be one of {known}; got {name!r}{nearest(name, GPUS)}")
+        names = ", ".join(GPUS)
+        raise ValueError(f"gpu must be one of {names}; got {name!r}{nearest(name, GPUS)}")
     return GPUS[name]

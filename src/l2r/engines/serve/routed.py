@@ -51,12 +51,12 @@ class RoutedTokens:
         f = self._fingerprint
         kind = np.uint8 if f.num_experts <= 256 else np.uint16
         experts = np.zeros((tokens - 1, len(f.layers), f.top_k), kind)
-        known = np.zeros(tokens - 1, bool)
+        mask = np.zeros(tokens - 1, bool)
         for first, part in self._parts:
             experts[first : first + len(part)] = part[: tokens - 1 - first]
-            known[first : first + len(part)] = True
-        if not known[self._start :].all():
-            missing = self._start + int(np.argmin(known[self._start :]))
+            mask[first : first + len(part)] = True
+        if not mask[self._start :].all():
+            missing = self._start + int(np.argmin(mask[self._start :]))
             raise ValueError(f"the experts of token {missing} were not recorded")
         return vllm_text(all_layers(experts[self._start :], f))
 

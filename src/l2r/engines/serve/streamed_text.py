@@ -44,8 +44,8 @@ class Text:
         if places:
             text, self._held, self.stopped = self._held[: min(places)], "", True
             return text
-        kept = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        cut = len(self._held) - kept
+        length = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - length
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 

@@ -66,8 +66,8 @@ class L2RGate(Module):
         if not isinstance(input, DTensor):
             return self.plug.logits(input, values)
         cuts = input.placements
-        known = all(c.is_replicate() or (isinstance(c, Shard) and c.dim < 2) for c in cuts)
-        assert known, f"tokens are cut or copied, never their entries; got {cuts}"
+        supported = all(c.is_replicate() or (isinstance(c, Shard) and c.dim < 2) for c in cuts)
+        assert supported, f"tokens are cut or copied, never their entries; got {cuts}"
         # Ranks with different tokens have a part of the gradient of every parameter.
         parts = [Replicate() if cut.is_replicate() else Partial() for cut in cuts]
         local = {name: v.to_local(grad_placements=parts) for name, v in values.items()}
@@ -80,16 +80,16 @@ class L2RGate(Module):
 )
 def l2r_gate(config: Linear.Config, **router: Any) -> L2RGate.Config:
     """Replace the gates; ``router`` are the fields of a RouterConfig, ``kind`` among them."""
-    made = L2RGate.Config(
+    gate = L2RGate.Config(
         in_features=config.in_features,
         out_features=config.out_features,
         router=router or {"kind": "l2r_sips"},
     )
     plan = config.sharding_config
     if plan is not None:
-        layouts = dict.fromkeys(plug_of(made, seed=0).parameters, plan.state_shardings["weight"])
-        made.sharding_config = replace(plan, state_shardings=layouts)
-    return made
+        layouts = dict.fromkeys(plug_of(gate, seed=0).parameters, plan.state_shardings["weight"])
+        gate.sharding_config = replace(plan, state_shardings=layouts)
+    return gate
 
 
 def plug_of(config: L2RGate.Config, *, seed: int | None = None) -> Plug:

@@ -98,8 +98,8 @@ class RouteReplay:
                 f"completions must be the {self._log_probs.shape[1]} tokens that were generated; "
                 f"got {ids.shape[1]}"
             )
-        known = batch["completion_mask"].bool()
-        batch["old_per_token_logps"] = torch.where(known, log_probs, 0.0)
+        mask = batch["completion_mask"].bool()
+        batch["old_per_token_logps"] = torch.where(mask, log_probs, 0.0)
         batch[ROWS] = torch.arange(len(ids), device=ids.device)
         return batch
 
@@ -132,11 +132,11 @@ class RouteReplay:
     def _keep(self, sequences: Int[Tensor, "B W"], logits: tuple[Tensor, ...]) -> None:
         """Log-probabilities of generated tokens, at the trainer's temperature."""
         temperature = float(getattr(self._trainer, "temperature", 1.0))
-        kept: list[Float[Tensor, " B"]] = []
+        log_probs: list[Float[Tensor, " B"]] = []
         for column, step in enumerate(logits, start=sequences.shape[1] - len(logits)):
             scaled = (step.float() / temperature).log_softmax(dim=-1)
-            kept.append(scaled.gather(1, sequences[:, column, None])[:, 0])
-        self._log_probs = torch.stack(kept, dim=1)
+            log_probs.append(scaled.gather(1, sequences[:, column, None])[:, 0])
+        self._log_probs = torch.stack(log_probs, dim=1)
 
     def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._replays or self.routes is None or ROWS not in inputs:

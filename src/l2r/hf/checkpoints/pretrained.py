@@ -185,8 +185,8 @@ def _auto_class(config: Any) -> Any:
     """
     if classifies_images(config.architectures):
         return AutoModelForImageClassification
-    known = type(config) in AutoModelForCausalLM._model_mapping
-    if known or getattr(config, "auto_map", None):
+    registered = type(config) in AutoModelForCausalLM._model_mapping
+    if registered or getattr(config, "auto_map", None):
         return AutoModelForCausalLM
     raise ValueError(
         f"neither a causal language model nor an image classifier: model_type "

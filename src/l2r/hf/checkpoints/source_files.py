@@ -86,8 +86,8 @@ def _rewritten(module: str) -> tuple[str, list[str]]:
         for alias in node.names:
             origin = _origin(str(node.module), alias.name)
             imported.append(origin)
-            given = f" as {alias.asname}" if alias.asname else ""
-            changed.append(f"from .{file_stem(origin)} import {alias.name}{given}")
+            suffix = f" as {alias.asname}" if alias.asname else ""
+            changed.append(f"from .{file_stem(origin)} import {alias.name}{suffix}")
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in changed]
     return "\n".join(lines) + "\n", imported

@@ -50,8 +50,8 @@ class Recorder:
         np.maximum.at(lengths, sequence[rows], token[rows] + 1)
         weights = None
         if self._keeps_weights:
-            kept = [part[2] for part in self._parts if part[2] is not None]
-            weights = np.concatenate([part.float().cpu().numpy() for part in kept])[rows]
+            masks = [part[2] for part in self._parts if part[2] is not None]
+            weights = np.concatenate([part.float().cpu().numpy() for part in masks])[rows]
         return Routes(experts[rows], self.fingerprint, lengths, counts, token[rows], weights)
 
     @outside_of_graphs

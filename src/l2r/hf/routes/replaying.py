@@ -155,8 +155,8 @@ class Replay:
             else:
                 # Weights of the router itself where it chose the same: equal to the bit.
                 same = (chosen == own).all(dim=1, keepdim=True)
-                given = selection.weigh(router, logits, chosen).to(own_weights.dtype)
-                weighed = torch.where(same, own_weights, given)
+                live = selection.weigh(router, logits, chosen).to(own_weights.dtype)
+                weighed = torch.where(same, own_weights, live)
             values = (logits, weighed, chosen)
             return type(output)(*values) if hasattr(output, "_fields") else values
 

@@ -58,9 +58,9 @@ class Reading:
         if not len(self._routes):
             return np.full(len(places.token), none)
         lengths = self._routes.lengths
-        known = (places.token >= 0) & (places.token < lengths[places.sequence])
+        inside = (places.token >= 0) & (places.token < lengths[places.sequence])
         start = np.cumsum(lengths) - lengths
-        at = np.where(known, start[places.sequence] + places.token, len(self._table) - 1)
+        at = np.where(inside, start[places.sequence] + places.token, len(self._table) - 1)
         return self._table[at]
 
 

@@ -41,20 +41,20 @@ def config_class(model_type: str) -> Any:
     base = CONFIG_MAPPING[name]
     if type_name(name) != model_type or base.model_type != name:
         raise KeyError(model_type)
-    made = swapped_config(base)
-    AutoConfig.register(model_type, made, exist_ok=True)
+    config = swapped_config(base)
+    AutoConfig.register(model_type, config, exist_ok=True)
     names = {model_type: name}
     for auto, stock in auto_models(base):
         model = swapped_model(stock)
-        auto.register(made, model, exist_ok=True)
+        auto.register(config, model, exist_ok=True)
         # Pipelines, label smoothing and lm_eval ask this table, by names.
         auto._model_mapping._model_mapping[model_type] = model.__name__
         names[model.__name__] = stock.__name__
     for ours, theirs in names.items():
         share_conversion(ours, theirs)
-    _share_tokenizer(made, base)
+    _share_tokenizer(config, base)
     share_adapters(model_type, name)
-    return made
+    return config
 
 
 def swapped_architecture(name: str) -> Any:
@@ -63,17 +63,17 @@ def swapped_architecture(name: str) -> Any:
     Raises ValueError for a name that no class has.
     """
     base = _stock_class(name)
-    made = __getattr__(class_name(base)) if hasattr(base, "config_class") else _by_name(name)
-    if made is None:
+    swapped = __getattr__(class_name(base)) if hasattr(base, "config_class") else _by_name(name)
+    if swapped is None:
         raise ValueError(f"architectures must name a class of transformers; got {name!r}")
-    return made
+    return swapped
 
 
 def __getattr__(name: str) -> Any:
-    made = _by_name(name)
-    if made is None:
+    swapped = _by_name(name)
+    if swapped is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return made
+    return swapped
 
 
 def _by_name(name: str) -> Any:
@@ -95,8 +95,8 @@ def _stock_class(name: str) -> Any:
 def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:
     """Auto classes that know a configuration class, each with its model class."""
     for auto in vars(modeling_auto).values():
-        known = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
-        mapping = auto._model_mapping if known else None
+        is_auto = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
+        mapping = auto._model_mapping if is_auto else None
         stock = None if mapping is None else mapping.get(base, None)
         # Some make a part of a model from the configuration of the whole: the swap is not in it.
         if getattr(stock, "config_class", None) is base:

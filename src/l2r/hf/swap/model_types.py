@@ -85,9 +85,11 @@ def swapped_model(base: Any) -> Any:
         ),
         "is_custom_code": classmethod(lambda cls: False),
     }
-    made: Any = type(class_name(base), (base,), body)
-    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(made), made._can_record_outputs)
-    return made
+    swapped: Any = type(class_name(base), (base,), body)
+    dict.__setitem__(
+        output_capturing._CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs
+    )
+    return swapped
 
 
 def mark(model: nn.Module) -> None:

@@ -117,8 +117,8 @@ def _is_private(path: Path) -> bool:
         return False
     if not hasattr(os, "getuid"):  # such systems have no mode bits that say who may write
         return True
-    kept = stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)
-    return kept and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    existing = stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)
+    return existing and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _processor() -> bytes:

@@ -26,13 +26,13 @@ class Receipts:
 
     def read(self, tasks: Sequence[ShardTask]) -> dict[str, Parts]:
         """Shards of which every part is there. Raises ValueError when one does not fit this run."""
-        done = {}
+        finished = {}
         for task in tasks:
             parts = {part: self._read(folder, task) for part, folder in self.folders.items()}
             whole = {part: file for part, file in parts.items() if file is not None}
             if len(whole) == len(parts):
-                done[task.name] = whole
-        return done
+                finished[task.name] = whole
+        return finished
 
     def write(self, task: ShardTask, parts: Parts) -> None:
         """Record a finished shard."""

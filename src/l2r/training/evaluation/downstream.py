@@ -53,8 +53,8 @@ def evaluate_tasks(
     results = {}
     with evaluating(model):
         for task in chosen:
-            done = store.finished(task.name) if store is not None else None
-            if done is None:
+            result = store.finished(task.name) if store is not None else None
+            if result is None:
                 dataset = build_requests(
                     task,
                     reader,
@@ -62,7 +62,7 @@ def evaluate_tasks(
                     max_length=length,
                     limit=_documents(task, limit, requests),
                 )
-                done = _evaluate(
+                result = _evaluate(
                     model,
                     task,
                     dataset,
@@ -70,7 +70,7 @@ def evaluate_tasks(
                     store=store,
                     on_progress=on_progress,
                 )
-            results[task.name] = done
+            results[task.name] = result
     return results
 
 
@@ -111,8 +111,8 @@ def _evaluate(
         scored += new
         if store is not None:
             store.add(task.name, new)
-        done = sum(len(b) for b in batches[: step + ranks])
-        on_progress(task.name, len(seen) + done, len(samples))
+        count = sum(len(b) for b in batches[: step + ranks])
+        on_progress(task.name, len(seen) + count, len(samples))
     cut = sum(s["ctx_len"] < len(s["ctx"]) for s in samples)
     result = summarize(task.name, _from_all_ranks(scored), truncated=cut)
     if store is not None:

@@ -58,8 +58,8 @@ def token_losses(model: nn.Module, input_ids: Tensor, *, chunk: int | None = Non
     targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=_NO_TARGET)
     whole = chunk is None or chunk >= targets.numel()
     with nullcontext() if whole else _losses_for_logits(model, targets, chunk or 1):
-        made: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    losses = _cross_entropy(made.flatten(0, 1), targets.flatten()) if whole else made
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    losses = _cross_entropy(logits.flatten(0, 1), targets.flatten()) if whole else logits
     return losses.view_as(targets)[:, :-1]
 
 

@@ -63,9 +63,9 @@ def select_tasks(names: str | Sequence[str]) -> tuple[Task, ...]:
 
     Raises ValueError for an unknown name.
     """
-    given = names.split(",") if isinstance(names, str) else list(names)
+    wanted = names.split(",") if isinstance(names, str) else list(names)
     chosen: list[Task] = []
-    for name in given:
+    for name in wanted:
         if name not in _NAMED:
             hint = nearest(name, _NAMED)
             raise ValueError(f"tasks must be among {', '.join(_NAMED)}; got {name!r}{hint}")

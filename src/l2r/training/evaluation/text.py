@@ -116,8 +116,8 @@ def evaluate_text(
     windows, start = settings.windows(config), start_token(tokenizer, config)
     identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
     stem = out / "evaluation" / f"text-{texts.digest[:8]}"
-    kept = stem.with_suffix(".documents.jsonl")
-    scored = _resume(kept, identity)
+    path = stem.with_suffix(".documents.jsonl")
+    scored = _resume(path, identity)
     model, done = None, sum(document.bytes for document in scored)
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
@@ -140,7 +140,7 @@ def evaluate_text(
             TextDocument(file, document, nats, len(row), size, _digest(row))
             for (file, document, _), nats, row, size in zip(part, losses, ids, sizes, strict=True)
         ]
-        with kept.open("a", encoding="utf-8") as stream:
+        with path.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(asdict(document)) + "\n" for document in new)
         scored += new
         done += sum(sizes)

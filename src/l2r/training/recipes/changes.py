@@ -31,8 +31,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], place: str = "") -
         merged = _for_router(merged, above)
     if not place:
         above = _with_losses(above)
-    given = {f"{place}.{name}" for name, value in above.items() if value is not None}
-    if given & set(LENGTH_FIELDS):
+    fields = {f"{place}.{name}" for name, value in above.items() if value is not None}
+    if fields & set(LENGTH_FIELDS):
         merged = {key: v for key, v in merged.items() if f"{place}.{key}" not in LENGTH_FIELDS}
     for key, value in above.items():
         old = merged.get(key)

@@ -150,5 +150,5 @@ def first_problem(error: ValidationError, kind: Any) -> str:
         hint = nearest(place[-1], get_type_hints(section))
         return f"unknown field {where}{full_name(where, kind) or hint}"
     message = problem["msg"].removeprefix("Value error, ")
-    given = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
-    return f"{where}: {message}{given}" if where else f"{message}{given}"
+    value = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
+    return f"{where}: {message}{value}" if where else f"{message}{value}"

@@ -166,9 +166,9 @@ class TrainingSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of steps, tokens, epochs; got {given or 'none'}")
+        limits = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
+        if len(limits) != 1:
+            raise ValueError(f"give exactly one of steps, tokens, epochs; got {limits or 'none'}")
         self.check_multiple("global_batch", "micro_batch")
         if self.compile and self.activation_checkpointing:
             raise ValueError(

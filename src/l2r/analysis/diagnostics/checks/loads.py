@@ -116,5 +116,5 @@ def _different_tokens(subject: Subject, mask: Tensor | None) -> int:
     if not subject.reads_text:
         return min(len(logits) for logits in subject.plain.logits())
     ids = subject.batch["input_ids"]
-    kept = ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
-    return len(torch.unique(kept))
+    counted = ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
+    return len(torch.unique(counted))

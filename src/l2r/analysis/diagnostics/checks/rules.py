@@ -136,24 +136,24 @@ def _impossible(site: Site) -> str:
 
 def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | None:
     """Rule and sizes of the family's own router, built from the configuration without storage."""
-    known = FAMILIES.get(family)
+    entry = FAMILIES.get(family)
     modules = [sys.modules[base.__module__] for base in type(subject.model).__mro__]
     modules += [sys.modules[type(site.router).__module__]]
     kinds = [
-        getattr(module, known.router)
+        getattr(module, entry.router)
         for module in modules
-        if known and hasattr(module, known.router)
+        if entry and hasattr(module, entry.router)
     ]
-    if known is None or not kinds:
+    if entry is None or not kinds:
         return None
     arguments = (subject.config, site.layer)[: len(inspect.signature(kinds[0]).parameters)]
     try:
         with torch.device("meta"):
             router = kinds[0](*arguments)
-        rule = FAMILY_OF_ROUTER[known.router].selection(router)
+        rule = FAMILY_OF_ROUTER[entry.router].selection(router)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
-    shape = attrgetter(known.weight)(router).shape
+    shape = attrgetter(entry.weight)(router).shape
     sizes = {"num_experts": shape[0], "hidden_size": shape[1], "top_k": int(router.top_k)}
     return {**sizes, **_values(rule)}
 

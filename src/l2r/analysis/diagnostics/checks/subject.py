@@ -61,11 +61,11 @@ class Subject:
         )
         self.balance, self.z = balance, z
         self.is_drawn = batch is None
-        given = self._draw() if batch is None else batch
+        inputs = self._draw() if batch is None else batch
         device = device_of(self.model)
         self.batch = {
             name: value.to(device)
-            for name, value in given.items()
+            for name, value in inputs.items()
             if isinstance(value, Tensor) and name != "labels"
         }
 

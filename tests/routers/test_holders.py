@@ -6,6 +6,7 @@ returned, its parameters are empty.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from l2r import L2RConfig, XMoEConfig, build_router
 from l2r.kernels import dispatch
 from l2r.routers import LinearSipsConfig, Router, constrain, make_config, router_names
+from l2r.routers.holder import Holder
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}
 CONFIGS = {
@@ -97,6 +99,47 @@ def test_hooks_of_every_submodule_run_once_a_call(config):
     assert {when: {m for w, m in calls if w == when} for when in ("before", "after", "back")} == {
         when: set(owners) for when in ("before", "after", "back")
     }
+
+
+def test_a_holder_is_called_where_something_takes_part_and_only_there(monkeypatch):
+    calls, own = [], Holder.forward
+
+    def forward(self, x, run):
+        calls.append(self)
+        return own(self, x, run)
+
+    monkeypatch.setattr(Holder, "forward", forward)
+    router = build_router("l2r_sips", **SIZES)
+    norm, projection = router.norm, router.projection
+    expected = router(inputs())
+    assert calls == [] and torch.equal(router.logits(inputs()), expected.logits)
+
+    def called():
+        calls.clear()
+        assert torch.equal(router(inputs()).logits, expected.logits)
+        assert torch.equal(router.logits(inputs()), expected.logits)
+        return calls[:1] if calls[: len(calls) // 2] * 2 == calls else calls
+
+    for register in (
+        norm.register_forward_pre_hook,
+        norm.register_forward_hook,
+        norm.register_full_backward_hook,
+        norm.register_full_backward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert called() == [norm]
+        handle.remove()
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    calls.clear()
+    assert torch.equal(router(inputs()).logits, expected.logits) and calls == [projection, norm]
+    handle.remove()
+    projection.forward = functools.partial(forward, projection)  # as accelerate's offload does
+    assert called() == [projection]
+    del projection.forward
+    norm.add_module("inside", nn.Identity())  # as a parametrization is
+    assert called() == [norm]
+    del norm.inside
+    assert called() == []
 
 
 def test_a_submodules_hook_may_replace_the_input():

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.experiment import Launch, diagnose_all, end, run_all
+from l2r.cli.experiment import Launch, Processes, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Open, Seeds
 
 
@@ -20,6 +20,7 @@ def compare(
         Path | None, typer.Option(help="Folder of the runs (default: runs/FOLDER).")
     ] = None,
     launch: Launch = None,
+    processes: Processes = None,
     open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
@@ -35,7 +36,7 @@ def compare(
 
     cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     root = out or Path("runs") / folder
-    finished, failed = run_all(cells, root, launch=launch)
+    finished, failed = run_all(cells, root, launch=launch, processes=processes)
     runs = [outcome.run for outcome in finished]
     if runs:
         shown = first_seeds(runs)

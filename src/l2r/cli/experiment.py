@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +13,16 @@ Launch = Annotated[
     str | None,
     typer.Option(help='Start each run by this, e.g. "torchrun --nproc-per-node 8".'),
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        help="Runs at a time, each with its share of the threads (default: one per thread).", min=1
+    ),
+]
 
 
 def run_all(
-    cells: "Sequence[Cell]", root: Path, *, launch: str | None
+    cells: "Sequence[Cell]", root: Path, *, launch: str | None, processes: int | None = None
 ) -> "tuple[list[Outcome], dict[str, str]]":
     """Train the cells; those that are finished, and the error of each that failed, by its name.
 
@@ -24,7 +30,7 @@ def run_all(
     """
     import os
 
-    from l2r.studies import run_cells
+    from l2r.studies import run_cells, suitable_processes
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -32,8 +38,11 @@ def run_all(
             '--launch "torchrun --nproc-per-node N"'
         )
 
+    if processes is None:
+        processes = suitable_processes(len(cells))
     finished, failed = [], {}
-    for outcome in run_cells(cells, root, launch=launch, report=say):
+    options: Any = {"launch": launch, "processes": processes, "report": say}
+    for outcome in run_cells(cells, root, **options):
         if outcome.signal is not None:
             say("stopped and saved; the same command resumes")
             raise typer.Exit(128 + outcome.signal)
@@ -42,7 +51,7 @@ def run_all(
             failed[outcome.cell.name] = outcome.error
         else:
             finished.append(outcome)
-    return finished, failed
+    return sorted(finished, key=lambda outcome: cells.index(outcome.cell)), failed
 
 
 def diagnose_all(outcomes: "Iterable[Outcome]") -> None:

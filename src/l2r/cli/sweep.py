@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from l2r.cli.experiment import Launch, diagnose_all, end, run_all
+from l2r.cli.experiment import Launch, Processes, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds
 from l2r.report.tables import Table
 
@@ -23,6 +23,7 @@ def sweep(
     seeds: Seeds = 1,
     out: Annotated[Path | None, typer.Option(help="Folder (default: runs/sweep/RECIPE).")] = None,
     launch: Launch = None,
+    processes: Processes = None,
     usage: Annotated[
         bool,
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
@@ -49,7 +50,7 @@ def sweep(
     if plan:
         print_table(_plan_table(cells, root), as_json=as_json)
         return
-    finished, failed = run_all(cells, root, launch=launch)
+    finished, failed = run_all(cells, root, launch=launch, processes=processes)
     arms: dict[str, list[Outcome]] = {}
     for outcome in finished:
         arms.setdefault(outcome.cell.arm, []).append(outcome)

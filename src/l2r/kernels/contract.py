@@ -186,7 +186,7 @@ def empty(*shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
     """Allocate memory for a result (sizes may be symbols); tests fill it with NaN."""
     if dtype is None or dtype is like.dtype:
         return like.new_empty(*shape)  # half a microsecond less
-    return like.new_empty(shape, dtype=dtype)
+    return like.new_empty(*shape, dtype=dtype)
 
 
 def empty_results(given: Tensors, options: Options) -> Tensors:

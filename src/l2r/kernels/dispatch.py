@@ -79,7 +79,7 @@ def route_logits(
     x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
-    results = _fused(_whole(x, parts), score)
+    results = _fused(Tensors(x, *parts), score)
     return plain.route_logits(x, parts, score) if results is None else results.logits
 
 
@@ -92,15 +92,10 @@ def route(
     normalize: bool = False,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    results = _fused(_whole(x, parts), score, top_k, normalize)
+    results = _fused(Tensors(x, *parts), score, top_k, normalize)
     if results is None:
         return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
     return results.logits, results.weights, results.indices
-
-
-def _whole(x: Tensor, parts: KernelWeights) -> Tensors:
-    projection, gain, anchors = parts
-    return Tensors(x, projection, gain, anchors)
 
 
 class _Forced:

@@ -61,11 +61,11 @@ def run(name: str, watched: bool, given: Tensors, options: Options) -> Tensors:
 
     watched: whether a compiler, a mode or a subclass must see the registered operation.
     """
-    inputs = inputs_of(given)
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not (watched or grad):
         # Without the operation: a decoded token feels every microsecond of the call.
         return backend(name).forward(_dense(given), options)
+    inputs = inputs_of(given)
     if not watched:
         return all_tensors(inputs, Results(*_eager(*inputs, options, name)))
     results = _route(*inputs, *_flat(options), name)
@@ -73,11 +73,15 @@ def run(name: str, watched: bool, given: Tensors, options: Options) -> Tensors:
 
 
 def _dense(tensors: Tensors) -> Tensors:
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            break
+    else:
+        return tensors
     return Tensors(*[None if tensor is None else tensor.contiguous() for tensor in tensors])
 
 
 def _forward(given: Tensors, options: Options, name: str) -> Results:
-    check_operation(given, options, name)
     given = _dense(given)
     return results_of(backend(name).forward(given, options._replace(save=True)), given)
 
@@ -96,11 +100,15 @@ def _setup(ctx: Any, inputs: Inputs, results: Results, outputs: Iterable[Tensor 
     ctx.save_for_backward(*all_tensors(inputs, results))
 
 
+def _facts(tensors: Tensors) -> list[Any]:
+    """What of the tensors must not change until a backward; compared, not read."""
+    return [None if t is None else (t.shape, t.device) for t in tensors]
+
+
 def _backward(
     tensors: Tensors, upstream: Upstream, options: Options, name: str, need_x: bool
 ) -> Inputs:
-    up = Tensors(**upstream._asdict())
-    check_backward(tensors, up, options, name)
+    up = Tensors(query=upstream.query, logits=upstream.logits, weights=upstream.weights)
     check_indices(tensors)
     tensors, options = _dense(tensors), options._replace(save=False, need_x=need_x)
     if first_input(tensors).shape[0] == 0:
@@ -117,6 +125,8 @@ def _wanted(grads: Inputs, needed: Iterable[bool], tensors: Tensors) -> list[Ten
 
 
 class _Eager(Function):
+    """For calls that ``dispatch`` has checked: what is checked again is what may change since."""
+
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
         *inputs, options, name = flat
@@ -124,6 +134,7 @@ class _Eager(Function):
         given = Inputs(*inputs)
         results = _forward(all_tensors(given), options, name)
         _setup(ctx, given, results, results)
+        ctx.given = _facts(all_tensors(given, results))
         return tuple(results)
 
     @staticmethod
@@ -134,6 +145,8 @@ class _Eager(Function):
         if up == (None, None, None):
             return (*[None] * len(needed), None, None)
         tensors = Tensors(*ctx.saved_tensors)
+        if _facts(tensors) != ctx.given:  # data that another library took away
+            check_backward(tensors, Tensors(**up._asdict()), ctx.options, ctx.name)
         own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
         return (*_wanted(own, needed, tensors), None, None)
 
@@ -190,6 +203,7 @@ def _schema(inputs: Iterable[str], more: str, results: Iterable[str]) -> str:
 )
 def _route(*flat: Any) -> Any:
     given, options, name = _forward_arguments(flat)
+    check_operation(given, options, name)
     return _filled(_forward(given, options, name), first_input(given))
 
 
@@ -211,6 +225,7 @@ def _(*flat: Any) -> Any:
 )
 def _route_backward(*flat: Any) -> Any:
     tensors, up, options, name, need_x = _backward_arguments(flat)
+    check_backward(tensors, Tensors(**up._asdict()), options, name)
     return _filled(_backward(tensors, up, options, name, need_x), first_input(tensors))
 
 

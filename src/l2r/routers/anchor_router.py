@@ -11,6 +11,7 @@ from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, Score, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
+from l2r.routers.holder import parameter
 from l2r.routers.norms import InputNormGain, MagnitudeBatchNorm
 from l2r.routers.spread import even_anchors
 
@@ -79,8 +80,8 @@ class AnchorRouter(Router):
 
     def gain(self, dtype: torch.dtype) -> Tensor | None:
         """Gain of the input's RMSNorm, or None where the query norm is another."""
-        norm = self.norm
-        return None if norm is None else as_dtype(norm.weight, dtype)
+        norm = self._modules.get("norm")
+        return None if norm is None else as_dtype(parameter(norm, "weight"), dtype)
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)

@@ -17,6 +17,7 @@ from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, Score
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.config import RouterConfig
+from l2r.routers.holder import hooks_of_all_modules, takes_part
 from l2r.routers.selection import Selection
 
 _BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
@@ -105,9 +106,7 @@ class Router(nn.Module):
     def logits(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "T N"]:
         """Expert logits, divided by the temperature."""
         with without_autocast(x.device):
-            return self._inside_holders(
-                x, lambda x: self._logits(self._prepare(x), self.kernel_weights(x))
-            )
+            return self._inside_holders(self._all_logits, x)
 
     def own_selection(self) -> Selection:
         """How this router selects unless a model family decides, Eq. 2 and 3; without a bias."""
@@ -129,11 +128,10 @@ class Router(nn.Module):
         """
         if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
             pass
-        route = partial(self._route, bias=bias)
         if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
-                return self._inside_holders(x, route)
-        return self._inside_holders(x, route)
+                return self._inside_holders(self._route, x, bias)
+        return self._inside_holders(self._route, x, bias)
 
     def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
         """Weights and indices [T, K] for whoever needs no logits, which a router may leave out."""
@@ -149,13 +147,22 @@ class Router(nn.Module):
         hooks = hooks or self._backward_hooks or self._backward_pre_hooks
         return bool(hooks) or self._captures > 0 or "forward" in vars(self)
 
-    def _inside_holders(self, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """``run(x)`` inside the forward of every holder, so that their hooks have run."""
+    def _inside_holders(self, run: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+        """``run(x, *rest)`` inside the forward of every holder that takes part in a call."""
+        called, always = [], hooks_of_all_modules()
         for name in self.holders:
             holder = self._modules.get(name)  # None where a configuration has no such part
-            if holder is not None:
-                run = partial(holder, run=run)
-        return run(x)
+            if holder is not None and (always or takes_part(holder)):
+                called.append(holder)
+        if not called:
+            return run(x, *rest)
+
+        def inner(x: Tensor) -> Any:
+            return run(x, *rest)
+
+        for holder in called:
+            inner = partial(holder, run=inner)
+        return inner(x)
 
     def _route(self, x: Tensor, bias: Tensor | None) -> RouterOutput:
         flat, selection = self._prepare(x), self.selection
@@ -168,6 +175,9 @@ class Router(nn.Module):
             logits = self._logits(flat, parts)
             weights, indices = selection(self, logits, bias)
         return RouterOutput(logits, as_dtype(weights, x.dtype), indices)
+
+    def _all_logits(self, x: Tensor) -> Tensor:
+        return self._logits(self._prepare(x), self.kernel_weights(x))
 
     def _logits(self, x: Tensor, parts: KernelWeights | None) -> Tensor:
         if parts is not None:

@@ -12,6 +12,7 @@ from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
 from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import as_dtype, truncated_normal
 from l2r.routers.config import check
+from l2r.routers.holder import parameter
 from l2r.routers.registry import register_router
 
 
@@ -89,6 +90,7 @@ class L2RRouter(AnchorRouter):
         """None where a batch statistic or a learned temperature is between the steps."""
         if self.magnitude_norm is not None or self.log_temperature is not None:
             return None
-        dtype = self.compute_dtype(x)
-        projection = as_dtype(self.projection.weight, dtype)
-        return projection, self.gain(dtype), as_dtype(self.anchors, dtype)
+        dtype, projection = self.compute_dtype(x), self._modules["projection"]
+        assert projection is not None
+        weight = as_dtype(parameter(projection, "weight"), dtype)
+        return weight, self.gain(dtype), as_dtype(parameter(self, "anchors"), dtype)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from l2r.studies.schedule import StudyStoppedError as StudyStoppedError
     from l2r.studies.schedule import run_plan as run_plan
     from l2r.studies.share import run_share as run_share
+    from l2r.studies.side_by_side import suitable_processes as suitable_processes
     from l2r.studies.study_plan import Plan as Plan
 else:
     __getattr__, __dir__ = lazy_names(__name__)

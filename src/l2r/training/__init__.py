@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from l2r.training.image_input import ImageInput as ImageInput
     from l2r.training.image_input import open_image_input as open_image_input
     from l2r.training.loop import train as train
+    from l2r.training.monitor import progress_bar as progress_bar
     from l2r.training.objective import auxiliary_losses as auxiliary_losses
     from l2r.training.objective import expert_loads as expert_loads
     from l2r.training.objective import layer_usage as layer_usage
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from l2r.training.pixels import with_pixels as with_pixels
     from l2r.training.ranks import Ranks as Ranks
     from l2r.training.seen_text import unseen_part as unseen_part
+    from l2r.training.signals import StopRequest as StopRequest
     from l2r.training.signals import stop_on_signals as stop_on_signals
     from l2r.training.task import Task as Task
     from l2r.training.task import build_task as build_task

@@ -22,7 +22,7 @@ from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.kept_memory import keep_freed_memory
 from l2r.training.loggers import check_logger
-from l2r.training.monitor import Monitor, Speed, progress_bar
+from l2r.training.monitor import Display, Monitor, Speed, progress_bar
 from l2r.training.optimizer import build_optimizer, learning_rate
 from l2r.training.parallel import (
     autocast_to,
@@ -60,12 +60,14 @@ def train(
     *,
     label: str = "train",
     show_progress: bool = True,
+    display: Display | None = None,
     report: Callable[[str], None] = lambda line: None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> RunResult:
     """Train a recipe into a run folder, resuming from its newest checkpoint if it has one.
 
-    Under torchrun every rank calls this. ``on_step`` gets the number of every step, from 0,
+    Under torchrun every rank calls this. ``display`` shows progress in place of a bar of its own.
+    ``on_step`` gets the number of every step, from 0,
     before the step is taken; what it raises ends the run.
 
     Raises ValueError when the folder holds a run of another recipe or is in use, NonFiniteError
@@ -81,15 +83,16 @@ def train(
             run.create()
         ranks.wait()
         lock = run.lock() if ranks.first else nullcontext()
-        with lock, progress_bar(show=show_progress and ranks.first) as progress:
+        own = progress_bar(show=show_progress and ranks.first)
+        with lock, nullcontext(display) if display else own as progress:
             task = build_task(resumed(run, recipe), report if ranks.first else _silent)
             task.report = report  # what one rank meets later, the others do not see
             trainer = _Trainer(task.recipe, run, task, ranks, on_step)
             if trainer.size_note:
                 report(trainer.size_note)
             position = (task.unit, trainer.units_per_step)
-            own = run if ranks.first else None
-            with closing(Monitor(own, progress, label, trainer.steps, position)) as monitor:
+            written = run if ranks.first else None
+            with closing(Monitor(written, progress, label, trainer.steps, position)) as monitor:
                 return trainer.fit(monitor)
 
 

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, a logger and a progress bar."""
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -13,6 +13,20 @@ from l2r.training.loggers import Log
 from l2r.training.ranks import Ranks
 
 
+class Display(Protocol):
+    """Where bars and lines are shown: rich's Progress here, or another process's."""
+
+    @property
+    def console(self) -> Any:
+        """Has ``print(line, highlight=...)``."""
+
+    def add_task(self, description: str, *, total: int, numbers: str) -> Any:
+        """Show a new bar; its handle."""
+
+    def update(self, task_id: Any, *, completed: int, numbers: str) -> None:
+        """Move a bar."""
+
+
 class Monitor:
     """Receives the numbers of a run; ``run`` is None on all ranks but the first.
 
@@ -22,7 +36,7 @@ class Monitor:
     def __init__(
         self,
         run: RunFolder | None,
-        progress: Progress,
+        progress: Display,
         label: str,
         steps: int,
         position: tuple[str, int],
@@ -68,8 +82,11 @@ class Monitor:
         self.progress.console.print(line, highlight=False)
 
 
-def progress_bar(*, show: bool) -> Progress:
-    """A bar with loss, speed and time left; plain lines where there is no terminal."""
+def progress_bar(*, show: bool, transient: bool = False) -> Progress:
+    """A bar with loss, speed and time left; plain lines where there is no terminal.
+
+    transient: leave nothing behind at the end.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -77,7 +94,8 @@ def progress_bar(*, show: bool) -> Progress:
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True, quiet=not show), disable=not show)
+    console = Console(stderr=True, quiet=not show)
+    return Progress(*columns, console=console, transient=transient, disable=not show)
 
 
 class Speed:

@@ -115,7 +115,7 @@ class ProductKeysRouter(Router):
         if not few or self.is_watched() or traced(x) or transformed() or _in_cuda_graph(x):
             return super().choose(x)
         with without_autocast(x.device):
-            weights, indices = self._inside_holders(x, self._choose)
+            weights, indices = self._inside_holders(self._choose, x)
         return as_dtype(weights, x.dtype), indices
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ WORK = """
 import sys, time, torch
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.models.experts_backend import register
+from l2r.hf.models.experts_backend import register_experts
 from l2r.routers import L2RConfig, RouterConfig, capture
 
 kind, counts = sys.argv[1], [int(n) for n in sys.argv[2].split(",")]
@@ -34,7 +34,7 @@ for count in counts:
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, num_experts=count,
         num_experts_per_tok=chosen,
         pad_token_id=None, router=router))
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register_experts())
     ids = torch.randint(512, (4, 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     parts = {}

@@ -56,6 +56,20 @@ def test_route_equals_plain_float64_at_the_edges(form: str, case: Case) -> None:
     check_route("cpu", "cpu", case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_without_gradients_the_numbers_are_the_same(
+    form: str, case: Case, dtype: torch.dtype
+) -> None:
+    inputs = case.inputs("cpu")
+    inputs = {**inputs, "x": inputs["x"].to(dtype)}
+    with torch.no_grad():
+        alone = route(inputs, **case.options())
+    trained = route(leaves(inputs), **case.options())
+    for name in ("logits", "weights", "indices"):
+        assert torch.equal(getattr(alone, name), getattr(trained, name)), name
+
+
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("scoring", ["dot", "cosine", "sips"])
 @pytest.mark.parametrize("heads", [1, 3])

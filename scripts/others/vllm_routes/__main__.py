@@ -3,9 +3,9 @@
 In an environment as ``make serve-test`` makes it. Trains small/cpu-l2r-sips for some steps, or
 takes ``--folder``, a checkpoint that vLLM's plug-in reads; samples in vLLM in float32 and bfloat16,
 with its routes recorded; and reads the same tokens in transformers in float32, with its own routes
-and with vLLM's. Prints a Markdown table. Recording of batches, cut prompts and cached prefixes must
-agree with that of one sequence at a time, and on a GPU with vLLM's own flag; exits with 1 where
-float32 does not.
+and with vLLM's. Prints a Markdown table; ``--json`` writes its numbers. Recording of batches, cut
+prompts and cached prefixes must agree with that of one sequence at a time, and on a GPU with
+vLLM's own flag; exits with 1 where float32 does not.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from l2r.hf.routes import Routes, from_vllm
 from l2r.hf.routes.layers import fingerprint_of
 
 HERE = Path(__file__).parent
-PAGES = ("data", "evaluation", "faq", "scale", "swap", "vision")  # of our documentation
+PAGES = ("data", "engines", "evidence", "inspect", "serving", "swap")  # of our documentation
 SHORT = (
     "data.vocab_size=512",
     "data.sequence_length=128",
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="a checkpoint, in place of a new one")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--json", type=Path, help="file for the numbers of the table")
     options = parser.parse_args()
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -57,17 +58,22 @@ def main() -> int:
     prompts = prompts_of(tokenizer, options.prompts)
     hows = ["many", "one"] + ["flag"] * torch.cuda.is_available()
     print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}", flush=True)
-    lines, failed = [], 0
+    lines, rows, failed = [], [], 0
     for dtype in ("float32", "bfloat16"):
         found = {how: in_vllm(folder, dtype, how, prompts, out) for how in hows}
         routes = {how: read(found[how], model) for how in hows}
-        print(row(dtype, model, prompts, found["many"], routes["many"]), flush=True)
+        rows.append(numbers(dtype, model, prompts, found["many"], routes["many"]))
+        print(row(rows[-1]), flush=True)
         cached = int((found["many"]["cached"] > 0).sum())
         for how in hows[1:]:
             line, same = compared(found["many"], found[how], routes["many"], routes[how])
             lines.append(f"{dtype}: {cached} prompts had a cached prefix; against {how}: {line}")
             failed |= dtype == "float32" and not same
     print("\n" + "\n".join(lines))
+    if options.json is not None:
+        settings = {"steps": options.steps, "prompts": options.prompts}
+        result = {"settings": settings, "rows": rows, "recordings": lines}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     if "flag" not in hows:
         print("vLLM's own flag: not run, it wants a GPU")
     return int(failed)
@@ -128,14 +134,14 @@ def read(found: dict[str, np.ndarray], model: Any) -> Routes:
     return from_vllm(arrays, fingerprint_of(model))
 
 
-def row(
+def numbers(
     dtype: str,
     model: Any,
     prompts: list[list[int]],
     found: dict[str, np.ndarray],
     routes: Routes,
-) -> str:
-    """What changes between vLLM and transformers, a row of the table."""
+) -> dict[str, Any]:
+    """What changes between vLLM and transformers; pairs are own routes and vLLM's replayed."""
     own: list[Routes] = []
     changes: tuple[list[Any], list[Any]] = ([], [])
     divergences: tuple[list[Any], list[Any]] = ([], [])
@@ -155,13 +161,27 @@ def row(
             divergences[place].append((theirs.exp() * (theirs - ours)).nansum(-1))
     agreement = Routes.concatenate(own).agreement(routes)
     change, divergence = ([torch.cat(p) for p in both] for both in (changes, divergences))
+    return {
+        "dtype": dtype,
+        "decisions": float(1 - agreement.layers.mean()),
+        "tokens": 1 - agreement.tokens,
+        "compared": agreement.compared,
+        "largest": [c.max().item() for c in change],
+        "mean": [c.mean().item() for c in change],
+        "kl": [d.mean().item() for d in divergence],
+    }
+
+
+def row(found: dict[str, Any]) -> str:
+    """A row of the table."""
+    pairs = (
+        " / ".join(f"{value:.2g}" for value in found[name]) for name in ("largest", "mean", "kl")
+    )
     cells = [
-        dtype,
-        f"{1 - agreement.layers.mean():.2%}",
-        f"{1 - agreement.tokens:.1%} of {agreement.compared}",
-        " / ".join(f"{c.max():.2g}" for c in change),
-        " / ".join(f"{c.mean():.2g}" for c in change),
-        " / ".join(f"{d.mean():.2g}" for d in divergence),
+        found["dtype"],
+        f"{found['decisions']:.2%}",
+        f"{found['tokens']:.1%} of {found['compared']}",
+        *pairs,
     ]
     return f"| {' | '.join(cells)} |"
 

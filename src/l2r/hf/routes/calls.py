@@ -4,8 +4,9 @@ Shape letters: B rows of a batch, W its columns, T = B * W inputs of a router, S
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -161,10 +162,22 @@ def _places(tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray,
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if not args:
-        return dict(kwargs)
-    names = inspect.signature(unwrapped_model(model).forward).parameters
+    names = _parameter_names(unwrapped_model(model).forward) if args else ()
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# By function: to read them takes longer than all else that a decoded token costs here.
+_KNOWN_NAMES: WeakKeyDictionary[Callable[..., Any], tuple[str, ...]] = WeakKeyDictionary()
+
+
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    function = getattr(forward, "__func__", None)  # of the class, where no instance has its own
+    names = None if function is None else _KNOWN_NAMES.get(function)
+    if names is None:
+        names = tuple(inspect.signature(forward).parameters)
+        if function is not None:
+            _KNOWN_NAMES[function] = names
+    return names
 
 
 def _first_tensor(values: Mapping[str, Any]) -> Tensor:

@@ -64,7 +64,7 @@ class Table:
             self,
             columns=tuple(self.columns[n] for n in places),
             rows=tuple(tuple(row[n] for n in places) for row in self.rows),
-            caption=f"{left} more columns: --json, or the page." if left else self.caption,
+            caption=f"{left} more column{'s' * (left > 1)}: --json." if left else self.caption,
             digits=digits,
             best=(),
         )

@@ -17,6 +17,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py
     collect_ignore_glob.append("test_cuda_only.py")
+    if find_spec("triton") is not None:
+        from interpreter import replace_once
+
+        replace_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,8 @@ def test_every_export_exists_is_listed_and_there_are_few():
 def test_import_l2r_is_light_and_the_first_ten_minutes_need_one_import():
     """What is listed before anything heavy is imported, and that an import brings it.
 
-    Language models are diagnosed and evaluated without an image package.
+    A command's help needs the packages of commands alone. Language models are diagnosed and
+    evaluated without an image package.
     """
     heavy = {"torch", "numpy", "transformers", "plotly", "pydantic", "typer", "rich"}
     names = ("build_router", "swap_routers", "capture", "load_balancing_loss", "router_z_loss")
@@ -34,6 +35,13 @@ import sys, l2r
 sys.modules["PIL"] = None
 listed = set(dir(l2r))
 assert not ({heavy!r} | {{"l2r.hf.models"}}) & set(sys.modules)
+from l2r.cli import main
+for words in (["--help"], ["mismatch", "--help"]):
+    try:
+        main(words)
+    except SystemExit:
+        loaded = ({heavy!r} - {{"typer", "rich", "pydantic"}} | {{"jaxtyping"}}) & set(sys.modules)
+        assert not loaded, (words, loaded)
 from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeForCausalLM
 assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
 from l2r.hf import models

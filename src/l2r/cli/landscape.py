@@ -1,12 +1,14 @@
 """``l2r landscape``: the score explorer, and the paper's score landscapes below it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from l2r.cli.options import Open, Revision, TrustRemoteCode, existing
-from l2r.report.page import Section
+
+if TYPE_CHECKING:
+    from l2r.report.page import Section
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
 _DRAWS = 8
@@ -81,11 +83,12 @@ def _model(checkpoint: str, *, revision: str | None, trust_remote_code: bool) ->
     return load(folder, trust_remote_code=trust_remote_code)
 
 
-def _paper_figures(reach: float) -> list[Section]:
+def _paper_figures(reach: float) -> "list[Section]":
     """Figures 3 and 8: the score of a fixed anchor over the plane."""
     from l2r.analysis.diagnostics import FLAT_SCORES, SWEPT_SCORES
     from l2r.analysis.diagnostics import logit_landscape as compute
     from l2r.report.landscape import landscapes_2d, landscapes_3d
+    from l2r.report.page import Section
 
     axis, flat = compute(FLAT_SCORES, _FLAT_ANCHOR, reach=reach, points=121)
     wide_axis, sweep = compute(SWEPT_SCORES, _SWEEP_ANCHOR, reach=reach, points=61)

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from l2r.cli.experiment import say
@@ -20,6 +19,8 @@ from l2r.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from l2r.analysis import Subject
     from l2r.analysis.routes import Comparison
     from l2r.hf.checkpoints import Placement
@@ -143,6 +144,8 @@ def _compare(
     trust: bool,
 ) -> "tuple[Comparison, np.ndarray]":
     """The comparison, and the domain of every sequence."""
+    import numpy as np
+
     from l2r.analysis.routes import (
         ARITHMETICS,
         compare_models,
@@ -177,7 +180,9 @@ def _compare(
         return compare_models(model, other, ids, report=progress), domain
 
 
-def _result(subject: "Subject", comparison: "Comparison", domain: np.ndarray) -> "Mismatch":
+def _result(subject: "Subject", comparison: "Comparison", domain: "np.ndarray") -> "Mismatch":
+    import numpy as np
+
     from l2r.analysis.diagnostics import token_pieces
     from l2r.runs.mismatch import Mismatch
 

@@ -31,7 +31,7 @@ TITLES = {
     "layers": "layers",
 }
 WIDTH, HEIGHT, LEFT, TOP, GAP_X, GAP_Y = 210, 190, 48, 64, 74, 62
-LOW, HIGH = -2, 5  # powers of ten
+LOW, HIGH = -3, 5  # powers of ten
 Points = list[tuple[float, float]]
 
 

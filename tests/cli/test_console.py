@@ -1,6 +1,11 @@
 """Tables on the console say what their cells say."""
 
-from l2r.cli.console import print_table
+import io
+
+from rich.console import Console
+
+from l2r.cli import console
+from l2r.cli.console import print_table, progress_bars
 from l2r.report.tables import Table
 
 
@@ -10,3 +15,14 @@ def test_brackets_and_colons_in_a_table_are_text(capsys):
     shown = capsys.readouterr().out
     for words in (*rows[0], ":warning:", "sizes [N, H]", "detail [x]", "of [all]"):
         assert words in shown, shown
+
+
+def test_slow_steps_have_a_time_to_the_end(monkeypatch):
+    clock, screen = [0.0], io.StringIO()
+    shown = Console(file=screen, force_terminal=True, width=80, get_time=lambda: clock[0])
+    monkeypatch.setattr(console, "Console", lambda stderr: shown)
+    with progress_bars() as report:
+        for done in range(3):
+            report("diagnoses", done, 6, "linear")
+            clock[0] += 90
+    assert "0:06:00" in screen.getvalue()

@@ -72,7 +72,9 @@ def progress_bars() -> Iterator[Callable[..., None]]:
     name = TextColumn("{task.description}")
     note = TextColumn("{task.fields[note]}")
     columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    hour = 3600.0  # seconds of which the speed is taken: a step may take minutes
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, speed_estimate_period=hour) as progress:
 
         def report(name: str, done: int, total: int, note: str = "") -> None:
             if name not in bars:

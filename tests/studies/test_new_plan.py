@@ -56,7 +56,7 @@ def test_the_command_writes_what_was_asked_for(tmp_path, monkeypatch, l2r):
     ("options", "words"),
     [
         (ONE, "--arm must be given at least twice"),
-        ((*ONE, *ONE), "--arm must have a name of its own"),
+        ((*ONE, *ONE), "--arm must have different names"),
         ((*ONE, "--arm", "r8:router.rnk=8"), "did you mean 'rank'"),
         ((*ONE, *OTHER, "--metric", "loss"), "unknown metric 'loss'"),
         ((*ONE, *OTHER, "--margin", 0), "--margin must be > 0; got 0"),

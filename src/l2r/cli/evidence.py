@@ -162,7 +162,7 @@ def new(
     named = [word.partition(":")[::2] for word in arm]
     arms = {name: [change for change in changes.split(",") if change] for name, changes in named}
     if len(arms) < len(arm):
-        raise ValueError(f"arms must have different names; got {', '.join(arm)}")
+        raise ValueError(f"--arm must have different names; got {', '.join(arm)}")
     question = Question(
         plan.stem, recipe, arms, metric, better, margin, sd, tokens, first_seed=first_seed
     )

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread (L2R_TEST_THREADS for more), fixed seeds, small fixtures."""
 
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +25,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay: looking through them for garbage was a quarter of collecting."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,14 @@ def test_brackets_and_colons_in_a_table_are_text(capsys):
         assert words in shown, shown
 
 
+def test_a_row_keeps_its_name_in_one_piece(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("router", *(f"a column of {n} words" for n in range(5)))
+    rows = [("l2r_sips_tuned", *(f"{n} to {n + 9} of a hundred" for n in range(5)))]
+    print_table(Table("", columns, rows))
+    assert "l2r_sips_tuned" in capsys.readouterr().out
+
+
 def test_slow_steps_have_a_time_to_the_end(monkeypatch):
     clock, screen = [0.0], io.StringIO()
     shown = Console(file=screen, force_terminal=True, width=80, get_time=lambda: clock[0])

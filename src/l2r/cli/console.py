@@ -21,6 +21,8 @@ from rich.table import Table as RichTable
 
 from l2r.report.tables import NUMBER, Table
 
+_NAME = 20  # characters of a row's name that are not broken: a quarter of the usual width
+
 
 def print_table(table: Table, *, as_json: bool = False) -> None:
     """Print a table on standard output: its verdict, then at most six columns.
@@ -39,11 +41,12 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
     for position, column in enumerate(brief.columns):
         own = [row[position] for row in cells]
         whole = position > 0 and all(cell == "-" or NUMBER.match(cell) for cell in own)
+        longest = max(map(len, own), default=1)
         grid.add_column(
             column,
             justify="right" if whole else "left",
             overflow="fold",
-            min_width=max(map(len, own), default=1) if whole else None,
+            min_width=longest if whole else min(longest, _NAME) if position == 0 else None,
         )
     for row in cells:
         grid.add_row(*row)

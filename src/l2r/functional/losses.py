@@ -134,7 +134,7 @@ def router_z_loss(
 
 
 def router_margin_loss(
-    scores: Tensor | Sequence[Tensor],
+    ranking: Tensor | Sequence[Tensor],
     *,
     top_k: int,
     gap: float = 0.1,
@@ -142,14 +142,14 @@ def router_margin_loss(
 ) -> Float[Tensor, ""]:
     r"""Margin loss: mean over tokens of max(0, 1 - (s_(k) - s_(k+1)) / (gap * sigma)).
 
-    ``scores`` are what experts are selected by, the logits of most routers; s_(k) is the k-th
+    ``ranking`` [T, N]: what experts are selected by, the logits of most routers. s_(k) is the k-th
     largest of a token and sigma = sqrt(variance over experts + 1e-6). The loss is 1 where the
     k-th and the next expert are equally good and 0 from ``gap`` deviations on. Both parts scale
-    with the scores, so that larger scores alone gain nothing. Not in the paper.
+    with it, so that larger scores alone gain nothing. Not in the paper.
 
     Raises ValueError for a ``top_k`` outside of 1 to N - 1 and for a ``gap`` that is not > 0.
     """
-    layers = _layers(scores)
+    layers = _layers(ranking)
     for layer in layers:
         if not 1 <= top_k < layer.shape[1]:
             raise ValueError(
@@ -163,12 +163,12 @@ def router_margin_loss(
     return torch.stack([_margin_loss(layer, top_k, gap, mask) for layer in layers]).mean()
 
 
-def _margin_loss(scores: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
+    wide = ranking.to(torch.promote_types(ranking.dtype, torch.float32))
     best = wide.topk(top_k + 1, dim=-1).values
     sigma = (wide.var(dim=-1, correction=0) + _LEAST_VARIANCE).sqrt()
     short = (1 - (best[:, top_k - 1] - best[:, top_k]) / (gap * sigma)).clamp_min(0)
-    weight = _token_weight(scores.shape[0], mask, scores.device).to(short.dtype)
+    weight = _token_weight(ranking.shape[0], mask, ranking.device).to(short.dtype)
     return (weight * short).sum() / weight.sum().clamp_min(1)
 
 

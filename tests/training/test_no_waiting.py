@@ -132,5 +132,5 @@ def test_a_planted_wait_is_found(plant, monkeypatch):
 
 
 def test_numbers_that_are_logged_are_read():
-    with pytest.raises(WaitingError, match="_local_scalar_dense"):
+    with pytest.raises(WaitingError, match="_to_copy"):
         walk(load_recipe("demo/linear", [*SMALL, "model.num_hidden_layers=1"]), summarize=True)

@@ -51,6 +51,7 @@ def export(
         PROGRAM_TOLERANCE,
         CheckpointOnDisk,
         Placement,
+        check_is_language_model,
         check_new_folder,
         export_program,
         export_remote_code,
@@ -67,6 +68,7 @@ def export(
         raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    check_is_language_model(folder, checkpoint)
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
         as_stored = dtype == "auto" and not trust_remote_code

@@ -3,6 +3,8 @@
 At the size of the demo two runs of one thread each take less time than both after one another with
 two. The processes stay for all cells, since importing takes seconds. They are in a session of their
 own: Ctrl-C reaches this process alone, which asks them to save.
+
+Longer than 250 lines: both ends of one pipe, whose messages they must agree on.
 """
 
 import multiprocessing
@@ -92,15 +94,15 @@ class _Group:
         self.todo = list(range(len(jobs)))
         self.threads = max(torch.get_num_threads(), processes)  # of all together
         self.workers = [self._start() for _ in range(processes)]
-        self.prepared = self.told = False
+        self.prepared = self.asked = False
         self.raised: BaseException | None = None
         self.last: list[tuple[int, Ended]] = []
 
     def run(self, progress: Progress, stop: StopRequest) -> Iterator[tuple[int, Ended]]:
         while True:
             stopping = bool(stop) or self.raised is not None
-            if stopping and not self.told:
-                self.told = True
+            if stopping and not self.asked:
+                self.asked = True
                 for worker in self._busy():
                     worker.process.terminate()  # SIGTERM, with which a run saves
             if not stopping:
@@ -109,7 +111,7 @@ class _Group:
                 break
             for worker in self._ready():
                 ended = self._next(worker, progress)
-                if ended is not None and (self.told or stop):
+                if ended is not None and (self.asked or stop):
                     self.last.append(ended)
                 elif ended is not None:
                     yield ended
@@ -185,7 +187,7 @@ class _Group:
             code = worker.process.exitcode
             worker.pipe.close()
             self.workers[self.workers.index(worker)] = self._start()
-            error = None if self.told else f"its process ended with code {code}"
+            error = None if self.asked else f"its process ended with code {code}"
             return job, (True, error, None)
         return None
 

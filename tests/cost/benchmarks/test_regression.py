@@ -97,7 +97,8 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
                 for name, times in group["seconds"].items()
             }
         (tmp_path / path).write_text(json.dumps(changed))
-    monkeypatch.setattr(regression, "ALPHA", 0.5)  # three turns, and Holm's over all contenders
+    # Of three turns, and with Holm's over all contenders.
+    monkeypatch.setattr(regression, "REGRESSION_ALPHA", 0.5)
     ended = l2r(*asked, "--compare", tmp_path / "fast.json")
     assert ended.code == 1 and "slower: " in ended.out, ended
     ended = l2r(*asked, "--compare", tmp_path / "slow.json")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.export import export_remote_code as export_remote_code
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
+    from l2r.hf.checkpoints.loading import check_is_language_model as check_is_language_model
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer
     from l2r.hf.checkpoints.loading import is_image_classifier as is_image_classifier
     from l2r.hf.checkpoints.loading import load_causal_lm as load_causal_lm

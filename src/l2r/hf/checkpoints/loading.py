@@ -37,8 +37,7 @@ def load_causal_lm(
     Raises ValueError when the folder holds no readable checkpoint.
     """
     folder = checkpoint_folder(local_checkpoint(path, revision=revision, code=trust_remote_code))
-    if is_image_classifier(folder):
-        raise ValueError(f"{path} holds an image classifier, not a language model")
+    check_is_language_model(folder, path)
     return load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
 
 
@@ -90,6 +89,12 @@ def load_image_classifier(
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load("an image classifier", folder, error) from error
     return placement.place(model).eval()
+
+
+def check_is_language_model(folder: Path, path: str | Path) -> None:
+    """Raise ValueError where a folder, called ``path`` by its user, holds an image classifier."""
+    if is_image_classifier(folder):
+        raise ValueError(f"{path} holds an image classifier, not a language model")
 
 
 def is_image_classifier(path: str | Path) -> bool:

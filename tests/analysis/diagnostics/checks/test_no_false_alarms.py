@@ -44,7 +44,6 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
     assert statuses(model)["weights"] == "ok"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 def test_a_report_names_every_check_before_it_runs():
     seen = []
     found = check_model(with_loss(), report=lambda *now: seen.append(now))
@@ -52,6 +51,7 @@ def test_a_report_names_every_check_before_it_runs():
     assert seen == [(n, len(names), name) for n, name in enumerate([*names, ""])]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 def test_adapters_are_as_they_should_be():
     """LoRA begins with a factor of zeros, which gives the other one no gradient at first."""
     modules_to_save = LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from l2r.cli import console
@@ -23,6 +24,18 @@ def test_a_row_keeps_its_name_in_one_piece(capsys, monkeypatch):
     rows = [("l2r_sips_tuned", *(f"{n} to {n + 9} of a hundred" for n in range(5)))]
     print_table(Table("", columns, rows))
     assert "l2r_sips_tuned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", range(60, 101))
+def test_no_number_is_cut(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = ("CE mean", "stability", "load entropy", "experts ever first", "routing gain")
+    numbers = (5.336, 0.991, 0.996, "7 to 10", 0.239)
+    print_table(Table("Routers", ("router", *names), (("l2r_sips_tuned", *numbers),)))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines), lines
+    words = " ".join(lines).split()
+    assert {"5.336", "0.991", "0.996", "0.239", "l2r_sips_tuned"} <= set(words), lines
 
 
 def test_slow_steps_have_a_time_to_the_end(monkeypatch):

@@ -38,15 +38,20 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
         console.print(brief.verdict, end="\n\n")
     grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     cells = [[brief.show(value) for value in row] for row in brief.rows]
-    for position, column in enumerate(brief.columns):
-        own = [row[position] for row in cells]
-        whole = position > 0 and all(cell == "-" or NUMBER.match(cell) for cell in own)
-        longest = max(map(len, own), default=1)
+    columns = [(name, [row[at] for row in cells]) for at, name in enumerate(brief.columns)]
+    full = sum(max(map(len, (name, *own))) + len(" | ") for name, own in columns)
+    for position, (name, own) in enumerate(columns):
+        longest = max(map(len, own), default=0)
+        number = position > 0 and all(cell == "-" or NUMBER.match(cell) for cell in own)
+        header = max(map(len, name.split()), default=0)
         grid.add_column(
-            column,
-            justify="right" if whole else "left",
+            name,
+            justify="right" if number else "left",
             overflow="fold",
-            min_width=longest if whole else min(longest, _NAME) if position == 0 else None,
+            # rich shrinks columns without regard for a least width: numbers have theirs fixed
+            width=max(longest, header) if number and full > console.width else None,
+            no_wrap=position == 0 and longest <= _NAME,
+            min_width=_NAME if position == 0 and longest > _NAME else None,
         )
     for row in cells:
         grid.add_row(*row)

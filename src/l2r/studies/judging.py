@@ -1,4 +1,4 @@
-"""Judging a plan: its results, the verdicts, the stopping rule, and what a page reads."""
+"""Judging a plan: its results, the stopping rule, a page's facts (verdicts: stats/contrasts.py)."""
 
 import json
 from collections import Counter

@@ -168,7 +168,7 @@ def _bar() -> Iterator[Report]:
         yield report
 
 
-def _agreement(
+def _agreement_note(
     model: Any,
     sites: Sequence[Site],
     students: Sequence[Router],
@@ -199,7 +199,7 @@ def _fit(
         student.train()
     for done, ids in enumerate(batches, start=1):
         seen = observe(model, sites, ids)
-        note = _agreement(model, sites, students, seen)  # before it is fitted to this batch
+        note = _agreement_note(model, sites, students, seen)  # before it is fitted to this batch
         for _ in range(options.updates):
             loss = torch.stack(
                 [

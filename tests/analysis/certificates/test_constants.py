@@ -103,7 +103,7 @@ def test_the_remainder_of_the_query_is_made_of_the_largest_changes_of_its_norm(s
     With n1^2 = n0^2 (1 + 2 p u cos + p^2), p = |d| / (sqrt(D) n0), u = |x| / (sqrt(D) n0) <= 1.
     """
     form, x = normed(1e-5, Identity())
-    local = LocalBounds.of(form, x)
+    local = LocalBounds.of(form, x, torch.tensor([[0], [1], [0]]))
     radius = share * 5**0.5 * local.rms
     angles = torch.linspace(0, math.pi, 4001, dtype=torch.float64)
     along = torch.linspace(0, 1, 101, dtype=torch.float64)[:, None] * angles.cos()

@@ -16,7 +16,7 @@ from tests.training.evaluation.conftest import small_tokenizer
 
 from .models import VOCABULARY, forward, one_rank, small
 
-from l2r.engines.hugging_face import copy_all  # isort: skip
+from l2r.engines.olmoe_tensors import copy_all  # isort: skip
 from l2r.engines.megatron.checkpoint import (  # isort: skip
     _pairs,
     load_hugging_face,

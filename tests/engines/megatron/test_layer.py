@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # isort:
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
 
-from l2r.engines.hugging_face import Tensors  # isort: skip
+from l2r.engines.olmoe_tensors import Tensors  # isort: skip
 from l2r.engines.megatron import L2RTopKRouter, plug  # isort: skip
 from l2r.engines.megatron.checkpoint import _pairs, to_hugging_face  # isort: skip
 

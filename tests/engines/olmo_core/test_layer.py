@@ -9,7 +9,7 @@ from tests.engines.engines import ROUTERS, assert_close, next_token_loss, period
 
 from .models import LAYERS, VOCABULARY, WEIGHTS, small
 
-from l2r.engines.hugging_face import Tensors  # isort: skip
+from l2r.engines.olmoe_tensors import Tensors  # isort: skip
 from l2r.engines.olmo_core.checkpoint import _pairs, to_hugging_face  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grouped GEMM not available")

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from l2r.analysis.certificates.attack import decision_gap
@@ -25,7 +25,7 @@ from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingM
 from l2r.routers import Router
 from l2r.routers.observe import evaluating, first_choice
 
-PAIRS = 2**20  # pairs of experts, over all tokens of a chunk, that are held at once
+PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
 SHRINK = 1 - 1e-6
 _TIE = 256  # roundings of the largest logit below which two precisions may disagree
 _STEPS = 40  # halvings of the bisection: a relative width of 1e-12
@@ -49,13 +49,12 @@ def certify(router: nn.Module, x: Float[Tensor, "T D"]) -> Certificate:
     form = routing_map(router)
     top1: list[Tensor] = []
     topk: list[Tensor] = []
-    for part, logits, one, inside in _decisions(form, router, x):
-        top1.append(_radii(form, part, logits, one))
-        topk.append(_radii(form, part, logits, inside))
-    keep = int(inside[0].sum())
+    for part, logits, first, chosen in _decisions(form, router, x):
+        top1.append(_radii(form, part, logits, first))
+        topk.append(_radii(form, part, logits, chosen))
     return Certificate(
         _with_geometry(form, x, torch.cat(top1), 1) * SHRINK,
-        _with_geometry(form, x, torch.cat(topk), keep) * SHRINK,
+        _with_geometry(form, x, torch.cat(topk), chosen.shape[1]) * SHRINK,
     )
 
 
@@ -68,7 +67,8 @@ def certify_first(router: nn.Module, x: Float[Tensor, "T D"]) -> Float[Tensor, "
     """
     form = routing_map(router)
     parts = _decisions(form, router, x)
-    return torch.cat([_radii(form, part, logits, one) for part, logits, one, _ in parts]) * SHRINK
+    radii = [_radii(form, part, logits, first) for part, logits, first, _ in parts]
+    return torch.cat(radii) * SHRINK
 
 
 @torch.no_grad()
@@ -83,15 +83,14 @@ def holds_within(
     """
     form = routing_map(router)
     held, done = [], 0
-    for part, logits, _, inside in _decisions(form, router, x):
+    for part, logits, _, chosen in _decisions(form, router, x):
         reach = distance[done : done + len(part)].double() / SHRINK
         done += len(part)
-        if inside.all() or isinstance(form, LinearMap):
-            held.append(_radii(form, part, logits, inside) > reach)
+        if chosen.shape[1] == form.num_experts or isinstance(form, LinearMap):
+            held.append(_radii(form, part, logits, chosen) > reach)
             continue
-        local = LocalBounds.of(form, part)
-        gaps = logits[:, :, None] - logits[:, None, :]
-        bound = _least(local.lower_bound(gaps, reach), inside)
+        local = LocalBounds.of(form, part, chosen)
+        bound = _least(local.lower_bound(_gaps(logits, chosen), reach), chosen)
         held.append((bound > 0) & (reach < local.max_radius))
     return torch.cat(held)
 
@@ -99,9 +98,9 @@ def holds_within(
 def _decisions(
     form: RoutingMap, router: nn.Module, x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """By chunks of tokens: x, the form's logits, and masks [T, N] of the first and the k experts.
+    """By chunks of tokens: x, the form's logits, the first expert [T, 1] and the k [T, K].
 
-    Raises ValueError where the form does not reproduce either of them.
+    Raises ValueError where the form does not reproduce either choice.
     """
     held = router.selection.held_bias(router) if isinstance(router, Router) else None
     if held is not None and held.any():
@@ -109,25 +108,25 @@ def _decisions(
             f"{type(router).__name__} chooses by its logits and a selection bias; "
             "no certificate is known"
         )
-    rows = max(1, PAIRS // form.num_experts**2)
     with evaluating(router):
-        for part in torch.split(x, rows):
-            logits = form.logits(part)
-            own_logits, weights, chosen = router(part)
-            inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
-            first = first_choice(weights, chosen)[:, None]
-            one = torch.zeros_like(inside).scatter_(1, first, True)
-            for kept in (one, inside):
-                _check_form(router, logits, own_logits, kept)
-            yield part, logits, one, inside
+        own_logits, weights, chosen = router(x)
+    chosen = chosen.long()
+    first = first_choice(weights, chosen)[:, None]
+    rows = max(1, PAIRS // (form.num_experts * chosen.shape[1]))
+    parts = (tensor.split(rows) for tensor in (x, own_logits, first, chosen))
+    for part, own, one, experts in zip(*parts, strict=True):
+        logits = form.logits(part)
+        for kept in (one, experts):
+            _check_form(router, logits, own, kept)
+        yield part, logits, one, experts
 
 
-def _radii(form: RoutingMap, x: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
-    if inside.all():  # all experts are chosen
+def _radii(form: RoutingMap, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
+    if chosen.shape[1] == form.num_experts:
         return torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
     if isinstance(form, LinearMap):
-        return linear_radii(form, logits, inside)
-    return anchor_radii(form, x, logits, inside)
+        return linear_radii(form, logits, chosen)
+    return anchor_radii(form, x, logits, chosen)
 
 
 def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Tensor:
@@ -138,52 +137,57 @@ def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Ten
 
 
 def linear_radii(
-    form: LinearMap,
-    logits: Float[Tensor, "T N"],
-    inside: Tensor,
+    form: LinearMap, logits: Float[Tensor, "T N"], chosen: Int[Tensor, "T K"]
 ) -> Float[Tensor, " T"]:
-    """Exact distance to the nearest hyperplane between an expert inside and one outside."""
-    apart = torch.cdist(form.weight, form.weight, compute_mode=EXACT)
-    gaps = (logits[:, :, None] - logits[:, None, :]).clamp_min(0)
+    """Exact distance to the nearest hyperplane between a chosen expert and another."""
+    apart = torch.cdist(form.weight, form.weight, compute_mode=EXACT)[chosen]  # [T, K, N]
+    gaps = _gaps(logits, chosen).clamp_min(0)
     # Equal rows never change order; their gap is constant.
     constant = torch.where(gaps > 0, torch.inf, 0.0)
     ratio = torch.where(apart > 0, gaps / apart.clamp_min(1e-300), constant)
-    return _least(ratio, inside)
+    return _least(ratio, chosen)
 
 
 def anchor_radii(
     form: AnchorMap,
     x: Float[Tensor, "T D"],
     logits: Float[Tensor, "T N"],
-    inside: Tensor,
+    chosen: Int[Tensor, "T K"],
 ) -> Float[Tensor, " T"]:
-    """Largest radius at which every pair inside / outside keeps a positive lower bound."""
-    local = LocalBounds.of(form, x)
-    gaps = logits[:, :, None] - logits[:, None, :]
+    """Largest radius at which every pair of a chosen expert and another keeps a lower bound > 0."""
+    local = LocalBounds.of(form, x, chosen)
+    gaps = _gaps(logits, chosen)
     first_order = gaps.clamp_min(0) / local.slopes.clamp_min(1e-300)
-    high = torch.minimum(_least(first_order, inside), local.max_radius)
+    high = torch.minimum(_least(first_order, chosen), local.max_radius)
     low = torch.zeros_like(high)
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        safe = _least(local.lower_bound(gaps, middle), inside) > 0
+        safe = _least(local.lower_bound(gaps, middle), chosen) > 0
         low, high = torch.where(safe, middle, low), torch.where(safe, high, middle)
     return low
 
 
-def _least(values: Float[Tensor, "T N N"], inside: Tensor) -> Float[Tensor, " T"]:
-    """Minimum over pairs of an expert inside and an expert outside; infinity without pairs."""
-    pairs = inside[:, :, None] & ~inside[:, None, :]
-    return torch.where(pairs, values, torch.inf).flatten(1).amin(dim=1)
+def _gaps(logits: Float[Tensor, "T N"], chosen: Int[Tensor, "T K"]) -> Float[Tensor, "T K N"]:
+    """Logit of every chosen expert less that of every expert."""
+    return logits.gather(1, chosen)[:, :, None] - logits[:, None, :]
 
 
-def _check_form(router: nn.Module, form_logits: Tensor, logits: Tensor, inside: Tensor) -> None:
+def _least(values: Float[Tensor, "T K N"], chosen: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:
+    """Minimum over pairs of a chosen expert and another."""
+    both = torch.zeros(len(values), values.shape[2], dtype=torch.bool, device=values.device)
+    both.scatter_(1, chosen, True)
+    return values.masked_fill(both[:, None, :], torch.inf).flatten(1).amin(dim=1)
+
+
+def _check_form(router: nn.Module, form_logits: Tensor, logits: Tensor, chosen: Tensor) -> None:
     """The form must choose what the router chose, but for ties in the router's precision."""
-    keep = int(inside[0].sum())
-    own = torch.zeros_like(inside).scatter_(1, form_logits.topk(keep).indices, True)
+    none = torch.zeros_like(form_logits, dtype=torch.bool)
+    inside = none.scatter(1, chosen, True)
+    own = none.scatter(1, form_logits.topk(chosen.shape[1]).indices, True)
     rounding = _TIE * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
     differs = (own != inside).any(dim=1) & (inside.sum(dim=1) < inside.shape[1])
-    for chosen in (own, inside):
-        tied = decision_gap(logits, chosen).abs() <= rounding
+    for kept in (own, inside):
+        tied = decision_gap(logits, kept).abs() <= rounding
         if (differs & ~tied).any():
             raise ValueError(
                 f"{type(router).__name__} does not choose by its logits alone "

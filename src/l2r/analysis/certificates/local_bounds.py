@@ -1,6 +1,6 @@
 """Bounds of the change of logit differences around each token (derivation: docs/diagnostics.md).
 
-Shape letters: T tokens, D hidden size, N experts, R rank.
+Shape letters: T tokens, D hidden size, N experts, K experts that are to stay chosen, R rank.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ EXACT = "donot_use_mm_for_euclid_dist"  # for torch.cdist, whose product of matr
 class LocalBounds:
     """What bounds the change of the logit differences around each token.
 
-    moments: of the anchors at the token. slopes [T, N, N]: gradient norm of z_i - z_j in x.
-    slope_gap_w [T, N, N]: the same in w. dq_dx, dw_dq [T]: norms of dq/dx and dw/dq. rho,
-    rms [T]: |q| and n(x). matrix_norm: of W_q. max_radius [T]: no radius is certified beyond it.
+    moments: of the anchors at the token. slopes [T, K, N]: gradient norm in x of z_i - z_j, the
+    logit of a chosen expert less that of any. slope_gap_w [T, K, N]: the same in w. dq_dx,
+    dw_dq [T]: norms of dq/dx and dw/dq. rho, rms [T]: |q| and n(x). matrix_norm: of W_q.
+    max_radius [T]: no radius is certified beyond it.
     """
 
     form: AnchorMap
@@ -36,7 +37,8 @@ class LocalBounds:
     hidden: int
 
     @classmethod
-    def of(cls, form: AnchorMap, x: Tensor) -> "LocalBounds":
+    def of(cls, form: AnchorMap, x: Tensor, chosen: Tensor) -> "LocalBounds":
+        """Bounds around x [T, D] for ``chosen`` [T, K], indices of experts."""
         rms, query = form.rms(x), form.query(x)
         moments = Moments.at(form.effective_query(query), form.anchors)
         rho = torch.linalg.vector_norm(query, dim=-1)
@@ -46,9 +48,11 @@ class LocalBounds:
         along = query[:, :, None] * query[:, None, :] / safe.square()[:, None, None]
         across = torch.eye(query.shape[1], dtype=query.dtype, device=x.device) - along
         dw_dq = slope[:, None, None] * along + (value / safe)[:, None, None] * across
-        gram = torch.einsum("tnr,trs,tms->tnm", moments.mean, dw_dq @ inner @ dw_dq, moments.mean)
-        own = gram.diagonal(dim1=1, dim2=2)
-        total = own[:, :, None] + own[:, None, :]
+        pulled = moments.mean @ (dw_dq @ inner @ dw_dq)  # [T, N, R]
+        own = (pulled * moments.mean).sum(dim=2)  # [T, N]
+        mean = _rows(moments.mean, chosen)  # [T, K, R]
+        gram = mean @ pulled.transpose(1, 2)  # [T, K, N]
+        total = own.gather(1, chosen)[:, :, None] + own[:, None, :]
         squared = (total - 2 * gram).clamp_min(0) + 1e-14 * total.abs()  # above its rounding
         dq_dx = torch.linalg.eigvalsh(inner)[:, -1].clamp_min(1e-300).sqrt() * (1 + 1e-9)
         # Farther away the query may be 0, or the input of the RMSNorm may.
@@ -57,7 +61,7 @@ class LocalBounds:
             form=form,
             moments=moments,
             slopes=squared.sqrt(),
-            slope_gap_w=torch.cdist(moments.mean, moments.mean, compute_mode=EXACT),
+            slope_gap_w=torch.cdist(mean, moments.mean, compute_mode=EXACT),
             dq_dx=dq_dx,
             dw_dq=torch.maximum(slope.abs(), value / safe),
             rho=rho,
@@ -68,7 +72,7 @@ class LocalBounds:
         )
 
     def lower_bound(self, gaps: Tensor, radius: Tensor) -> Tensor:
-        """Lower bound [T, N, N] of every z_i - z_j over the ball of ``radius`` [T]."""
+        """Lower bound [T, K, N] of every z_i - z_j over the ball of ``radius`` [T]."""
         q_remainder = self._query_remainder(radius)
         moved = self.dq_dx * radius + q_remainder
         low, high = self.rho - moved, self.rho + moved
@@ -88,6 +92,11 @@ class LocalBounds:
         part = radius / (self.hidden**0.5 * self.rms)
         shrunk = part / (1 - part).clamp_min(1e-300)  # bounds |n0 / n - 1|
         return shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
+
+
+def _rows(values: Tensor, chosen: Tensor) -> Tensor:
+    """Rows [T, K, R] of values [T, N, R]."""
+    return values.gather(1, chosen[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def query_metric(form: AnchorMap, x: Tensor, query: Tensor, rms: Tensor) -> Tensor:

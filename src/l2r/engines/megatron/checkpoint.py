@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from l2r.engines.engine import selecting_as
-from l2r.engines.hugging_face import Pair, Tensors, copy_all, olmoe, router_pairs
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
+from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
 from l2r.routers.selection import Selection
 
 # What an OLMoE has; other values of these fields make another model, not always one with other

@@ -3,6 +3,9 @@
 A family is recognized by the class name of its router, so that models built around the same
 decoder (vision-language models, classifiers) are recognized too. Every router here returns
 (logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
+
+A new family is a line of _TABLE and its tiny sizes in tests/hf/families.py, whose tests then run
+for it; scripts/pages/families_page.py writes it into docs/families.md.
 """
 
 from collections.abc import Callable, Mapping

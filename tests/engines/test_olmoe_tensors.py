@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from l2r.engines.hugging_face import copy_all, olmoe
+from l2r.engines.olmoe_tensors import copy_all, olmoe
 from l2r.routers import LinearConfig
 from tests.hf.families import TINY
 

@@ -1,0 +1,71 @@
+"""Statistics of routers in the logs of transformers' own Trainer and those built on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
+from l2r.engines.trainer.heatmap import draw
+
+
+def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "RouterLog":
+    """Make ``trainer`` log what its routers do in every ``every``-th step (default: its log steps).
+
+    Load entropy, max over mean load, dead experts, margin, z-loss and balance loss, per layer and
+    as means over layers, go with the loss to every tracker as ``router/NAME/layer-L`` and
+    ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. Only steps
+    that are logged cost anything. A model that ``torch_compile`` compiled is not seen.
+
+    Raises ValueError for a model without a supported router, and for ``every`` below 1.
+    """
+    if every is not None and every < 1:
+        raise ValueError(f"every must be >= 1; got every={every}")
+    log = RouterLog(trainer, every)
+    call_first(trainer, log)
+    return log
+
+
+def call_first(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Put a callback before the trackers', which then find its numbers in the log."""
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+@dataclass(eq=False, repr=False)
+class RouterLog(TrainerCallback):
+    """Callback of one Trainer; made by ``add_router_statistics``."""
+
+    trainer: Trainer
+    every: int | None
+
+    def __post_init__(self) -> None:
+        self._watch = RouterWatch(self.trainer.model)
+        self._statistics: RouterStatistics | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch a step that will be logged."""
+        first = args.logging_first_step and state.global_step == 0
+        if first or (state.global_step + 1) % (self.every or state.logging_steps) == 0:
+            self._watch.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reduce what was seen, over all micro-batches and ranks."""
+        if self._watch.is_open:
+            self._statistics = self._watch.read()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Add the numbers of the last watched step to the logs."""
+        if "loss" not in logs or self._statistics is None:
+            return
+        statistics, self._statistics = self._statistics, None
+        logs.update(statistics.scalars())
+        state.log_history[-1].update(statistics.scalars())
+        callbacks = self.trainer.callback_handler.callbacks
+        for writer in (getattr(callback, "tb_writer", None) for callback in callbacks):
+            draw(writer, statistics, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave no hook behind."""
+        self._watch.stop()

@@ -63,7 +63,7 @@ _TASKS = {
 _PERCENT = (*_TASKS.values(), "Top-1", "Top-5")
 _LOSSES = {"train_ce": "train CE", "validation_ce": "val CE", "balance": "balance loss"}
 COLUMNS = (*_PERCENT, *_LOSSES.values())
-_FEW = ("Router params", "Top-1", "val CE", "Overall", "train CE", "balance loss")
+_TERMINAL_COLUMNS = ("Router params", "Top-1", "val CE", "Overall", "train CE", "balance loss")
 _NAMES = {"router.rank": "rank", "router.heads": "heads", "router.kind": "router"}
 _HEADS = {"router.rank": "Rank", "router.heads": "H", "router.kind": "Router"}
 
@@ -150,7 +150,7 @@ def ablation_table(ablation: Ablation) -> Table:
     head = _HEADS.get(ablation.field, ablation.field)
     columns = (head, *(["Router params"] if sizes else []), *shown)
     caption = _caption(ablation.rows, sizes=sizes)
-    return Table(ablation.title, columns, tuple(rows), caption=caption, few=_FEW)
+    return Table(ablation.title, columns, tuple(rows), caption=caption, few=_TERMINAL_COLUMNS)
 
 
 def all_rows_table(rows: Sequence[Row]) -> Table:
@@ -163,7 +163,7 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
             (row.label, _size(row), *(show_number(row, column) for column in shown)) for row in rows
         ),
         caption=_caption(rows),
-        few=_FEW,
+        few=_TERMINAL_COLUMNS,
         verdict=of_arms({row.label: row.runs for row in rows}).says,
     )
 

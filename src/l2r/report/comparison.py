@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from l2r.report.analyses import analysis_sections, routing_sections
-from l2r.report.compared import results_to_compare
+from l2r.report.comparable_runs import results_to_compare
 from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
 from l2r.report.page import Section, write_page
 from l2r.report.palette import ROUTER_COLORS
@@ -33,7 +33,7 @@ _ROUTING = {
     "experts ever first": "ever_first",
     "routing gain": "routing_gain",
 }
-_FEW = (
+_TERMINAL_COLUMNS = (
     "top1",
     "CE mean",
     "stability",
@@ -137,7 +137,7 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
         ("router", "steps", *columns),
         tuple(rows),
         caption=" ".join([*notes, _OF_TASK[unit_of(runs)], _CAPTION]),
-        few=_FEW,
+        few=_TERMINAL_COLUMNS,
     )
 
 

@@ -10,7 +10,7 @@ from l2r.stats.statistics import Interval, share_interval
 
 # (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
 Counts = tuple[tuple[int, int, int, int], int, int]
-_FEW_TASKS = ("Overall", "MMLU", "HSwag", "BoolQ", "PIQA")
+_TERMINAL_TASKS = ("Overall", "MMLU", "HSwag", "BoolQ", "PIQA")
 _ENDS = ("95% from", "95% to")
 # A number, lower and upper end of its 95% interval.
 Estimate = tuple[float, float, float]
@@ -132,7 +132,7 @@ def downstream_table(
         tuple(cells),
         caption,
         digits=1,
-        few=(*_FEW_TASKS, *columns),
+        few=(*_TERMINAL_TASKS, *columns),
         verdict=of_accuracies(rows, points),
     )
 

@@ -22,7 +22,7 @@ AXES = {
 }
 _TIMES = ("median_us", "median_ms", "step_ms", "latency_ms", "peak_mib")
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "mib": "peak MiB"}
-_FEW = (
+_TERMINAL_COLUMNS = (
     "contender", "shape", "size", "phase", "axis", "value", "tokens", *_TIMES, "ratio",
 )  # fmt: skip
 _DASHES = {"forward": "solid", "forward+backward": "dash"}
@@ -35,7 +35,7 @@ def bench_table(bench: Mapping[str, Any]) -> Table:
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
     rows = tuple(tuple(record[column] for column in columns) for record in records)
     caption = f"{bench['note']} {place}".strip()
-    few = tuple(column for column in columns if column in _FEW)
+    few = tuple(column for column in columns if column in _TERMINAL_COLUMNS)
     return Table(
         f"Benchmark: {bench['name']}",
         columns,

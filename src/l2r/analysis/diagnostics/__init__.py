@@ -1,6 +1,8 @@
 """Diagnostics: metrics of routing, robustness, usage and geometry, checks before training.
 
-Imports certificates/, training/ and below. Begin at model_diagnosis.py; metrics.py has the metrics.
+Imports certificates/, training/ and below. Begin at model_diagnosis.py. A new number that
+sums over all tokens goes into metrics.py and streaming_sums.py; one that needs places or neighbors
+of tokens reads the noted choices, in specialization.py, and is called in token_analyses.py.
 """
 
 from typing import TYPE_CHECKING

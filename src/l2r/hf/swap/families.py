@@ -82,7 +82,7 @@ class SparseMixer(Selection):
         return estimated
 
 
-def _softmax(old: Any) -> Selection:
+def _normalized_by_flag(old: Any) -> Selection:
     """Softmax over all experts, top-k, weights as they are or renormalized by a flag."""
     return Selection(normalize=getattr(old, "norm_topk_prob", False))
 
@@ -112,8 +112,9 @@ def _rule(read: Mapping[str, str], **fixed: Any) -> Callable[[Any], Selection]:
     return lambda old: Selection(**fixed, **{f: getattr(old, name) for f, name in read.items()})
 
 
-# Also where the softmax is over the k chosen logits alone: the same weights.
-_softmax_normalized = _rule({}, normalize=True)
+# transformers' Mixtral and its like renormalize whatever their configuration says. So do families
+# whose softmax is over the k chosen logits only: the same weights.
+_always_normalized = _rule({}, normalize=True)
 # The original bounds the sum from below by the same constant instead of adding it.
 _ernie = _rule({"norm_eps": "norm_min"}, normalize=True, bias="moe_statics.e_score_correction_bias")
 _SCALED = {"normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
@@ -132,21 +133,21 @@ _afmoe = _rule({"scale": "route_scale"}, **_BLOCK, normalize=True, norm_eps=1e-2
 _hy_v3 = _rule({"scale": "router_scaling_factor"}, **_BLOCK, normalize=True, norm_eps=1e-20)
 
 _TABLE = (
-    Family("olmoe", "OlmoeTopKRouter", _softmax),
-    Family("flex_olmo", "FlexOlmoTopKRouter", _softmax),
-    Family("qwen2_moe", "Qwen2MoeTopKRouter", _softmax),
-    Family("qwen3_moe", "Qwen3MoeTopKRouter", _softmax),
-    Family("qwen3_next", "Qwen3NextTopKRouter", _softmax),
-    Family("mellum", "MellumTopKRouter", _softmax),
-    Family("jamba", "JambaTopKRouter", _softmax),
-    Family("mixtral", "MixtralTopKRouter", _softmax_normalized),
-    Family("minimax", "MiniMaxTopKRouter", _softmax_normalized),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeTopKRouter", _softmax_normalized),
-    Family("hunyuan_v1_moe", "HunYuanMoEV1Gate", _softmax_normalized, weight="wg.weight"),
-    Family("gpt_oss", "GptOssTopKRouter", _softmax_normalized),
-    Family("granitemoe", "GraniteMoeTopKRouter", _softmax_normalized),
-    Family("granitemoeshared", "GraniteMoeSharedTopKRouter", _softmax_normalized),
-    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _softmax_normalized),
+    Family("olmoe", "OlmoeTopKRouter", _normalized_by_flag),
+    Family("flex_olmo", "FlexOlmoTopKRouter", _normalized_by_flag),
+    Family("qwen2_moe", "Qwen2MoeTopKRouter", _normalized_by_flag),
+    Family("qwen3_moe", "Qwen3MoeTopKRouter", _normalized_by_flag),
+    Family("qwen3_next", "Qwen3NextTopKRouter", _normalized_by_flag),
+    Family("mellum", "MellumTopKRouter", _normalized_by_flag),
+    Family("jamba", "JambaTopKRouter", _normalized_by_flag),
+    Family("mixtral", "MixtralTopKRouter", _always_normalized),
+    Family("minimax", "MiniMaxTopKRouter", _always_normalized),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeTopKRouter", _always_normalized),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1Gate", _always_normalized, weight="wg.weight"),
+    Family("gpt_oss", "GptOssTopKRouter", _always_normalized),
+    Family("granitemoe", "GraniteMoeTopKRouter", _always_normalized),
+    Family("granitemoeshared", "GraniteMoeSharedTopKRouter", _always_normalized),
+    Family("granitemoehybrid", "GraniteMoeHybridTopKRouter", _always_normalized),
     Family("cohere2_moe", "Cohere2MoeTopKRouter", _cohere2),
     Family("phimoe", "PhimoeTopKRouter", _phimoe),
     Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", _ernie),

@@ -77,6 +77,7 @@ def test_params_prints_the_cost_of_a_token(l2r):
     ("args", "words"),
     [
         (["train", "demo/l2r-sip"], ["unknown recipe", "demo/l2r-sips"]),
+        (["train", "demo"], ["is a folder of recipes", "demo/l2r-sips"]),
         (["train"], ["RECIPE is missing"]),
         (["train", "demo/l2r-sips", "router.kind=l2r_sip"], ["unknown router", "l2r_sips"]),
         (["train", "demo/l2r-sips", "router.rank=0"], ["rank must be >= 1", "rank=0"]),
@@ -92,7 +93,7 @@ def test_params_prints_the_cost_of_a_token(l2r):
         (["train", "demo/l2r-sips", "seed.sub=1"], ["seed holds a value"]),
         (["train", "missing.yaml"], ["missing.yaml does not exist"]),
         (["train", "../../etc/passwd"], ["unknown recipe"]),
-        (["compare", "demos"], ["unknown recipe folder 'demos'"]),
+        (["compare", "demos"], ["unknown recipe folder 'demos' (did you mean 'demo'?)"]),
         (["compare", "demo", "--routers", "linear,cubic"], ["'cubic'"]),
         (["report", "nowhere"], ["nowhere is not a run folder"]),
         (["params", "--ranks", "2,x"], ["ranks must be positive integers"]),

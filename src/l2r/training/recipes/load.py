@@ -31,7 +31,10 @@ def recipes_in(folder: str) -> list[str]:
     folder = known_as(folder, folders)
     names = [name for name in recipe_names() if name.rpartition("/")[0] == folder]
     if not names:
-        raise ValueError(f"unknown recipe folder {folder!r}; known: {', '.join(sorted(folders))}")
+        hint = nearest(folder, folders)
+        raise ValueError(
+            f"unknown recipe folder {folder!r}{hint}; known: {', '.join(sorted(folders))}"
+        )
     return names
 
 
@@ -118,6 +121,9 @@ def _file_values(path: Path) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> ValueError:
+    inside = [recipe for recipe in recipe_names() if recipe.startswith(f"{name}/")]
+    if inside:
+        return ValueError(f"{name!r} is a folder of recipes; choose one: {', '.join(inside)}")
     hint = nearest(name, recipe_names())
     return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
 

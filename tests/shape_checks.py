@@ -1,7 +1,7 @@
 """Run-time checks of shapes that cost no more than they find.
 
 pytest's import hook decorates each function of the checked packages, some 1,400. Here a function
-is decorated when it is first called, and a test checks its first 100 calls of each: a search
+is decorated when it is first called, and a test checks its first 10 calls of each: a search
 that calls one function a million times learns nothing from the rest.
 """
 
@@ -16,7 +16,7 @@ from unittest.mock import patch
 import jaxtyping
 from jaxtyping import _import_hook
 
-CALLS = 100
+CALLS = 10
 _decorate = jaxtyping.jaxtyped
 _test = 0
 

@@ -116,6 +116,14 @@ def test_bad_input_is_one_line(l2r, checkpoints, tmp_path, arguments, message):
     assert message in l2r("diagnose", *filled, "--out", tmp_path / "out").refusal()
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_before_the_others_are_read(
+    l2r, checkpoints, tmp_path
+):
+    more = ("--data", checkpoints / "tokens", *SHORT, "--out", tmp_path / "out")
+    error = l2r("diagnose", checkpoints / "stock", tmp_path / "no/such/one", *more).refusal()
+    assert "no/such/one" in error and not (tmp_path / "out").exists()
+
+
 def test_tokens_of_another_vocabulary_are_refused(l2r, checkpoints, tmp_path):
     identity = TokenizerIdentity(name="large", vocab_size=900, eos_token_id=0, sha256="0" * 64)
     write_token_files(tmp_path / "large", {"a": [[899] * 40]}, tokenizer=identity)

@@ -86,12 +86,14 @@ def diagnose(
     from l2r.analysis import Extent, diagnose_checkpoint, earlier_checkpoints
     from l2r.analysis.diagnostics import DiagnosisSettings, saturation_of_diagnoses
     from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.hf.checkpoints import Placement
+    from l2r.hf.checkpoints import Placement, local_checkpoint
     from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
     from l2r.report.patches import patch_links, write_patch_page
     from l2r.report.text_view import text_page_of, text_sections
     from l2r.runs.atomic import make_folder
 
+    for checkpoint in checkpoints:  # all of them before the first, which takes minutes
+        local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if text is not None:
         loading: Any = {"placement": Placement(dtype, device, device_map, say)}
         loading |= {"revision": revision, "trust_remote_code": trust_remote_code}

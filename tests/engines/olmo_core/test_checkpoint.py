@@ -48,7 +48,7 @@ def test_a_trained_model_is_a_checkpoint_of_ours(
     with torch.no_grad():
         logits = model.eval()(ids)
     made = to_hugging_face(model, max_position_embeddings=256)
-    assert type(made).__name__ == ("FlexOlmo" if reordered_norm else "L2rOlmoe") + "ForCausalLM"
+    assert type(made).__name__ == ("L2rFlexOlmo" if reordered_norm else "L2rOlmoe") + "ForCausalLM"
     check_checkpoint(made, ids, logits, small_tokenizer, tmp_path / "out", l2r, text_folder)
 
     _, other = small(SIPS, reordered_norm=reordered_norm, vocabulary=size)

@@ -13,10 +13,11 @@ _PACKAGE = (
     "then import l2r)"
 )
 # transformers prints the first where it does not know the model type, before any code is loaded;
-# a repository of this name cannot be. The second stands in a field that the configuration class
-# of every family checks for a number, and prints.
+# a repository of this name cannot be. The second stands in a field whose type the configuration
+# class checks, printing the value: the first of these that it has. A composite model's has no range.
 _AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
-_FIELD, _SAVED = "initializer_range", "l2r_initializer_range"
+_FIELDS = ("initializer_range", "tie_word_embeddings")
+_SAVED = "l2r_"  # before the name of the field, for its value
 _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pretrained"
 
 
@@ -35,14 +36,16 @@ class NeedsPackage:
             return
         path = Path(json_file_path)
         values = json.loads(path.read_text(encoding="utf-8"))
-        values |= {"auto_map": _AUTO_MAP, _FIELD: _NOTE, _SAVED: getattr(self, _FIELD)}
+        field = next(name for name in _FIELDS if hasattr(self, name))
+        values |= {"auto_map": _AUTO_MAP, field: _NOTE, _SAVED + field: getattr(self, field)}
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
         """Read config.json as transformers does, without the notes."""
         values = dict(config_dict)
-        if values.get(_FIELD) == _NOTE:
-            values[_FIELD] = values.pop(_SAVED)
-            del values["auto_map"]
+        for field in _FIELDS:
+            if values.get(field) == _NOTE:
+                values[field] = values.pop(_SAVED + field)
+                del values["auto_map"]
         return super().from_dict(values, **options)  # type: ignore[misc]

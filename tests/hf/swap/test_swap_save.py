@@ -6,6 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import l2r
 from l2r import L2RConfig, Router, XMoEConfig
@@ -47,6 +48,19 @@ def test_the_loaded_model_is_of_the_same_class_and_in_evaluation_mode(tmp_path):
     assert not loaded.training
     assert loaded.config.l2r_swap == model.config.l2r_swap
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+def test_another_model_of_the_same_configuration_object_stays_stock(name, tmp_path):
+    swapped = tiny_model(FAMILIES[name])
+    stock = type(swapped)(swapped.config).eval()
+    swap_routers(swapped, CONFIG)
+    assert all(m.config is not stock.config for m in swapped.modules() if hasattr(m, "config"))
+    stock.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(opened) is type(stock)
+    for key, value in stock.state_dict().items():
+        assert torch.equal(opened.state_dict()[key], value), key
 
 
 def test_different_routers_in_different_layers_come_back(tmp_path):

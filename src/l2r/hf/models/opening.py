@@ -14,7 +14,7 @@ _PACKAGE = (
 )
 # transformers prints the first where it does not know the model type, before any code is loaded;
 # a repository of this name cannot be. The second stands in a field whose type the configuration
-# class checks, printing the value: the first of these that it has. A composite model's has no range.
+# class checks, printing the value: the first of these that it has.
 _AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
 _FIELDS = ("initializer_range", "tie_word_embeddings")
 _SAVED = "l2r_"  # before the name of the field, for its value

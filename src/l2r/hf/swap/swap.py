@@ -5,6 +5,7 @@ selection bias, renormalization, scaling) stays the family's, as do experts, sha
 everything else. The new router sits where the old one sat and returns the same triple.
 """
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -113,7 +114,11 @@ def forget_replaced(routers: Sequence[Router]) -> None:
 def record_swap(
     model: nn.Module, config: RouterConfig, sites: Sequence[Site], *, selection: str = "family"
 ) -> None:
-    """Write into the model's configuration which routers now sit where."""
+    """Write into the model's configuration which routers now sit where.
+
+    Into a copy of it: other models may have been built from the same object.
+    """
+    _take_own_config(model)
     model_config: Any = model.config
     everywhere = len(sites) == len(router_sites(model))
     ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
@@ -131,3 +136,13 @@ def record_swap(
         earlier = []
     model_config.l2r_swap = [*earlier, entry]
     mark(model)
+
+
+def _take_own_config(model: nn.Module) -> None:
+    """Give a model and its parts a copy of their configuration, parts of it included."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        held = module.__dict__.get("config")
+        if id(held) in copies:
+            module.config = copies[id(held)]

@@ -335,7 +335,8 @@ def test_a_bad_step_found_later_has_changed_nothing(tiny_changes, tmp_path, monk
     rare = ("training.log_every=6", "evaluation.every=0", "checkpoint.every=5")
     with pytest.raises(NonFiniteError, match="step 2: loss is inf; every module output is finite"):
         run(tmp_path / "run", tiny_changes, *rare)
-    assert len(held) == 5  # found before the checkpoint, which is not written
+    assert len(held) == 5  # found before the checkpoint, which is not written, nor is a record
+    assert RunFolder(tmp_path / "run").read_metrics() == []
     assert RunFolder(tmp_path / "run").complete_checkpoints() == []
     for before, after in zip(held[2], held[4], strict=True):
         assert torch.equal(before, after)

@@ -5,12 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from l2r import capture
-from l2r.analysis.diagnostics.patches import patch_routing
+from l2r.analysis.diagnostics.patches import patch_routing, validation_patches
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.report.patches import compare_patches, patch_figure
 from l2r.runs.patches import PatchRouting
+from l2r.training.data.image_sources import open_images
+from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.image_input import ImageInput
+from l2r.training.recipes.vision_schema import ImageSection
 
 
 @pytest.fixture
@@ -96,3 +101,17 @@ def test_a_wrong_file_is_named(tmp_path):
     np.savez(tmp_path / "other.npz", images=np.zeros(3))
     with pytest.raises(ValueError, match="holds no patch routing: class_token, classes, experts"):
         PatchRouting.read(tmp_path / "other.npz")
+
+
+def test_images_that_cannot_be_read_show_no_patches(model, tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for number in range(3):
+            path = tmp_path / part / "a" / f"{number}.png"
+            Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(path)
+    (tmp_path / "val" / "a" / "0.png").write_bytes(b"no image")
+    dataset = ImageDataset(open_images(str(tmp_path))[1], size=16, channels=3, crop=CenterCrop())
+    images = ImageInput(dataset, ImageSection(mean=(0.5,) * 3, deviation=(0.5,) * 3))
+    assert validation_patches(model, images, 1) is None  # the first of all
+    routing = validation_patches(model, images, 2)  # the first and the last
+    assert routing is not None and len(routing.labels) == 1

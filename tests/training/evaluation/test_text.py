@@ -287,6 +287,30 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
         score(checkpoint, [files], tmp_path / "whole")
 
 
+@pytest.mark.parametrize("linked", ["evaluation", "documents"])
+def test_nothing_is_written_through_a_link(checkpoint, files, tmp_path, monkeypatch, linked):
+    """A stranger's folder may have one to anywhere, before or while documents are scored."""
+    home, folder = tmp_path / "home", tmp_path / "out" / "evaluation"
+    home.mkdir()
+    (home / "letter").write_text("mine\n")
+    folder.parent.mkdir()
+    if linked == "evaluation":
+        folder.symlink_to(home)
+
+    def linking(*given, **options):
+        (path,) = folder.glob("*.jsonl")
+        path.unlink()
+        path.symlink_to(home / "letter")
+        return document_losses(*given, **options)
+
+    if linked == "documents":
+        monkeypatch.setattr(text_module, "document_losses", linking)
+    with pytest.raises(ValueError, match="is a link, and nothing is written through links"):
+        score(checkpoint, [files], tmp_path)
+    assert list(home.iterdir()) == [home / "letter"]
+    assert (home / "letter").read_text() == "mine\n"
+
+
 def test_progress_ends_with_all_bytes(checkpoint, files, tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "_PART", 60)
     texts, seen = Texts([files]), []

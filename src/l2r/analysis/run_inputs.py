@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,24 +38,25 @@ def validation_subject(
 ) -> Subject:
     """A model with ``rows`` validation instances of a task, chosen as for validation.
 
-    Text has the domains of its files, images their classes.
+    All of them where there are fewer. Text has the domains of its files, images their classes.
     """
     data: Any = task
     if isinstance(recipe, VisionRecipe):
         from l2r.training import ImageInput  # text needs no image package
 
         images = ImageInput(data.validation, data.recipe.data)
-        batches = partial(images.batches, rows)
-        return Subject(model, batches, rows, images.domains, {}, images)
+        count = min(rows, len(images.dataset))
+        return Subject(model, partial(images.batches, count), count, images.domains, {}, images)
     dataset = data.validation
     chosen = data.choose_rows(dataset, rows)
 
     def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        for part in np.array_split(chosen, max(1, len(chosen) // size)):
-            yield {name: value.to(device) for name, value in dataset.rows(part).items()}
+        for start in range(0, len(chosen), size):
+            batch = dataset.rows(chosen[start : start + size])
+            yield {name: value.to(device) for name, value in batch.items()}
 
     options = {"use_cache": False}
-    return Subject(model, text_batches, rows, dataset.domains, options, tokenizer=tokenizer)
+    return Subject(model, text_batches, len(chosen), dataset.domains, options, tokenizer=tokenizer)
 
 
 def _silent(line: str) -> None:

@@ -34,14 +34,20 @@ class ImageInput:
 
     def batches(self, count: int, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
         """Batches of ``pixel_values`` [B, C, H, W], ``domain`` and ``targets`` [B], of ``count``
-        images."""
+        images, without those that cannot be read. Raises ValueError when none can."""
         chosen = sample_indices(self.dataset, count)
+        skipped: list[str] = []
         for start in range(0, len(chosen), size):
             batch = self.dataset.rows(chosen[start : start + size])
+            skipped += batch.skipped
+            if len(batch.labels) == 0:
+                continue
             labels = batch.labels.to(device)
             pixels = self.standard(batch.pixels.to(device))
             domain = labels.clamp_max(len(self.domains) - 1)
             yield {"pixel_values": pixels, "domain": domain, "targets": labels}
+        if skipped and len(skipped) == len(chosen):
+            raise ValueError(f"none of {len(chosen)} images can be read, e.g. {skipped[0]}")
 
     def standard(self, pixels: Tensor) -> Tensor:
         """Bytes as the model wants them."""

@@ -166,11 +166,12 @@ class _Trainer:
                     speed.read()
                 stopping = self.ranks.any(bool(stop))
                 saving = stopping or self._due(step, every)
+                if saving:
+                    self._check()
                 if logged or saving:
                     # of all steps since the last such record, so that few records hold them all
                     monitor.record("train_mean", step, self.mean_loss.read())
                 if saving:
-                    self._check()
                     state = (self.model, self.optimizer, self.ranks)
                     save_checkpoint(self.run, step, *state, keep=keep, extra=self.extra)
                     speed.read()

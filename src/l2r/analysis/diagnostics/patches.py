@@ -59,11 +59,13 @@ def patch_routing(
     )
 
 
-def validation_patches(model: Any, images: ImageInput, count: int) -> PatchRouting:
-    """Patch routing of ``count`` validation images, evenly spread over all of them."""
+def validation_patches(model: Any, images: ImageInput, count: int) -> PatchRouting | None:
+    """Patch routing of ``count`` validation images, evenly spread; None if none can be read."""
     chosen = sample_indices(images.dataset)
     chosen = chosen[spread_evenly(len(chosen), count)]
     batch = images.dataset.rows(chosen)
+    if len(batch.labels) == 0:
+        return None
     side = model.config.image_size // model.config.patch_size
     device = device_of(model)
     return patch_routing(

@@ -24,7 +24,7 @@ from l2r.hf.checkpoints import (
     load_tokenizer,
 )
 from l2r.hf.models import read_config
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 from l2r.runs.reading import parse_json
 from l2r.training.data.sources import text_documents
 from l2r.training.evaluation.text_loss import TextDocument, text_losses
@@ -106,7 +106,7 @@ def evaluate_text(
     What an earlier call scored in ``out`` is not scored again.
 
     ``on_progress`` gets (bytes of text done, bytes in all). Raises ValueError for a checkpoint
-    that cannot be loaded or has no tokenizer, and for sizes that do not fit.
+    that cannot be loaded or has no tokenizer, for sizes that do not fit, and for links in ``out``.
     """
     folder = checkpoint_folder(checkpoint)
     trusted = {"trust_remote_code": trust_remote_code}
@@ -115,7 +115,7 @@ def evaluate_text(
         raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
     windows, start = settings.windows(config), start_token(tokenizer, config)
     identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
-    stem = out / "evaluation" / f"text-{texts.digest[:8]}"
+    stem = make_folder(out, "evaluation") / f"text-{texts.digest[:8]}"
     path = stem.with_suffix(".documents.jsonl")
     scored = _resume(path, identity)
     model, done = None, sum(document.bytes for document in scored)
@@ -140,8 +140,7 @@ def evaluate_text(
             TextDocument(file, document, nats, len(row), size, _digest(row))
             for (file, document, _), nats, row, size in zip(part, losses, ids, sizes, strict=True)
         ]
-        with path.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(asdict(document)) + "\n" for document in new)
+        append_text(path, "".join(f"{json.dumps(asdict(document))}\n" for document in new))
         scored += new
         done += sum(sizes)
     named = None if start is None else tokenizer.convert_ids_to_tokens(start)

@@ -86,6 +86,27 @@ def test_the_loss_takes_the_sampled_experts_row_by_row(make, sampler):
         assert (got == expected.experts).all()
 
 
+def test_an_evaluation_between_two_steps_leaves_the_routes_of_the_training_batch():
+    trainer = FakeTrainer(close(ours()).train(), prompts())
+    replayed = add_route_replay(trainer)
+    batch, sampled = trainer._generate_and_score_completions([]), replayed.routes
+    with torch.no_grad():
+        for router in find_routers(trainer.model).values():
+            for parameter in router.parameters():
+                parameter.add_(torch.randn_like(parameter))  # what steps change
+    trainer.model.eval()
+    trainer.prompts = trainer.prompts.flip(1).clamp(min=2)
+    evaluated = trainer._generate_and_score_completions([])
+    assert evaluated[ROWS].tolist() == [3, 4, 5]
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, batch)
+    for row, expected in enumerate(sampled):
+        got = trainer.seen[-1][0][row].experts[expected.positions]
+        assert (got == expected.experts).all()
+    with pytest.raises(ValueError, match=r"sampled_route must be rows whose routes are kept"):
+        trainer.compute_loss(trainer.model, batch | {ROWS: batch[ROWS] + 100})
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_log_probabilities_are_those_of_the_sampler_at_the_trainers_temperature(temperature):
     trainer = FakeTrainer(ours(), prompts())

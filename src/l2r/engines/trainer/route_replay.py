@@ -29,7 +29,7 @@ from l2r.hf.routes import (
     unwrapped_model,
 )
 
-ROWS = "sampled_route"  # number of each row among the sampled sequences, in the trainer's batches
+ROWS = "sampled_route"  # number of each row among all sampled sequences, in the trainer's batches
 _METHODS = ("compute_loss", "_generate_and_score_completions")
 
 
@@ -70,6 +70,10 @@ class RouteReplay:
         fingerprint_of(trainer.model)
         self.routes: Routes | None = None
         self._trainer, self._sampler, self._replays = trainer, sampler, replays
+        # The trainer keeps a batch of training for several steps, between which it evaluates:
+        # whether it was training -> number of the generation's first row, and its routes.
+        self._kept: dict[bool, tuple[int, Routes]] = {}
+        self._sampled_rows = 0
         self._log_probs = torch.empty(0, 0)  # of generated tokens [B, G]
         self._loss: Callable[..., Any] = trainer.compute_loss
         self._generates: Callable[..., Any] = trainer._generate_and_score_completions
@@ -100,7 +104,9 @@ class RouteReplay:
             )
         mask = batch["completion_mask"].bool()
         batch["old_per_token_logps"] = torch.where(mask, log_probs, 0.0)
-        batch[ROWS] = torch.arange(len(ids), device=ids.device)
+        first, self._sampled_rows = self._sampled_rows, self._sampled_rows + len(ids)
+        self._kept[self._trainer.model.training] = first, self.routes
+        batch[ROWS] = torch.arange(first, self._sampled_rows, device=ids.device)
         return batch
 
     def _generating(self, model: Any) -> Callable[..., Any]:
@@ -139,7 +145,17 @@ class RouteReplay:
         self._log_probs = torch.stack(log_probs, dim=1)
 
     def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._replays or self.routes is None or ROWS not in inputs:
+        if not self._replays or ROWS not in inputs:
             return self._loss(model, inputs, *args, **kwargs)
-        with replay(model, self.routes[inputs[ROWS].tolist()]):
+        with replay(model, self._routes_of(inputs[ROWS].tolist())):
             return self._loss(model, inputs, *args, **kwargs)
+
+    def _routes_of(self, rows: list[int]) -> Routes:
+        """Routes of numbered rows; raises ValueError for rows of an earlier generation."""
+        for first, routes in self._kept.values():
+            if all(first <= row < first + len(routes) for row in rows):
+                return routes[[row - first for row in rows]]
+        kept = [f"{first} to {first + len(routes) - 1}" for first, routes in self._kept.values()]
+        raise ValueError(
+            f"{ROWS} must be rows whose routes are kept ({', '.join(kept)}); got {rows}"
+        )

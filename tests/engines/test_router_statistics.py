@@ -88,6 +88,21 @@ def test_the_numbers_are_of_all_micro_batches_and_of_real_tokens(tmp_path):
     assert {k: v for k, v in log.items() if "router/" in k} == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("micro_batches", "logged"), [(1, [2, 4]), (3, [1, 2])])
+def test_lines_of_whole_epochs_have_them_too(micro_batches, logged, tmp_path):
+    options = {"logging_strategy": "epoch", "logging_steps": 0, "max_steps": -1}
+    trainer, _ = train(
+        olmoe(),
+        tmp_path,
+        **options,
+        num_train_epochs=2,
+        gradient_accumulation_steps=micro_batches,
+    )
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == logged
+    assert all("router/load_entropy" in line for line in lines)
+
+
 def test_statistics_stand_beside_router_losses_and_under_checkpointing(tmp_path):
     _, writer = train(swapped_mixtral(), tmp_path, before=add_router_losses, every=1)
     assert {"balance_loss", "router/balance_loss"} <= set(writer.logs[0])

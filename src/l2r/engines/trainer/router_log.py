@@ -1,5 +1,7 @@
 """Statistics of routers in the logs of transformers' own Trainer and those built on it."""
 
+import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +9,10 @@ from transformers import Trainer, TrainerCallback
 
 from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
 from l2r.engines.trainer.heatmap import draw
+
+_OF_A_STREAM = (
+    10  # steps between watched ones where an epoch's end is not known; its line has the last
+)
 
 
 def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "RouterLog":
@@ -45,7 +51,8 @@ class RouterLog(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch a step that will be logged."""
         first = args.logging_first_step and state.global_step == 0
-        if first or (state.global_step + 1) % (self.every or state.logging_steps) == 0:
+        every = self.every or _steps_between_logs(args, state, kwargs.get("train_dataloader"))
+        if first or (every and (state.global_step + 1) % every == 0):
             self._watch.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,3 +76,14 @@ class RouterLog(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave no hook behind."""
         self._watch.stop()
+
+
+def _steps_between_logs(args: Any, state: Any, batches: Any) -> int:
+    """Steps from one log line to the next; 0 where none is written."""
+    if args.logging_strategy == "steps":
+        return int(state.logging_steps)
+    if args.logging_strategy == "no":
+        return 0
+    if not isinstance(batches, Sized):
+        return _OF_A_STREAM
+    return math.ceil(len(batches) / args.gradient_accumulation_steps)

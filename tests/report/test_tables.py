@@ -1,8 +1,10 @@
 """A table shows values as they are, and prints what is best of a column bold."""
 
 import math
+import re
 
 import pytest
+from markdown_it import MarkdownIt
 from scipy.stats import binomtest
 
 from l2r.report.paper_tables import accuracy_table, downstream_table, images_table, seeds_caption
@@ -66,6 +68,16 @@ def test_records_and_markdown_have_every_value_under_its_column():
     assert table.to_markdown() == (
         "| name | loss | gain | note |\n| --- | --- | --- | --- |\n| a | 0.2500 | 1 | - |\n"
     )
+
+
+@pytest.mark.parametrize("separator", ["|", "\n"])
+def test_no_name_breaks_a_row_of_markdown(separator):
+    rows = ((f"a{separator}b", 0.5), ("e", 0.25))
+    table = Table("t", (f"c{separator}d", "loss"), rows)
+    html = MarkdownIt().enable("table").render(table.to_markdown())
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", html)
+    shown = separator.replace("\n", " ")
+    assert cells == [f"c{shown}d", "loss", f"a{shown}b", "0.5000", "e", "0.2500"]
 
 
 def test_both_accuracies_of_a_router_are_better_the_larger_and_stand_in_their_columns():

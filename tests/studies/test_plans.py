@@ -13,6 +13,11 @@ from l2r.studies.registration import plan_names, read_plan
 from l2r.studies.study_plan import Plan
 from tests.studies.studies import SMALL
 
+ONE_FACTOR = {
+    "factors": {"a": {"1": "", "2": "router.kind=xmoe"}},
+    "cells": [["1"], ["2"]],
+}
+
 
 def written(tmp_path, values):
     path = tmp_path / "mine.yaml"
@@ -67,6 +72,10 @@ def test_the_screen_tunes_nobody_less_and_tells_its_effects_apart():
         ({"seeds": {"least": 1}}, "seeds.least: Input should be greater than or equal to 2"),
         ({"seeds": {"least": 4, "most": 3}}, "least must be <= most; got 4 and 3"),
         ({"arms": {}}, "give at least 1"),
+        ({"arms": {"top k": [], "top-k": ["router.kind=xmoe"]}, "contrasts": []},
+         "arms: 'top k' and 'top-k' have one folder name, 'top-k'; rename one"),
+        ({"arms": {"linear": [], "l2r": [], "s a=1": []}, "screens": {"s": ONE_FACTOR}},
+         "arms: 's a=1' and 's a=1' have one folder name, 's-a-1'; rename one"),
         ({"margins": {}}, "a primary contrast needs one of validation_ce"),
         ({"half_width": 0.01, "contrasts": []}, "half_width: needs a primary contrast"),
         ({"alpha": 0.7}, "alpha: Input should be less than 0.5"),
@@ -132,31 +141,66 @@ def test_git_is_not_asked_where_the_package_lies_in_anothers_repository(tmp_path
     assert read_plan("paper").state == f"registered in l2r-moe {l2r.__version__}"
 
 
-def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(tmp_path, monkeypatch):
-    def git(*args):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *identity, *args]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def git(folder, *args):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    command = ["git", "-C", str(folder), *identity, *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """The folder of plans, which is a whole checkout once it has a .git."""
     monkeypatch.setattr(registration, "_FOLDER", tmp_path)
     monkeypatch.setattr(registration, "_CHECKOUT", tmp_path)
-    path = written(tmp_path, SMALL)
+    return tmp_path
+
+
+@pytest.mark.parametrize("answer", [None, 'echo "fatal: dubious ownership" >&2; exit 128'])
+def test_where_git_gives_no_answer_no_plan_is_registered(checkout, monkeypatch, answer):
+    """No such program, or one that refuses: whether the plan was changed cannot be known."""
+    path = written(checkout, SMALL)
+    git(checkout, "init", "-q")
+    git(checkout, "add", "mine.yaml")
+    git(checkout, "commit", "-qm", "plan")
+    written(checkout, {**SMALL, "tokens": 4096})
+    programs = checkout / "programs"
+    programs.mkdir()
+    if answer is not None:
+        (programs / "git").write_text(f"#!/bin/sh\n{answer}\n")
+        (programs / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    plan = read_plan(path)
+    assert plan.commit is None and plan.state == "not registered: git gave no answer"
+
+
+def test_a_plan_that_git_ignores_is_not_registered(checkout):
+    path = written(checkout, SMALL)
+    git(checkout, "init", "-q")
+    (checkout / ".gitignore").write_text("*.yaml\n")
+    git(checkout, "add", ".gitignore")
+    git(checkout, "commit", "-qm", "something else")
+    plan = read_plan(path)
+    assert plan.commit is None and plan.state == "not registered: no git commit has the file"
+
+
+def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(checkout):
+    path = written(checkout, SMALL)
     assert read_plan(path).commit == f"l2r-moe {l2r.__version__}"  # as it was installed
-    git("init", "-q")
+    git(checkout, "init", "-q")
     assert read_plan(path).state == "not registered: no git commit has the file"
-    git("add", "mine.yaml")
-    git("commit", "-qm", "plan")
-    plan, commit = read_plan(path), git("rev-parse", "HEAD")
+    git(checkout, "add", "mine.yaml")
+    git(checkout, "commit", "-qm", "plan")
+    plan, commit = read_plan(path), git(checkout, "rev-parse", "HEAD")
     assert plan.commit == commit and plan.state.startswith(f"registered in commit {commit} of ")
-    (tmp_path / "other").write_text("")
-    git("add", "other")
-    git("commit", "-qm", "something else")
+    (checkout / "other").write_text("")
+    git(checkout, "add", "other")
+    git(checkout, "commit", "-qm", "something else")
     assert read_plan(path) == plan
     for source, target in (("mine.yaml", "moved.yaml"), ("moved.yaml", "mine.yaml")):
-        git("mv", source, target)
-        git("commit", "-qm", "a move")
-        assert read_plan(str(tmp_path / target)).commit == commit
-    written(tmp_path, {**SMALL, "tokens": 4096})
+        git(checkout, "mv", source, target)
+        git(checkout, "commit", "-qm", "a move")
+        assert read_plan(str(checkout / target)).commit == commit
+    written(checkout, {**SMALL, "tokens": 4096})
     changed = read_plan(path)
     assert changed.commit is None and changed.digest != plan.digest
     assert changed.state.startswith(f"not registered: the file was changed after commit {commit}")

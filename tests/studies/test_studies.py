@@ -15,7 +15,8 @@ import yaml
 
 from l2r.cli import main
 from l2r.report.evidence import write_study
-from l2r.report.evidence_figures import curves_with_bands
+from l2r.report.evidence_figures import curves_with_bands, effect_plot
+from l2r.report.evidence_tables import effects_by_screen
 from l2r.runs.study import MEASURES, Results
 from l2r.studies import judging
 from l2r.studies import run as running
@@ -398,6 +399,36 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
     assert f"less that of {study.arms[0]}" in shown
     for once in (shown, said):  # over both tables, not under each
         assert once.count("paired by seed") == 1
+
+
+@pytest.mark.parametrize("lacking", ["l2r", "narrow"])
+def test_the_page_of_screens_draws_what_all_of_them_measured(tmp_path, lacking):
+    """Either screen's results may be older than the flipped tokens."""
+    screens = {
+        **SCREEN,
+        "narrow": {**SCREEN["l2r"], "changes": ["router.kind=l2r_sips", "router.rank=3"]},
+    }
+    plan = registered(screens=screens)
+    results = [
+        dataclasses.replace(
+            r, trained={m: v for m, v in r.trained.items() if m != "flipped_tokens"}
+        )
+        if r.arm.startswith(f"{lacking} ")
+        else r
+        for r in made_up(plan, 3, values())
+    ]
+    study = study_of(plan, results)
+    effects = effects_by_screen(study)
+    drawn = {note.text for note in effect_plot(effects).layout.annotations}
+    shared = ("validation CE", "routing gain", "load entropy")
+    assert drawn == {f"{screen}: {metric}" for screen in screens for metric in shared}
+    _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+    (other,) = screens.keys() - {lacking}
+    assert {name: "flipped_tokens" in of for name, of in effects.items()} == {
+        lacking: False,
+        other: True,
+    }
+    assert text.read_text().count("| factor | level |") == 2
 
 
 @pytest.mark.parametrize(("count", "said"), [(10, False), (14, True)])

@@ -13,9 +13,9 @@ from l2r.hf.swap.sites import router_sites
 from tests.hf.families import tiny_model
 
 
-def loads(pairs, *, different=60):
+def loads(pairs, *, different=60, **sizes):
     """The finding where token t chooses ``pairs[t % len(pairs)]``."""
-    model = tiny_model(FAMILIES["olmoe"])
+    model = tiny_model(FAMILIES["olmoe"], **sizes)
     ids = (torch.arange(240) % different + 3).view(4, 60)
     chosen = torch.tensor(pairs).repeat(240 // len(pairs), 1)
     for site in router_sites(model):
@@ -55,3 +55,10 @@ def test_as_many_different_tokens_are_needed_as_chance_asks_for():
     few = loads(DEAD, different=33)
     assert few.status == "skipped"
     assert few.found == "33 different tokens are too few; 34 are needed"
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_layers_that_use_all_experts_have_no_loads_to_judge(count):
+    found = loads([tuple(range(count))], num_experts=count, num_experts_per_tok=count)
+    assert found.status == "skipped"
+    assert found.found == "every token goes to all experts of every layer"

@@ -60,27 +60,28 @@ def read_plan(name: str) -> Registered:
 
 
 def _registration(name: str) -> tuple[str | None, str]:
-    """Commit or version of a file in ``plans/``, and the state in words."""
+    """Commit or version of a file in ``plans/``, and the state in words.
+
+    An installed package may lie in anybody's repository, whose configuration is not ours: git is
+    asked in the package's own checkout alone, and what it does not confirm is not registered.
+    """
+    if not (_CHECKOUT / ".git").exists():
+        return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
     wanted = ("--follow", "--diff-filter=AM", "--format=%H %cs")  # a move changes no plan
-    known = _git("log", "-1", *wanted, "--", name)
+    known = _git("log", "-1", "--ignore-missing", *wanted, "HEAD", "--", name)  # no commit yet
     changed = _git("status", "--porcelain", "--", name)
-    if known:
-        commit, _, date = known.partition(" ")
-        if changed:
-            return None, f"not registered: the file was changed after commit {commit} of {date}"
-        return commit, f"registered in commit {commit} of {date}"
-    if changed:
+    if known is None or changed is None:
+        return None, "not registered: git gave no answer"
+    if not known:
         return None, "not registered: no git commit has the file"
-    return f"l2r-moe {__version__}", f"registered in l2r-moe {__version__}"
+    commit, _, date = known.partition(" ")
+    if changed:
+        return None, f"not registered: the file was changed after commit {commit} of {date}"
+    return commit, f"registered in commit {commit} of {date}"
 
 
 def _git(*args: str) -> str | None:
-    """Output of a git command in the package's own checkout; None where it is none.
-
-    An installed package may lie in anybody's repository, whose configuration is not ours.
-    """
-    if not (_CHECKOUT / ".git").exists():
-        return None
+    """Output of a git command in the folder of plans; None where git is missing or refuses."""
     command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]
     try:
         process = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -5,12 +5,13 @@ no token chose it, and a fair one would be missed in less than ALPHA of all chec
 overloaded when its share lies above sqrt(K / N), halfway (as ratios go) between a fair share and
 every token, by more than chance explains in ALPHA of all checks (Chernoff's bound of a binomial
 tail). ALPHA is divided by the number of experts in all layers, and a token that occurs twice in the
-text counts once in T.
+text counts once in T. Layers whose tokens go to all experts (K = N) have no loads to judge.
 
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,10 +34,15 @@ ALPHA = 0.001
 
 def loads(subject: Subject) -> Finding:
     """Experts that no token of the batch chose, and experts that far too many chose."""
-    if subject.is_drawn:
-        return skipped("drawn inputs say nothing about loads; give a batch of text")
+    choosing = [site for site in subject.sites if _fair(site) < 1]
+    if subject.is_drawn or not choosing:
+        return skipped(
+            "drawn inputs say nothing about loads; give a batch of text"
+            if choosing
+            else "every token goes to all experts of every layer"
+        )
     mask, usage = subject.batch.get("attention_mask"), {}
-    for site in subject.sites:
+    for site in choosing:
         logits, _, indices = subject.plain.routed[site.path]
         flat = mask.reshape(-1).bool() if mask is not None and mask.numel() == len(logits) else None
         usage[site] = expert_usage(indices, logits.shape[1], mask=flat).cpu()
@@ -45,7 +51,7 @@ def loads(subject: Subject) -> Finding:
     dead = {site: _dead(site, shares, tokens, level) for site, shares in usage.items()}
     if all(count is None for count in dead.values()):
         return skipped(
-            f"{tokens} different tokens are too few; {_needed(subject, level)} are needed"
+            f"{tokens} different tokens are too few; {_needed(choosing, level)} are needed"
         )
     collapsed = [
         s for s, count in dead.items() if count == s.sizes["num_experts"] - s.sizes["top_k"]
@@ -88,16 +94,14 @@ def _limit(site: Site) -> float:
 
 def _dead(site: Site, shares: Tensor, tokens: int, level: float) -> int | None:
     """Number of experts without a token; None where chance may have left them out."""
-    if _fair(site) < 1 and tokens * math.log1p(-_fair(site)) > math.log(level):
+    if tokens * math.log1p(-_fair(site)) > math.log(level):
         return None
     return int((shares == 0).sum())
 
 
-def _needed(subject: Subject, level: float) -> int:
+def _needed(sites: Sequence[Site], level: float) -> int:
     """Different tokens from which some layer's dead experts are no accident."""
-    return min(
-        math.ceil(math.log(level) / math.log1p(-_fair(s))) for s in subject.sites if _fair(s) < 1
-    )
+    return min(math.ceil(math.log(level) / math.log1p(-_fair(site))) for site in sites)
 
 
 def _overloaded(site: Site, shares: Tensor, tokens: int, level: float) -> bool:

@@ -147,6 +147,20 @@ class Plan(Section):
             raise ValueError("half_width: needs a primary contrast, whose interval it bounds")
         return self
 
+    @model_validator(mode="after")
+    def _folders_differ(self) -> Self:
+        by_folder: dict[str, str] = {}
+        of_screens = [arm for name, screen in self.screens.items() for arm in screen.arms(name)]
+        for arm in (*self.arms, *of_screens):
+            folder = as_word(arm)
+            if folder in by_folder:
+                raise ValueError(
+                    f"arms: {by_folder[folder]!r} and {arm!r} have one folder name, {folder!r}; "
+                    "rename one"
+                )
+            by_folder[folder] = arm
+        return self
+
     def all_arms(self) -> dict[str, Changes]:
         """Arms by name, those of the screens too."""
         arms = dict(self.arms)

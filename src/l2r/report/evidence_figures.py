@@ -132,8 +132,9 @@ def curves_with_bands(study: Study) -> go.Figure:
 
 
 def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Figure:
-    """Effects with intervals: a row of panels per screen, a panel per metric."""
-    metrics = list(next(iter(screens.values())))
+    """Effects with intervals: a row of panels per screen, a panel per metric that all have."""
+    first, *others = screens.values()
+    metrics = [metric for metric in first if all(metric in effects for effects in others)]
     figure = make_subplots(
         rows=len(screens),
         cols=len(metrics),

@@ -87,9 +87,11 @@ class Table:
 
     def to_markdown(self) -> str:
         """Markdown table, for pages of the documentation."""
-        rows = [self.columns, ("---",) * len(self.columns)]
-        rows += [tuple(self.show(value) for value in row) for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+        head, *rows = (
+            f"| {' | '.join(map(_one_cell, row))} |"
+            for row in (self.columns, *([self.show(value) for value in row] for row in self.rows))
+        )
+        return "\n".join([head, f"|{' --- |' * len(self.columns)}", *rows]) + "\n"
 
     def _best_values(self) -> dict[str, float]:
         choose = {"max": max, "min": min}
@@ -101,6 +103,11 @@ class Table:
             if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)
         return best
+
+
+def _one_cell(text: str) -> str:
+    """Text that neither ends a cell of a Markdown table nor its row."""
+    return " ".join(text.split("\n")).replace("|", "\\|")
 
 
 def prose(text: str) -> str:

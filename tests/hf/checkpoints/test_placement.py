@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import l2r
 from l2r import L2RConfig
@@ -65,6 +65,30 @@ def test_a_checkpoint_that_fits_is_placed_whole(folder):
     assert set(Placement().options(folder)) == {"dtype"}
     model, _ = load_model(folder, placement=Placement())
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_what_fits_is_a_matter_of_the_dtype_that_is_loaded(folder, tmp_path, monkeypatch):
+    model, _ = load_model(folder, placement=Placement("bfloat16"))
+    model.save_pretrained(tmp_path / "half")
+    halves = 2 * sum(value.numel() for value in model.state_dict().values())
+    for dtype, factor in {"auto": 1, "bfloat16": 1, "float32": 2, "float64": 4}.items():
+        assert placement.weight_bytes(tmp_path / "half", dtype) == factor * halves
+    monkeypatch.setattr(placement, "available_memory", lambda: 2 * halves)  # 0.7 of it for weights
+    too_large = {d: Placement(d).is_too_large(tmp_path / "half") for d in ("auto", "float32")}
+    assert too_large == {"auto": False, "float32": True}
+
+
+def test_files_that_are_not_read_do_not_count_and_pickled_ones_do(tmp_path):
+    values = {"a": torch.zeros(8), "codes": torch.zeros(8, dtype=torch.int8)}
+    save_file(values, tmp_path / "model.safetensors")
+    save_file(values, tmp_path / "consolidated.safetensors")
+    assert placement.weight_bytes(tmp_path) == 8 * 4 + 8
+    assert placement.weight_bytes(tmp_path, "bfloat16") == 8 * 2 + 8
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save(values, pickled / "pytorch_model.bin")
+    size = (pickled / "pytorch_model.bin").stat().st_size
+    assert placement.weight_bytes(pickled) == size > 8 * 4
 
 
 def test_a_map_sends_layers_to_disk_in_a_folder_that_goes_with_the_model(folder):

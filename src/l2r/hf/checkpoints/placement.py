@@ -1,17 +1,22 @@
 """Where a checkpoint's weights go, and in which dtype: memory, several devices, or disk."""
 
 import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from l2r.machine import available_memory
+from l2r.runs.reading import read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_FLOATS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # in files
 _ROOM = 0.7  # of the free memory for weights; the rest is for what the work takes
 
 
@@ -44,7 +49,7 @@ class Placement:
         if places is None and self.is_too_large(folder):
             places = "auto"
             self.report(
-                f"weights of {weight_bytes(folder) / 1e9:.1f} GB do not fit into "
+                f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
                 f"{available_memory() / 1e9:.1f} GB of free memory: layers stay on disk until "
                 "they run, and every forward pass reads them again"
             )
@@ -61,7 +66,9 @@ class Placement:
 
     def is_too_large(self, folder: Path) -> bool:
         """Whether weights on a CPU would take more than the memory that is free."""
-        return self.device == "cpu" and weight_bytes(folder) > _ROOM * available_memory()
+        return (
+            self.device == "cpu" and weight_bytes(folder, self.dtype) > _ROOM * available_memory()
+        )
 
     def _read_map(self) -> Any:
         text = self.device_map
@@ -79,6 +86,29 @@ class Placement:
         return places
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of a folder's files of weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def weight_bytes(folder: Path, dtype: str = "auto") -> int:
+    """Bytes that a folder's weights take in memory: floats in ``dtype``, integers as stored.
+
+    Pickled weights count as their files do, whatever the dtype.
+    """
+    total = 0
+    for file in _weight_files(folder):
+        with safe_open(file, "pt") as stream:
+            for name in stream.keys():  # noqa: SIM118  # no mapping
+                tensor = stream.get_slice(name)
+                stored = tensor.get_dtype()
+                loaded = _FLOATS.get(dtype, stored) if stored in _FLOATS.values() else stored
+                bits = re.search(r"\d+", loaded)  # BOOL has none
+                total += math.prod(tensor.get_shape()) * int(bits[0] if bits else 8) // 8
+    return total or sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads: those of the index, or the one, or all."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        content = read_json(index, strict=False)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
+        return [folder / name for name in sorted(names) if (folder / name).is_file()]
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

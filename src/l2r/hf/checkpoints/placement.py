@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from l2r.machine import available_memory
 from l2r.runs.reading import read_json
@@ -91,8 +91,13 @@ def weight_bytes(folder: Path, dtype: str = "auto") -> int:
 
     Pickled weights count as their files do, whatever the dtype.
     """
+    files = _weight_files(folder) or folder.glob("pytorch_model*.bin")
+    return sum(_bytes_of_file(file, dtype) for file in files)
+
+
+def _bytes_of_file(file: Path, dtype: str) -> int:
     total = 0
-    for file in _weight_files(folder):
+    try:
         with safe_open(file, "pt") as stream:
             for name in stream.keys():  # noqa: SIM118  # no mapping
                 tensor = stream.get_slice(name)
@@ -100,7 +105,9 @@ def weight_bytes(folder: Path, dtype: str = "auto") -> int:
                 loaded = _FLOATS.get(dtype, stored) if stored in _FLOATS.values() else stored
                 bits = re.search(r"\d+", loaded)  # BOOL has none
                 total += math.prod(tensor.get_shape()) * int(bits[0] if bits else 8) // 8
-    return total or sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
+    except SafetensorError:  # pickled, or damaged, which loading refuses with its name
+        return file.stat().st_size
+    return total
 
 
 def _weight_files(folder: Path) -> list[Path]:

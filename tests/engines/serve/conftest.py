@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from l2r.engines.serve import server
 from l2r.engines.serve.server import ServeOptions
@@ -82,6 +84,41 @@ def folder(tmp_path_factory, small_tokenizer):
     small_tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+@pytest.fixture(scope="session")
+def space_tokenizer():
+    """Of Llama's and Mixtral's type: words with a space before them, the first of a text cut off.
+
+    Characters outside the vocabulary are bytes.
+    """
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += [
+        "\u2581",
+        *"abs.\u00e9",
+        "of",
+        "the",
+        "\u2581of",
+        "\u2581the",
+        "\u2581capital",
+        "\u2581a",
+    ]
+    vocab = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from l2r import L2RConfig, swap_routers
-from l2r.engines.serve.answers import ChatAnswer
+from l2r.engines.serve.answers import ChatAnswer, CompletionAnswer
 from l2r.engines.serve.sampling import Choice, Sampler, Sampling
 from l2r.engines.serve.sequence import Step
 from l2r.hf.checkpoints.export import export_remote_code
@@ -237,6 +237,26 @@ def test_bytes_are_given_for_whole_characters(small_tokenizer):
     steps = [Step(Choice(token, -1.0), "", "length") for token in tokens]
     content = chat.whole([steps], 1)["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[97], None, None]
+
+
+def test_a_text_of_many_tokens_has_the_likeliest_value(small_tokenizer):
+    """A completion lists values by text; the first bytes of characters all have the same."""
+    half, other, end, letter = small_tokenizer("\u00e9\u4e2da")["input_ids"][:3] + [
+        small_tokenizer("b")["input_ids"][0]
+    ]
+    form = CompletionAnswer("served", small_tokenizer, logprobs=True)
+    likeliest = ((half, -1.0), (other, -2.0))
+    for choice, expected in [
+        (Choice(half, -1.0, likeliest), {"\ufffd": -1.0}),
+        (Choice(end, -4.0, likeliest), {"\ufffd": -1.0}),
+        (Choice(letter, -3.0, likeliest), {"\ufffd": -1.0, "b": -3.0}),  # the chosen one too
+        (Choice(letter, -3.0), {"b": -3.0}),
+    ]:
+        steps = [Step(choice, "", "length")]
+        assert form.whole([steps], 1)["choices"][0]["logprobs"]["top_logprobs"] == [expected]
+        assert form.chunk(0, steps[0], 0, begins=True)["choices"][0]["logprobs"][
+            "top_logprobs"
+        ] == [expected]
 
 
 def test_an_end_token_is_no_text(folder, tmp_path):

@@ -1,11 +1,14 @@
 """What the server must refuse: other routes, other hosts, bad values; good requests go on."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import IGNORED, ChatRequest, CompletionRequest
@@ -19,7 +22,7 @@ from tests.engines.serve.bad_requests import (
     ORIGINS,
     pairs,
 )
-from tests.engines.serve.conftest import CONTEXT
+from tests.engines.serve.conftest import CONTEXT, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 # What is refused before a worker sees it needs one kind of worker.
@@ -135,6 +138,48 @@ def test_no_value_is_an_error_of_the_server(client, field, value):
 def test_a_good_request_after_bad_ones_is_answered(client, bad):
     refused(client.complete(**dict(bad)))
     still_answers(client)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one_by_one", "batching"])
+def extended(request, folder, tmp_path_factory):
+    """A server whose tokenizer has a token more than its model, as those that were extended."""
+    copy = tmp_path_factory.mktemp("extended") / "model"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).symlink_to(file)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im|>"]})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (copy / name).unlink(missing_ok=True)
+    tokenizer.save_pretrained(copy)
+    with serving(copy, continuous_batching=request.param) as client:
+        yield client, len(tokenizer) - 1
+
+
+def test_a_token_that_the_model_has_not_is_refused_in_text_too(extended):
+    client, unknown = extended
+    for prompt in (
+        "<|im|>",
+        "Question: <|im|> what",
+        ["yes", "<|im|>"],
+        [unknown],
+        [[5], [unknown]],
+    ):
+        error = refused(client.complete(prompt=prompt), 400)
+        assert error["param"] == "prompt" and str(unknown) in error["message"], prompt
+    error = refused(client.chat(messages=[{"role": "user", "content": "yes <|im|>"}]), 400)
+    assert error["param"] == "messages" and str(unknown) in error["message"]
+    still_answers(client)
+
+
+def test_an_unknown_token_of_one_request_ends_no_other(extended):
+    client, _ = extended
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(client.complete, max_tokens=CONTEXT - 10)
+        while not (client.worker._busy() or long.done()):
+            time.sleep(0.01)
+        refused(client.complete(prompt="<|im|>"), 400)
+        assert long.result().status == 200
 
 
 def test_the_page_has_the_limits():

@@ -30,25 +30,20 @@ class Prompts:
                 f"prompts, n={request.n}",
                 param="n" if request.n > 1 else field,
             )
+        for prompt in prompts:
+            self._check_ids(prompt, field)
         return [(prompt, self._room(prompt, request, field)) for prompt in prompts]
 
     def _completion(self, request: CompletionRequest) -> list[list[int]]:
         prompts = request.prompts
         self._check_length(sum(len(p) for p in prompts if isinstance(p, str)), "prompt")
-        return [self._ids_of(p) if isinstance(p, str) else self._known(p) for p in prompts]
+        return [self._ids_of(p) if isinstance(p, str) else p for p in prompts]
 
     def _ids_of(self, text: str) -> list[int]:
         if not text:
             raise RequestError(400, "prompt must not be empty", param="prompt")
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
-
-    def _known(self, prompt: list[int]) -> list[int]:
-        unknown = next((token for token in prompt if token >= self._ids), None)
-        if unknown is not None:
-            message = f"prompt must hold token ids below {self._ids}; got {unknown}"
-            raise RequestError(400, message, param="prompt")
-        return prompt
 
     def _chat(self, request: ChatRequest) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -71,6 +66,13 @@ class Prompts:
         if characters > most:
             message = f"{field} must have at most {most} characters; got {characters}"
             raise RequestError(400, message, param=field, code="context_length_exceeded")
+
+    def _check_ids(self, prompt: list[int], field: str) -> None:
+        """Also of text: a tokenizer may have tokens that the model has no embedding for."""
+        unknown = next((token for token in prompt if token >= self._ids), None)
+        if unknown is not None:
+            message = f"{field} must have token ids below {self._ids}; got {str(unknown)[:30]}"
+            raise RequestError(400, message, param=field)
 
     def _room(self, prompt: list[int], request: CompletionRequest | ChatRequest, field: str) -> int:
         context = self._limits.context

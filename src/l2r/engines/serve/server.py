@@ -110,6 +110,9 @@ def _prepared(
             **options.placement.options(checkpoint_folder(checkpoint)),
         )
         model = options.placement.place(model.eval())
+        ends = _ends(model, tokenizer)
+        # What else the checkpoint's generation_config.json says, ``generate`` would follow.
+        model.generation_config = transformers.GenerationConfig()
         worker = _worker(model, options)
         stack.callback(worker.close)
         limits = _fitting(options.limits, model, worker)
@@ -119,7 +122,7 @@ def _prepared(
             prompts=Prompts(
                 tokenizer, ids=model.get_input_embeddings().num_embeddings, limits=limits
             ),
-            ends=_ends(model, tokenizer),
+            ends=ends,
             worker=worker,
             limits=limits,
             routes=routes_of(model),

@@ -22,8 +22,7 @@ pieces = st.lists(st.sampled_from(PIECES), max_size=30).map(lambda parts: list(c
 
 def read(tokenizer, tokens, stop=(), prompt=()):
     """What was given out after each token; what is held back comes with the last."""
-    text = Text(tokenizer, stop, **({"prompt": prompt} if prompt else {}))
-    parts = []
+    text, parts = Text(tokenizer, stop, prompt=prompt), []
     for token in tokens:
         parts.append(text.push(token))
         if text.stopped:

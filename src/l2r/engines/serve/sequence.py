@@ -52,7 +52,8 @@ class Sequence:
         self.name = uuid.uuid4().hex
         self.over = False
         self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
-        self._choose, self._text = Sampler(sampling), Text(tokenizer, sampling.stop)
+        self._choose = Sampler(sampling)
+        self._text = Text(tokenizer, sampling.stop, prompt=prompt)
         self._steps = 0
 
     def cancel(self) -> None:

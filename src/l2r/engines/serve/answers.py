@@ -131,7 +131,9 @@ class CompletionAnswer(Answer):
             choice = step.choice
             listed["tokens"].append(self._text(choice.token))
             listed["token_logprobs"].append(choice.logprob)
-            likeliest = {self._text(token): value for token, value in choice.likeliest}
+            likeliest: dict[str, float | None] = {}
+            for token, value in [*choice.likeliest, (choice.token, choice.logprob)]:
+                likeliest.setdefault(self._text(token), value)  # many tokens may have one text
             # The first token of a prompt has no probability.
             listed["top_logprobs"].append(None if choice.logprob is None else likeliest)
             listed["text_offset"].append(written)

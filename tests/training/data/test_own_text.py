@@ -196,3 +196,45 @@ def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
     small = l2r("data", "tokenizer", folder, "--out", tmp_path / "b", "--vocab-size", 299)
     assert small.refusal() == "error: --vocab-size must be >= 300; got 299"
     assert not (tmp_path / "b").exists()
+
+
+NAMES = ("Bücher", "B cher", "my books", "書", "plain-name", "2.0")
+
+
+@pytest.fixture
+def named_folders(documents, tmp_path):
+    """A folder of text per name, and a hidden one, which is no domain."""
+    for number, name in enumerate((*NAMES, ".notes")):
+        (tmp_path / "text" / name).mkdir(parents=True)
+        for seed in range(6):
+            text = documents(10 * number + seed, 1)[0]
+            (tmp_path / "text" / name / f"{seed}.txt").write_text(text)
+    return tmp_path / "text"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_domain_has_any_name_and_its_files_a_plain_one(named_folders, tmp_path, version):
+    options = CorpusOptions(str(named_folders), 300, version=version)
+    corpus = build_corpus(options, cache=tmp_path / "cache")
+    for part in (corpus.train, corpus.validation):
+        files = {file.domain: file.name for file in read_manifest(part).files}
+        assert sorted(files) == sorted(NAMES) and len(set(files.values())) == len(NAMES)
+        assert all(name.isascii() and (part / f"{name}.bin").is_file() for name in files.values())
+        assert files["plain-name"] == "plain-name-00000" and files["2.0"] == "2.0-00000"
+    assert {domain for domain, _ in read_documents(corpus.train)} == set(NAMES)
+
+
+def test_domains_of_any_name_are_prepared_and_resumed(named_folders, tokenizer_file, tmp_path):
+    out = tmp_path / "tokens"
+    listing = folder_listing(named_folders)
+    tasks = shard_tasks(listing, f"{named_folders}/")
+    manifest = prepare_tokens(tasks, out, tokenizer=tokenizer_file)["train"]
+    assert {file.domain for file in manifest.files} == set(NAMES)
+    names = {file.domain: file.name for file in manifest.files}
+    assert len(set(names.values())) == len(NAMES) and names["plain-name"] == "plain-name-00000"
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
+    assert prepare_tokens(tasks, out, tokenizer=tokenizer_file)["train"] == manifest
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.bin")} == before
+    # nor does a name depend on the other domains
+    one = shard_tasks({"Bücher": listing["Bücher"]}, f"{named_folders}/")
+    assert [task.name for task in one] == [names["Bücher"]]

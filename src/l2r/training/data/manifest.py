@@ -1,6 +1,8 @@
 """``manifest.json``: what a folder of token files holds, with checksums."""
 
 import dataclasses
+import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +147,17 @@ def check_plain_name(name: str, *, where: str) -> None:
         raise ValueError(
             f"file names in {where} must be letters, digits, '.', '_' or '-'; got {name!r}"
         )
+
+
+def plain_name(domain: str) -> str:
+    """What the names of a domain's files begin with: its own name where that is plain.
+
+    Else what is plain of it and a digest, so that two domains never share a name.
+    """
+    if _PLAIN_NAME.match(domain):
+        return domain
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", domain).strip("._-")[:40] or "domain"
+    return f"{plain}-{hashlib.sha256(os.fsencode(domain)).hexdigest()[:8]}"
 
 
 def check_same_tokenizer(manifests: Sequence[Manifest]) -> TokenizerIdentity:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from l2r.runs.atomic import make_folder, remove_unfinished
-from l2r.training.data.manifest import Manifest, TokenizerIdentity, write_manifest
+from l2r.training.data.manifest import Manifest, TokenizerIdentity, plain_name, write_manifest
 from l2r.training.data.olmoe_mix import ShardPlan, name_shards
 from l2r.training.data.receipts import RECEIPTS, Parts, Receipts
 from l2r.training.data.shards import BadShardError, shard_bytes
@@ -63,7 +63,7 @@ def shard_tasks(
                 raise ValueError(f"the source lacks {shard.file}, which the plan names")
             chosen.append((domain, shard.index, file))
     return [
-        ShardTask(f"{domain}-{index:05d}", domain, file, prefix + file)
+        ShardTask(f"{plain_name(domain)}-{index:05d}", domain, file, prefix + file)
         for domain, index, file in chosen
     ]
 

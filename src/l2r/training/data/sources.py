@@ -71,15 +71,15 @@ def text_documents(path: Path) -> Iterator[tuple[str, str]]:
 def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     """Folder and files of every domain: one per sub-folder, or ``text`` for files in ``folder``.
 
-    A layer ``data/`` over the domains, as on the hub, is passed over. Raises ValueError when the
-    folder is missing or holds no text.
+    A layer ``data/`` over the domains, as on the hub, is passed over; a hidden folder is no
+    domain. Raises ValueError when the folder is missing or holds no text.
     """
     if not folder.is_dir():
         raise ValueError(f"text folder must exist; got {folder}")
     layers = [folder]
     if (folder / "data").is_dir() and any(p.is_dir() for p in (folder / "data").iterdir()):
         layers.append(folder / "data")
-    inside = [p for layer in layers for p in layer.iterdir() if p.is_dir() and p not in layers]
+    inside = [p for layer in layers for p in _shown_folders(layer) if p not in layers]
     below = {p.name: p for p in sorted(inside, key=lambda path: path.name)}
     domains = {name: (path, files) for name, path in below.items() if (files := _files_below(path))}
     if not domains and (files := _files_below(folder)):
@@ -103,6 +103,10 @@ def folder_sources(folder: Path, version: int = NEWEST) -> dict[str, Callable[[]
 def folder_files(folder: Path, version: int = NEWEST) -> list[Path]:
     """Files that :func:`folder_sources` reads."""
     return sorted(folder.rglob("*.txt")) if version == 1 else _files_below(folder)
+
+
+def _shown_folders(folder: Path) -> list[Path]:
+    return [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -130,7 +134,7 @@ def _no_text(folder: Path) -> ValueError:
 def _folder_sources_1(folder: Path) -> dict[str, Callable[[], Files]]:
     if not folder.is_dir():
         raise ValueError(f"text folder must exist; got {folder}")
-    domains = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir() and any(p.rglob("*.txt"))}
+    domains = {p.name: p for p in sorted(_shown_folders(folder)) if any(p.rglob("*.txt"))}
     if not domains and any(folder.glob("*.txt")):
         domains = {"text": folder}
     if not domains:

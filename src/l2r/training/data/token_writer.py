@@ -16,6 +16,7 @@ from l2r.training.data.manifest import (
     TokenFile,
     TokenizerIdentity,
     check_plain_name,
+    plain_name,
     write_manifest,
 )
 
@@ -76,11 +77,13 @@ def write_token_files(
     """Write one token file per domain, then the manifest.
 
     ``documents`` maps a domain to its documents, each a list of token ids; nothing is left of a
-    file of which one fails.
+    file of which one fails. A domain may have any name.
     """
     files = []
     for domain, texts in documents.items():
-        writer = TokenWriter(folder, f"{domain}-00000", domain=domain, tokenizer=tokenizer)
+        writer = TokenWriter(
+            folder, f"{plain_name(domain)}-00000", domain=domain, tokenizer=tokenizer
+        )
         try:
             for ids in texts:
                 writer.append(ids)

@@ -1,5 +1,6 @@
 """Validation data of a run as a subject: as many items as there are, in batches of one size."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from PIL import Image
 
 from l2r.analysis.diagnostics.routing_gain import spread
-from l2r.analysis.run_inputs import validation_subject
+from l2r.analysis.run_inputs import open_run, validation_subject
+from l2r.training import loop
 from l2r.training.data.image_sources import open_images
 from l2r.training.data.images import CenterCrop, ImageDataset
 from l2r.training.data.manifest import TokenizerIdentity
@@ -61,3 +63,16 @@ def test_items_are_the_images_that_exist(tmp_path, asked, expected):
     task = SimpleNamespace(validation=dataset, recipe=recipe)
     subject = validation_subject(None, task, recipe, asked)
     assert subject.items == sum(len(batch["targets"]) for batch in batches(subject)) == expected
+
+
+def test_a_run_is_not_opened_on_text_that_its_tokenizer_was_not_made_of(
+    text_folder, tiny_changes, tmp_path
+):
+    own = shutil.copytree(text_folder, tmp_path / "own")
+    changes = [*tiny_changes, f"data.corpus={own}", "training.steps=1"]
+    recipe = load_recipe("demo/linear", changes)
+    loop.train(recipe, tmp_path / "run", show_progress=False)
+    assert open_run(tmp_path / "run", recipe).items == 8  # max_batches * batch_size
+    (own / "animals" / "more.txt").write_text("cat dog bird fish " * 150)
+    with pytest.raises(ValueError, match="has changed since the run began"):
+        open_run(tmp_path / "run", recipe)

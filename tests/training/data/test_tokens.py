@@ -211,3 +211,22 @@ def test_batch_of_the_dataset_is_the_order_of_its_epoch(tmp_path):
     order = epoch_order(len(dataset), 3, 0)
     assert np.array_equal(dataset.batch(1, 2, 3), order[2:4])
     assert np.array_equal(dataset.batch(1, 2, 3, rank=1, world_size=2), order[3:4])
+
+
+def test_the_checksum_of_a_dataset_is_of_its_tokens_and_of_nothing_else(tmp_path):
+    def checksum(name, documents, tokenizer=IDENTITY, **source):
+        write_token_files(tmp_path / name, documents, tokenizer=tokenizer, source=source)
+        return TokenDataset(tmp_path / name, 4).sha256
+
+    same = {"web": [[1, 2, 3], [4, 5]], "code": [[3] * 5]}
+    first = checksum("first", same)
+    assert first == checksum("moved", same, folder="elsewhere")
+    others = [
+        {"web": [[1, 2, 3], [4, 6]], "code": [[3] * 5]},
+        {"web": [[1, 2, 3, EOS, 4, 5]], "code": [[3] * 5]},  # the same tokens in fewer documents
+        {"net": [[1, 2, 3], [4, 5]], "code": [[3] * 5]},
+        {"code": [[3] * 5], "web": [[1, 2, 3], [4, 5]]},
+    ]
+    other_tokenizer = TokenizerIdentity("tiny", 10, EOS, sha256="of another file")
+    sums = [checksum(str(number), documents) for number, documents in enumerate(others)]
+    assert len({first, *sums, checksum("tokenizer", same, other_tokenizer)}) == 6

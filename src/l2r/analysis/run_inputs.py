@@ -11,19 +11,22 @@ from torch import Tensor, nn
 from l2r.analysis.inputs import Subject
 from l2r.hf.checkpoints import load_causal_lm, load_image_classifier
 from l2r.machine import pick_device
-from l2r.training import Task, build_task
+from l2r.runs.folder import RunFolder
+from l2r.training import Task, build_task, check_text
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 
 def open_run(folder: Path, recipe: AnyRecipe) -> Subject:
     """Final model of a run, with the instances that its recipe validates on.
 
-    Raises ValueError where the folder holds no model.
+    Raises ValueError where the folder holds no model, or its text has changed since it began.
     """
+    task = build_task(recipe, _silent)
+    check_text(RunFolder(folder), task)
     model, tokenizer = load_final(folder, recipe)
     model = model.to(pick_device("auto"))
     rows = recipe.evaluation.max_batches * recipe.evaluation.batch_size
-    return validation_subject(model, build_task(recipe, _silent), recipe, rows, tokenizer)
+    return validation_subject(model, task, recipe, rows, tokenizer)
 
 
 def load_final(folder: Path, recipe: AnyRecipe) -> tuple[nn.Module, Any]:

@@ -1,7 +1,7 @@
 """A run is a folder; this file is its schema. Training writes it, everything else reads it.
 
 recipe.yaml          every field of the recipe, written out
-environment.json     versions, hardware, command, sizes of the model
+environment.json     versions, hardware, command, sizes of the model, a checksum of its text
 metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
                      last one), validation or tasks
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot

@@ -26,7 +26,7 @@ from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
 from l2r.stats.agreement import normalized_entropy
-from l2r.training import Ranks, build_task
+from l2r.training import Ranks, build_task, check_text
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 # Certificates and samples are for a look at one checkpoint; over many runs they cost too much.
@@ -65,9 +65,10 @@ def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, M
     """Measures of a finished run, and the same ones of its model before the first step.
 
     Losses are over all that ``recipe.evaluation`` validates on; routing over ``sample`` tokens or
-    images, spread evenly.
+    images, spread evenly. Raises ValueError where the run's text has changed since it began.
     """
     task = build_task(recipe, _silent)
+    check_text(run, task)
     device = torch.device(pick_device("auto"))
     torch.manual_seed(recipe.seed)  # as training did before it built the model
     model = task.build_model().to(device)

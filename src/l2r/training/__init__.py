@@ -9,6 +9,7 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.training.checkpoint import load_weights as load_weights
+    from l2r.training.claim import check_text as check_text
     from l2r.training.claim import claim_run as claim_run
     from l2r.training.claim import has_recipe as has_recipe
     from l2r.training.claim import recipe_meaning as recipe_meaning

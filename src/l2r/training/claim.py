@@ -6,6 +6,7 @@ from l2r.training.ranks import Ranks
 from l2r.training.recipes.changes import PIXELS
 from l2r.training.recipes.load import AnyRecipe, dump_recipe, load_recipe
 from l2r.training.recipes.vision_schema import VisionRecipe
+from l2r.training.task import Task
 
 
 def has_recipe(run: RunFolder, recipe: AnyRecipe) -> bool:
@@ -40,15 +41,36 @@ def resumed(run: RunFolder, recipe: AnyRecipe) -> AnyRecipe:
         return recipe
 
 
-def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks) -> None:
-    """Write the recipe into the folder, or check that the folder's own is the same."""
+def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks, task: Task | None = None) -> None:
+    """Write the recipe into the folder, or check that the folder's own is the same.
+
+    Raises ValueError where it is not, or where the text of ``task`` is not the run's.
+    """
     if run.is_run() and not has_recipe(run, recipe):
         raise ValueError(
             f"output folder {run.path} holds a run of another recipe; choose another folder"
         )
+    if run.is_run() and task is not None:
+        check_text(run, task)
     ranks.wait()
     if ranks.first and not run.is_run():
         write_text(run.recipe, dump_recipe(recipe))
+
+
+def check_text(run: RunFolder, task: Task) -> None:
+    """Raise ValueError where a run began on other text than its task reads now.
+
+    Runs of images, and of versions before 0.3, do not note what they read.
+    """
+    data = run.read_json(run.environment).get("data")
+    began = data.get("text_sha256") if isinstance(data, dict) else None
+    if began not in (None, task.describe().get("text_sha256")):
+        section = task.recipe.data
+        raise ValueError(
+            f"the text of run {run.path} ({', '.join(section.tokens) or section.corpus}) has "
+            f"changed since the run began; put it and the packages that made its tokens back as "
+            f"they were, or train into another folder"
+        )
 
 
 def recipe_meaning(recipe: AnyRecipe) -> dict[str, object]:

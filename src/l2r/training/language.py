@@ -140,4 +140,5 @@ class LanguageTask:
             "domains": list(self.train.domains),
             "tokenizer": self.train.tokenizer.name,
             "vocab_size": self.train.tokenizer.vocab_size,
+            "text_sha256": f"{self.train.sha256} {self.validation.sha256}",
         }

@@ -67,12 +67,12 @@ def train(
     """Train a recipe into a run folder, resuming from its newest checkpoint if it has one.
 
     Under torchrun every rank calls this. ``display`` shows progress in place of a bar of its own.
-    ``on_step`` gets the number of every step, from 0,
-    before the step is taken; what it raises ends the run.
+    ``on_step`` gets the number of every step, from 0, before the step is taken; what it raises ends
+    the run.
 
-    Raises ValueError when the folder holds a run of another recipe or is in use, NonFiniteError
-    (a ValueError) at a NaN or infinity, OSError when the folder cannot be written,
-    ModuleNotFoundError when the recipe's logger is not installed.
+    Raises ValueError when the folder holds a run of another recipe or of text that has changed
+    since, or is in use, NonFiniteError (a ValueError) at a NaN or infinity, OSError when the folder
+    cannot be written, ModuleNotFoundError when the recipe's logger is not installed.
     """
     run = RunFolder(folder)
     check_logger(recipe.training.logger)
@@ -122,7 +122,7 @@ class _Trainer:
         self.units_per_step = training.global_batch * task.item_size
         self.steps = _steps(recipe, task.items, self.units_per_step)
         self.end = self.steps * self.units_per_step
-        claim_run(run, recipe, ranks)
+        claim_run(run, recipe, ranks, task)
         torch.manual_seed(recipe.seed)
         torch.use_deterministic_algorithms(training.deterministic)
         model = task.build_model()

@@ -5,6 +5,8 @@ into instances of ``sequence_length`` tokens, and what is left at the end of a f
 Labels are not stored: a causal model shifts ``input_ids`` itself.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,19 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
                 f"no token file of {folders[0]} holds one instance of {sequence_length} tokens; "
                 f"lower sequence_length"
             )
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the tokens, their documents, domains and tokenizer, wherever they lie.
+
+        Made of the checksums in the manifests; no token is read.
+        """
+        tokenizer = self.tokenizer.sha256 or self.tokenizer.name
+        files = [
+            (file.domain, file.tokens, file.documents, file.sha256, file.ends_sha256)
+            for _, file in self._files
+        ]
+        return hashlib.sha256(json.dumps([tokenizer, files]).encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._starts[-1])

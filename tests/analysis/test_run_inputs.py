@@ -73,6 +73,6 @@ def test_a_run_is_not_opened_on_text_that_its_tokenizer_was_not_made_of(
     recipe = load_recipe("demo/linear", changes)
     loop.train(recipe, tmp_path / "run", show_progress=False)
     assert open_run(tmp_path / "run", recipe).items == 8  # max_batches * batch_size
-    (own / "animals" / "more.txt").write_text("cat dog bird fish " * 150)
+    (own / "animals" / "more.txt").write_text("wolf bear " * 300)
     with pytest.raises(ValueError, match="has changed since the run began"):
         open_run(tmp_path / "run", recipe)

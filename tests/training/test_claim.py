@@ -58,6 +58,13 @@ def own(text_folder, tmp_path):
     return shutil.copytree(text_folder, tmp_path / "own")
 
 
+def add_a_file(own):
+    """Of the same words, so that the vocabulary keeps its size and the model its shapes."""
+    path = own / "animals" / "more.txt"
+    path.write_text("cat cat dog dog bird " * 100)
+    return path
+
+
 @pytest.fixture
 def train(run, own, tiny_changes):
     """``train()`` begins the run on the copy, or resumes it; ``train(stop=N)`` dies at step N."""
@@ -77,13 +84,13 @@ def train(run, own, tiny_changes):
 
 def test_a_run_does_not_resume_on_text_that_has_changed(train, run, own):
     begun = {path: path.read_bytes() for path in (run.environment, run.metrics)}
-    (own / "animals" / "more.txt").write_text("cat dog bird fish " * 150)
+    added = add_a_file(own)
     with pytest.raises(ValueError, match="has changed since the run began") as error:
         train()
     assert "\n" not in str(error.value) and str(own) in str(error.value)
     assert str(run.path) in str(error.value)
     assert begun == {path: path.read_bytes() for path in begun}
-    (own / "animals" / "more.txt").unlink()
+    added.unlink()
     assert train().finished
 
 
@@ -98,11 +105,11 @@ def test_a_run_that_did_not_note_its_text_goes_on(train, run, own):
     facts = run.read_json(run.environment)
     del facts["data"]["text_sha256"]
     run.environment.write_text(json.dumps(facts))
-    (own / "animals" / "more.txt").write_text("cat dog bird fish " * 150)
+    add_a_file(own)
     assert train().finished
 
 
 def test_another_recipe_is_named_before_its_text(train, run, own, tiny_changes):
-    (own / "animals" / "more.txt").write_text("cat dog bird fish " * 150)
+    add_a_file(own)
     with pytest.raises(ValueError, match="holds a run of another recipe"):
         loop.train(load_recipe("demo/linear", tiny_changes), run.path, show_progress=False)

@@ -1,6 +1,7 @@
 """One sentence per result: the same on the terminal and at the head of the page."""
 
 import html
+import math
 
 import numpy as np
 import pytest
@@ -39,6 +40,14 @@ def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
     assert of_runs(runs_of(tmp_path, values)).says == (
         "Validation CE against linear over 3 seeds: better: l2r_dot; worse: xmoe; "
         "not shown to differ: l2r_sips."
+    )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_shows_no_difference(tmp_path, loss):
+    values = {"linear": [5.0, 6.0, 7.0], "xmoe": [5.2, loss, 7.19]}
+    assert of_runs(runs_of(tmp_path, values)).says == (
+        "Validation CE against linear over 3 seeds: not shown to differ: xmoe."
     )
 
 

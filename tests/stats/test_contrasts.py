@@ -1,5 +1,6 @@
 """Verdicts keep what they promise: errors, power, guarantees, on numbers whose truth is known."""
 
+import dataclasses
 import itertools
 import math
 
@@ -266,6 +267,32 @@ def test_holm_is_the_closed_test_of_bonferroni():
             max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if k in s) for k in range(4)
         ]
         assert holm(p) == pytest.approx(closed)
+
+
+@pytest.mark.parametrize("p", list(itertools.permutations([math.nan, 0.001, 0.03])))
+def test_a_p_that_is_no_number_counts_as_1(p):
+    adjusted = dict(zip(p, holm(p), strict=True))
+    assert adjusted == {p[p.index(math.nan)]: 1.0, 0.001: 0.003, 0.03: 0.06}
+
+
+@pytest.mark.parametrize("first", [None, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("side", ["first", "second", "first_untrained", "second_untrained"])
+def test_a_value_that_is_not_finite_leaves_its_contrast_alone_undecided(side, seed, value, first):
+    """Whichever side and seed has it; a clear difference beside it is found as it would be."""
+    gaps = np.random.default_rng(0).normal(-0.5, 0.01, 6)
+    clear = pairs(gaps)
+    values = list(getattr(clear, side))
+    values[seed] = value
+    spoiled = dataclasses.replace(clear, **{side: values})
+    margins = {"validation_ce": MARGIN}
+    options = {"alpha": ALPHA, "margins": margins, "first": first}
+    bad, good = judge([contrast()] * 2, [spoiled, clear], **options)
+    _, alone = judge([contrast()] * 2, [pairs([0.0] * 6), clear], **options)
+    assert (bad.verdict, bad.p, bad.p_equivalent, bad.needed) == ("undecided", 1.0, 1.0, None)
+    assert bad.reason == "a value is not finite"
+    assert (good.verdict, good.p) == ("better", alone.p)
 
 
 def test_secondary_contrasts_are_neither_adjusted_nor_counted():

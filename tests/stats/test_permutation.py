@@ -1,5 +1,6 @@
 """The permutation test against its definition, and its error where nothing differs."""
 
+import math
 import random
 from itertools import combinations
 
@@ -49,3 +50,11 @@ def test_under_no_difference_it_errs_as_often_as_it_says():
 def test_empty_samples_are_refused():
     with pytest.raises(ValueError, match="must not be empty"):
         larger_by_chance([], [1.0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_samples_that_are_not_finite_are_not_tested(side, value):
+    samples = [[1.0, 2.0], [5.0, 6.0]]
+    samples[side][0] = value
+    assert math.isnan(larger_by_chance(*samples))

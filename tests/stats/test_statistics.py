@@ -1,4 +1,4 @@
-"""Intervals of shares: scipy's Wilson interval, of width above 0 at the borders."""
+"""Intervals: of shares scipy's Wilson interval; of samples that are not finite none."""
 
 import math
 
@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from l2r.stats.statistics import mean_share, share_interval
+from l2r.stats.paired_t import estimate
+from l2r.stats.statistics import (
+    deviation,
+    mean_interval,
+    mean_share,
+    ratio_of_sums,
+    share_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +53,19 @@ def test_the_mean_of_shares_covers_at_the_border_too():
             mean = mean_share([(int(hits), 60) for hits in rng.binomial(60, truths)])
             covered += mean.low <= truths.mean() <= mean.high
         assert covered / rounds > 0.95 - 4 * math.sqrt(0.95 * 0.05 / rounds)
+
+
+@pytest.mark.parametrize("bad", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
+def test_a_sample_that_is_not_finite_has_no_deviation(bad):
+    values = [1.0, *bad, 3.0]
+    mean = sum(values) / len(values)
+    found, ratio = mean_interval(values), ratio_of_sums(values, [2.0] * len(values))
+    assert math.isnan(deviation(values)) and math.isnan(estimate(values).sd)
+    assert found == pytest.approx((mean, math.nan, math.nan), nan_ok=True)
+    assert estimate(values).mean == pytest.approx(mean, nan_ok=True)
+    assert ratio == pytest.approx((mean / 2, *[math.nan] * 3), nan_ok=True)
+
+
+def test_a_deviation_is_that_of_a_sample():
+    values = np.random.default_rng(0).normal(3, 2, 9)
+    assert deviation(values.tolist()) == pytest.approx(values.std(ddof=1))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -399,6 +400,23 @@ def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):
     assert f"less that of {study.arms[0]}" in shown
     for once in (shown, said):  # over both tables, not under each
         assert once.count("paired by seed") == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_metric_that_is_not_finite_leaves_its_contrasts_undecided(tmp_path, bad):
+    """A run whose loss is no number: the page says why, and judges the other metrics."""
+
+    def value(arm, seed, metric, trained):
+        spoiled = (arm, seed, metric, trained) == ("l2r", 1, "validation_ce", True)
+        return bad if spoiled else values(gap=-0.1)(arm, seed, metric, trained)
+
+    study = study_of(registered(), made_up(registered(), 4, value))
+    loss, gain = study.judged
+    assert (loss.verdict, loss.reason) == ("undecided", "a value is not finite")
+    assert gain.verdict != "undecided" and gain.reason == ""
+    _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+    said = text.read_text()
+    assert "| a value is not finite |" in said and "there before training" not in said
 
 
 @pytest.mark.parametrize("lacking", ["l2r", "narrow"])

@@ -23,6 +23,7 @@ from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.verdicts import of_study
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Study
+from l2r.stats.contrasts import NOT_FINITE
 from l2r.stats.paired_t import detectable
 
 _TWO_INTERVALS = (
@@ -131,7 +132,7 @@ def _notes(study: Study) -> list[str]:
     notes = []
     if any(j.plain is not None for j in study.judged):
         notes.append(_TWO_INTERVALS.format(first=study.first))
-    if any(j.reason for j in study.judged):
+    if any(j.reason not in ("", NOT_FINITE) for j in study.judged):
         notes.append(_WHY)
     return notes
 

@@ -84,10 +84,10 @@ def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool)
     for arm in others:
         gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
         interval = estimate(gaps).interval(_LEVEL / len(others))
-        if interval.low <= 0 <= interval.high:
-            by_verdict["not shown to differ"].append(arm)
-        else:
+        if interval.low > 0 or interval.high < 0:  # neither of NaN
             by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
+        else:
+            by_verdict["not shown to differ"].append(arm)
     parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]
     what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
     return f"{what}: {'; '.join(parts)}."

@@ -1,12 +1,11 @@
 """Estimates of paired differences by Student's t, Holm's procedure, and the seeds of a margin."""
 
 import math
-import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from l2r.stats.statistics import Interval
+from l2r.stats.statistics import Interval, deviation, mean_or_nan
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,15 @@ class Estimate:
 def estimate(values: Sequence[float], first: int | None = None) -> Estimate:
     """Mean of all values; deviation of the ``first``, or of all."""
     base = values[:first]
-    freedom = max(0, len(base) - 1)
-    sd = statistics.stdev(base) if freedom else math.nan
-    return Estimate(mean_or_nan(values), len(values), sd, freedom)
-
-
-def mean_or_nan(values: Sequence[float]) -> float:
-    """Mean, NaN of no values."""
-    return statistics.fmean(values) if values else math.nan
+    return Estimate(mean_or_nan(values), len(values), deviation(base), max(0, len(base) - 1))
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjusted p of Holm (1979): rejecting those <= alpha keeps the family's error at alpha."""
+    """Adjusted p of Holm (1979): rejecting those <= alpha keeps the family's error at alpha.
+
+    NaN, of a test that could not be made, counts as 1: it rejects nothing, and stays in the family.
+    """
+    p = [1.0 if math.isnan(value) else value for value in p]
     order = sorted(range(len(p)), key=lambda i: p[i])
     adjusted, floor = [0.0] * len(p), 0.0
     for rank, i in enumerate(order):

@@ -1,8 +1,8 @@
 """A permutation test of two samples: could the difference of their means be the order's?"""
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
-from math import comb
 
 import numpy as np
 
@@ -14,13 +14,15 @@ def larger_by_chance(before: Sequence[float], after: Sequence[float]) -> float:
 
     The share of all splits of the pooled values in which the second part's mean is at least as
     large; with more than 50,000 splits of as many drawn, the observed one among them. Raises
-    ValueError for an empty sample.
+    ValueError for an empty sample; NaN where a value is not finite.
     """
     if not before or not after:
         raise ValueError(f"samples must not be empty; got {len(before)} and {len(after)} values")
     pooled = np.array([*before, *after])
+    if not np.isfinite(pooled).all():
+        return math.nan
     size = len(after)
-    if comb(len(pooled), size) <= _MOST:
+    if math.comb(len(pooled), size) <= _MOST:
         chosen = np.array(list(combinations(range(len(pooled)), size)))
         sums, more = pooled[chosen].sum(axis=1), 0
     else:

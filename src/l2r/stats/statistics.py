@@ -14,7 +14,8 @@ _T_975 = (
 
 
 class Interval(NamedTuple):
-    """A mean and its 95% interval; the ends are the mean itself for a single value."""
+    """A mean and its 95% interval; the ends are the mean itself for a single value, and NaN where
+    a value is not finite."""
 
     mean: float
     low: float
@@ -27,7 +28,8 @@ class Interval(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A ratio of sums, its standard error and 95% interval; NaN where one unit leaves them open."""
+    """A ratio of sums, its standard error and 95% interval; NaN where one unit leaves them open, or
+    a number of some unit is not finite."""
 
     value: float
     error: float
@@ -35,14 +37,26 @@ class Ratio(NamedTuple):
     high: float
 
 
+def mean_or_nan(values: Sequence[float]) -> float:
+    """Mean, NaN of no values."""
+    return _total(values) / len(values) if values else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation; NaN of fewer than two values, or of one that is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values)
+
+
 def mean_interval(values: Sequence[float]) -> Interval:
     """Mean of repeats and its 95% interval. Raises ValueError for no values."""
     if not values:
         raise ValueError("an interval needs at least 1 value; got 0")
-    mean = statistics.fmean(values)
+    mean = mean_or_nan(values)
     if len(values) == 1:
         return Interval(mean, mean, mean)
-    half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = _quantile(len(values) - 1) * deviation(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -88,13 +102,18 @@ def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float]) -> Ratio:
     total, count = math.fsum(bottoms), len(bottoms)
     if not total > 0:
         raise ValueError(f"a ratio needs a sum above 0 below it; got {total} of {count} units")
-    value = math.fsum(tops) / total
+    value = _total(tops) / total
     if count == 1:
         return Ratio(value, math.nan, math.nan, math.nan)
     rest = [top - value * bottom for top, bottom in zip(tops, bottoms, strict=True)]
-    error = statistics.stdev(rest) * math.sqrt(count) / total
+    error = deviation(rest) * math.sqrt(count) / total
     half = _quantile(count - 1) * error
     return Ratio(value, error, value - half, value + half)
+
+
+def _total(values: Sequence[float]) -> float:
+    """Sum, of which fsum raises an error where infinities cancel."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def _quantile(freedom: int) -> float:

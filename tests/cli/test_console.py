@@ -1,6 +1,7 @@
 """Tables on the console say what their cells say."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.console import Console
 from l2r.cli import console
 from l2r.cli.console import print_table, progress_bars
 from l2r.report.tables import Table
+from l2r.runs.reading import parse_json
 
 
 def test_brackets_and_colons_in_a_table_are_text(capsys):
@@ -16,6 +18,13 @@ def test_brackets_and_colons_in_a_table_are_text(capsys):
     shown = capsys.readouterr().out
     for words in (*rows[0], ":warning:", "sizes [N, H]", "detail [x]", "of [all]"):
         assert words in shown, shown
+
+
+def test_records_for_programs_are_json(capsys):
+    table = Table("", ("name", "radius"), (("a", math.inf), ("b", math.nan), ("c", 0.5)))
+    print_table(table, as_json=True)
+    records = parse_json(capsys.readouterr().out.encode(), list)
+    assert [record["radius"] for record in records] == [None, None, 0.5]
 
 
 def test_a_row_keeps_its_name_in_one_piece(capsys, monkeypatch):

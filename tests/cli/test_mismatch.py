@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r import record
 from l2r.hf.routes import to_vllm
 from l2r.runs.mismatch import Mismatch
+from l2r.runs.reading import parse_json
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.token_writer import write_token_files
-from tests.analysis.diagnostics.models import ours, stock
+from tests.analysis.diagnostics.models import SIZES, ours, stock
 
 SHORT = ["--instances", "8", "--length", "16", "--batch-size", "3", "--device", "cpu"]
 
@@ -46,6 +48,19 @@ def test_json_files_and_page_have_the_same_numbers(l2r, root, tmp_path, checkpoi
     result = Mismatch.read(tmp_path / "mismatch.npz")
     assert result.summary()["layer"] == record["layer"]
     assert "fp8 weights" in (tmp_path / "index.html").read_text()
+
+
+def test_numbers_of_a_model_that_uses_all_experts_are_json(l2r, root, tmp_path):
+    """Its margins are infinite: there is no other expert."""
+    torch.manual_seed(0)
+    model = OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": SIZES["num_experts_per_tok"]}))
+    model.save_pretrained(root / "all")
+    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    code, out, err = l2r("mismatch", root / "all", *SHORT, *more)
+    assert code == 0, err
+    record = parse_json(out.encode())
+    assert record == parse_json((tmp_path / "mismatch.json").read_bytes())
+    assert record["decisions_changed"] == 0 and record["margin"][0]["from"] is None
 
 
 def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):

@@ -1,10 +1,15 @@
 """Figures of the diagnosis are drawn from plain arrays and show what they are given."""
 
+import math
+import re
+
 import numpy as np
 import pytest
 
 from l2r.report import geometry, landscape, routing
-from l2r.runs.diagnosis import Diagnosis
+from l2r.report.diagnosis import write_diagnosis
+from l2r.runs.diagnosis import Diagnosis, read_diagnosis
+from tests.report.pages import made_diagnosis
 
 RNG = np.random.default_rng(0)
 
@@ -96,3 +101,20 @@ def test_landscapes_hold_every_rule():
     flat = landscape.landscapes_2d(axis, {"a": grids["a"]}, (2.0, 2.0))
     assert [trace.type for trace in flat.data] == ["contour", "scatter"]
     np.testing.assert_allclose(flat.data[0].z, grids["a"], atol=1e-4)  # four decimals
+
+
+@pytest.mark.parametrize("decisions", [["topk"], ["top1", "topk"]])
+def test_a_page_of_infinite_radii_is_the_same_from_its_files(tmp_path, decisions):
+    """Where tokens go to all experts no change flips the set; with one expert, nor the first."""
+    made = made_diagnosis()
+    for decision in decisions:
+        for layer, row in enumerate(made.layers):
+            row[f"certified_{decision}"] = row[f"found_{decision}"] = math.inf
+            for kind in ("certified", "found"):
+                made.array(layer, f"{kind}_{decision}")[:] = math.inf
+    made.info["model"]["routing_gain"] = math.inf
+    made.save(tmp_path)
+    for view in (made, read_diagnosis(tmp_path)):
+        page = write_diagnosis({"x": view}, tmp_path / "index.html").read_text()
+        titles = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
+        assert "Certified routing" in titles and "Specialization" in titles

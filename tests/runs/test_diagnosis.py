@@ -1,11 +1,13 @@
 """A saved diagnosis is read back whole."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from l2r.runs.diagnosis import USAGE, Diagnosis, is_diagnosed, read_diagnosis
+from l2r.runs.reading import parse_json
 
 
 def made() -> Diagnosis:
@@ -29,6 +31,18 @@ def test_usage_is_by_layer(tmp_path: Path) -> None:
     assert saved.mean() == {"cv": 0.5}
     for name in ("topk", "usage_by_domain"):
         assert np.array_equal(saved.by_layer(name)[1], diagnosis.arrays[f"1.{name}"])
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_saved_as_json_and_left_out_of_means(tmp_path, value):
+    """As the radius of a router whose tokens go to all experts: nothing can change its set."""
+    diagnosis = made()
+    diagnosis.layers[1]["cv"] = value
+    diagnosis.info["model"] = {"routing_gain": value, "cross_entropy": 5.0}
+    diagnosis.save(tmp_path)
+    text = parse_json((tmp_path / "diagnosis.json").read_bytes())
+    assert text["layers"][1]["cv"] is None and text["layers"][0]["cv"] == 0.25
+    assert read_diagnosis(tmp_path).numbers() == {"cross_entropy": 5.0}
 
 
 def test_a_diagnosis_without_an_array_is_refused(tmp_path: Path) -> None:

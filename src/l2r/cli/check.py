@@ -1,6 +1,5 @@
 """``l2r check``: whether a checkpoint's routers, losses and masks are as they should be."""
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
+from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
     from l2r.hf.checkpoints import Placement
@@ -81,7 +81,7 @@ def check(
         findings = check_model(model, batch, **weights, report=partial(bars, "checks"))
     count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        typer.echo(plain_json([asdict(finding) for finding in findings]))
     else:
         faults, warnings = counted(count["fault"], "fault"), counted(count["warning"], "warning")
         rest = f"{count['skipped']} skipped, of {len(findings)} checks"

@@ -1,6 +1,5 @@
 """Printing tables: for people with rich, for programs as JSON."""
 
-import json
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 
 from l2r.report.tables import NUMBER, Table
+from l2r.runs.plain_json import plain_json
 
 _NAME = 20  # characters of a row's name that are not broken: a quarter of the usual width
 
@@ -31,7 +31,7 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
     or 80 characters.
     """
     if as_json:
-        typer.echo(json.dumps(table.records(), indent=2))
+        typer.echo(plain_json(table.records()))
         return
     console, brief = Console(markup=False, emoji=False, highlight=False), table.brief()
     if brief.verdict:

@@ -1,6 +1,5 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
+from l2r.runs.plain_json import plain_json
 
 
 def diagnose(
@@ -157,7 +157,7 @@ def _own_text(
     page = write_text_page(routed, out / "text.html")
     if as_json:
         records = {name: own_text_records(routing) for name, routing in routed.items()}
-        typer.echo(json.dumps(records, indent=2))
+        typer.echo(plain_json(records))
     else:
         for name, routing in routed.items():
             print_table(own_text_table(routing, name))

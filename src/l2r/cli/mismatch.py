@@ -1,6 +1,5 @@
 """``l2r mismatch``: which experts the same weights choose elsewhere, and what it costs."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,7 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
+from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ def mismatch(
     from l2r.analysis import open_subject
     from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
     from l2r.report.mismatch import tables, verdict, write_mismatch
-    from l2r.runs.atomic import make_folder, write_text
+    from l2r.runs.atomic import make_folder, write_json
 
     _check(against, answers, record)
     placement = Placement(dtype, device)
@@ -98,10 +98,10 @@ def mismatch(
     result.save(out / "mismatch.npz")
     name = Path(checkpoint).name
     summary = {"checkpoint": name, "against": against, **result.summary()}
-    write_text(out / "mismatch.json", json.dumps(summary, indent=2) + "\n")
+    write_json(out / "mismatch.json", summary)
     page = write_mismatch(out / "index.html", result, name=name, against=against)
     if as_json:
-        typer.echo(json.dumps(summary, indent=2))
+        typer.echo(plain_json(summary))
     else:
         from l2r.cli.console import print_table
 

@@ -1,11 +1,11 @@
 """``l2r plan``: memory, FLOPs, communication and hours of a recipe, before GPUs are paid for."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from l2r.cli.options import AsJson, Changes, Recipe
+from l2r.runs.plain_json import plain_json
 
 
 def plan(
@@ -57,7 +57,7 @@ def plan(
         )
     records = plan_records(chosen, loaded, length)
     if as_json:
-        typer.echo(json.dumps(records, indent=2))
+        typer.echo(plain_json(records))
         return
     for table in (memory_table(records), flops_table(records), scale_table(records)):
         print_table(table)

@@ -1,6 +1,5 @@
 """``l2r swap``: put a router into a checkpoint."""
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from l2r.cli.options import (
     read_router,
 )
 from l2r.report.tables import Table
+from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
     from l2r.hf.swap import Site
@@ -112,7 +112,7 @@ def swap(
         print_table(table, as_json=as_json)
         typer.echo(f"warning: {UNTRAINED_WARNING}", err=True)
     elif as_json:
-        typer.echo(json.dumps({"routers": table.records(), **asdict(result)}, indent=2))
+        typer.echo(plain_json({"routers": table.records(), **asdict(result)}))
     else:
         for shown in (table, *fit_tables(result, config.kind)):
             print_table(shown)

@@ -1,6 +1,5 @@
 """``l2r upcycle``: swap the routers of a checkpoint and fit the new ones to the old."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ from l2r.cli.options import (
     read_layers,
     read_router,
 )
+from l2r.runs.plain_json import plain_json
 
 
 def upcycle(
@@ -93,7 +93,7 @@ def upcycle(
         layers=chosen,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        typer.echo(plain_json(asdict(result)))
     else:
         for table in fit_tables(result, config.kind):
             print_table(table)

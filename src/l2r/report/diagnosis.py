@@ -227,8 +227,13 @@ def _table(
 
 
 def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
-    certified = {name: view for name, view in views.items() if "certified_top1" in view.mean()}
+    certified = {name: view for name, view in views.items() if _is_certified(view)}
     return [Section("Certified routing", parts=[certified_curves(certified)])] if certified else []
+
+
+def _is_certified(view: Diagnosis) -> bool:
+    """Whether all layers have radii, which may be infinite: their medians are then not in means."""
+    return all(f"{layer}.certified_top1" in view.arrays for layer in range(len(view.layers)))
 
 
 def _geometry(view: Diagnosis) -> list[Any]:

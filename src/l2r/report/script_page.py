@@ -1,7 +1,6 @@
 """Pages that a script of ours draws: script_page.html, .css and .js, then those of NAME."""
 
 import html
-import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import write_text
+from l2r.runs.plain_json import plain_json
 
 
 def write_script_page(
@@ -29,7 +29,7 @@ def write_script_page(
     fill = {
         "/*TITLE*/": html.escape(title),
         "/*STYLE*/": "".join(read(f"{file}.css") for file in ("theme", "script_page", name)),
-        "/*DATA*/": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "/*DATA*/": plain_json(data, indent=None).replace("<", "\\u003c"),
         "/*SCRIPT*/": "".join(read(f"{file}.js") for file in ("script_page", *libraries, name)),
         "/*FIGURES*/": figures,
     }

@@ -5,7 +5,6 @@ user's. A temporary name is drawn for every file and must not exist; a link unde
 name is replaced, not followed; what is opened in place (a log, a lock) must be a regular file.
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from l2r.runs.plain_json import plain_json
 
 
 def write_text(path: Path, text: str) -> None:
@@ -39,8 +40,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in the same way; keys keep their order."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write a JSON file in the same way; keys keep their order, null is what is not finite."""
+    write_text(path, plain_json(value) + "\n")
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:

@@ -3,7 +3,7 @@
 Two files, written by compare and sweep into run folders and by diagnose into folders of
 its own; docs/diagnostics.md lists what is in them:
 
-diagnosis.json         schema, info, layers, mean
+diagnosis.json         schema, info, layers, mean; null for a number that is not finite
 diagnosis.safetensors  arrays named ``<layer>.<array>``
 """
 
@@ -47,8 +47,9 @@ class Diagnosis:
         return {n: sum(row[n] for row in self.layers) / len(self.layers) for n in shared}
 
     def numbers(self) -> dict[str, Any]:
-        """Means over layers, and the numbers of the model as a whole."""
-        return {**self.mean(), **self.info.get("model", {})}
+        """Means over layers, and the numbers of the model as a whole that it has."""
+        whole = self.info.get("model", {})
+        return {**self.mean(), **{n: value for n, value in whole.items() if value is not None}}
 
     def few_layers(self) -> list[int]:
         """The first, the middle and the last, for what is drawn of each."""

@@ -1,12 +1,14 @@
 """One file of results: appended by many, cut by a kill, each cell once."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
+from l2r.runs.reading import parse_json
 from l2r.runs.study import CellResult, Results
 
 
@@ -29,6 +31,17 @@ def test_results_come_back_as_they_were_but_for_digits(tmp_path):
     with pytest.raises(ValueError, match="has a result of linear, seed 3"):
         stored.append(result(3))
     assert stored.read() == read
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_measure_that_is_not_finite_is_json_and_read_as_nan(tmp_path, value):
+    stored = Results(tmp_path)
+    stored.append(replace(result(), trained={"ce": value}, curve=[(10, value), (20, 5.0)]))
+    for line in stored.path.read_bytes().splitlines():
+        parse_json(line)
+    (read,) = stored.read()
+    assert math.isnan(read.trained["ce"]) and math.isnan(read.curve[0][1])
+    assert read.untrained == {"ce": 2.0} and read.curve[1] == (20, 5.0)
 
 
 def test_a_recipe_is_stored_once_for_all_seeds_and_again_where_it_differs(tmp_path):

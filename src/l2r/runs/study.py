@@ -1,11 +1,13 @@
 """Results of a study in one file, enough to judge and to resume without the run folders.
 
 results.jsonl    a line per cell, ``CellResult`` as JSON, whose ``recipe`` is a digest; before its
-                 first use a line gives that recipe: {"digest": ..., "recipe": fields but the seed}
+                 first use a line gives that recipe: {"digest": ..., "recipe": fields but the seed};
+                 null is a measure that is not finite, read as NaN
 """
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import append_text, hold_waiting
+from l2r.runs.plain_json import plain_json
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.stats.contrasts import Judged
 from l2r.stats.effects import Levels
@@ -124,9 +127,9 @@ class Results:
 
 
 def _result(values: dict[str, Any]) -> CellResult:
-    values["curve"] = [(int(step), float(loss)) for step, loss in values["curve"]]
+    values["curve"] = [(int(step), _number(loss)) for step, loss in values["curve"]]
     for name in ("trained", "untrained"):
-        values[name] = {metric: float(value) for metric, value in values[name].items()}
+        values[name] = {metric: _number(value) for metric, value in values[name].items()}
     result = CellResult(**values)
     fits = isinstance(result.arm, str) and type(result.seed) is int
     if not fits or not isinstance(result.facts, dict):
@@ -134,6 +137,10 @@ def _result(values: dict[str, Any]) -> CellResult:
     if not {"digest", "commit"} <= result.plan.keys():
         raise ValueError("plan must have a digest and a commit")
     return result
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _digest(recipe: Mapping[str, Any]) -> str:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, separators=(",", ":")) + "\n"
+    return plain_json(values, indent=None) + "\n"
 
 
 def _rounded(value: float) -> float:

@@ -3,6 +3,7 @@
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -21,43 +22,81 @@ from rich.table import Table as RichTable
 from l2r.report.tables import NUMBER, Table
 from l2r.runs.plain_json import plain_json
 
+_COLUMNS = 6
 _NAME = 20  # characters of a row's name that are not broken: a quarter of the usual width
+_BETWEEN = 3  # characters from a column to the next
 
 
 def print_table(table: Table, *, as_json: bool = False) -> None:
     """Print a table on standard output: its verdict, then at most six columns.
 
     With ``as_json`` all columns, as a list of records. The width is that of the terminal, COLUMNS
-    or 80 characters.
+    or 80 characters; one that is too narrow for six has fewer, and no number is cut.
     """
     if as_json:
         typer.echo(plain_json(table.records()))
         return
-    console, brief = Console(markup=False, emoji=False, highlight=False), table.brief()
+    console = Console(markup=False, emoji=False, highlight=False)
+    for most in range(_COLUMNS, 1, -1):
+        brief = table.brief(most)
+        columns = _columns(brief)
+        if sum(column.least + _BETWEEN for column in columns) <= console.width:
+            break
     if brief.verdict:
         console.print(brief.verdict, end="\n\n")
     grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    cells = [[brief.show(value) for value in row] for row in brief.rows]
-    columns = [(name, [row[at] for row in cells]) for at, name in enumerate(brief.columns)]
-    full = sum(max(map(len, (name, *own))) + len(" | ") for name, own in columns)
-    for position, (name, own) in enumerate(columns):
-        longest = max(map(len, own), default=0)
-        number = position > 0 and all(cell == "-" or NUMBER.match(cell) for cell in own)
-        header = max(map(len, name.split()), default=0)
+    narrow = sum(column.most + _BETWEEN for column in columns) > console.width
+    for position, column in enumerate(columns):
         grid.add_column(
-            name,
-            justify="right" if number else "left",
+            column.name,
+            justify="right" if column.is_number else "left",
             overflow="fold",
             # rich shrinks columns without regard for a least width: numbers have theirs fixed
-            width=max(longest, header) if number and full > console.width else None,
-            no_wrap=position == 0 and longest <= _NAME,
-            min_width=_NAME if position == 0 and longest > _NAME else None,
+            width=column.least if narrow and column.is_number else None,
+            no_wrap=position == 0 and column.longest <= _NAME,
+            min_width=_NAME if position == 0 and column.longest > _NAME else None,
         )
+    cells = zip(*(column.cells for column in columns), strict=True)
     for row in cells:
         grid.add_row(*row)
     for part in (brief.title, grid, brief.caption):
         if part:
             console.print(part)
+
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    cells: tuple[str, ...]
+    is_first: bool
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.cells), default=0)
+
+    @property
+    def is_number(self) -> bool:
+        return not self.is_first and all(c == "-" or NUMBER.match(c) for c in self.cells)
+
+    @property
+    def most(self) -> int:
+        """Width in which nothing is broken."""
+        return max(len(self.name), self.longest)
+
+    @property
+    def least(self) -> int:
+        """Width in which no word of the header is broken, and no number or short name."""
+        header = max(map(len, self.name.split()), default=0)
+        kept = self.longest if self.is_number else min(self.longest, _NAME) * self.is_first
+        return max(header, kept)
+
+
+def _columns(table: Table) -> list[_Column]:
+    cells = [[table.show(value) for value in row] for row in table.rows]
+    return [
+        _Column(name, tuple(row[at] for row in cells), at == 0)
+        for at, name in enumerate(table.columns)
+    ]
 
 
 def print_text(text: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig, L2RRouter
 from tests.hf.families import sample_tokens, tiny_model
+from tests.processes import script
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
 
@@ -66,6 +68,38 @@ def test_swap_refuses_bad_input_in_one_line(l2r, checkpoint, tmp_path, options, 
     filled = [option.format(tmp=tmp_path) for option in options]
     assert line in l2r("swap", checkpoint, *filled).refusal()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["used.txt"]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_swap_told_to_end_leaves_nothing_unless_the_signal_is_ignored(
+    checkpoint, tmp_path, ignored
+):
+    """SIGTERM comes when the weights are written and the folder has not its name yet."""
+    out = tmp_path / "models" / "out"
+    code = f"""
+import os, signal
+from l2r.cli import main
+from l2r.hf.checkpoints import pretrained
+
+def write_card(folder, *more):
+    assert (folder / "model.safetensors").is_file()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+pretrained.write_card = write_card
+if {ignored}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+main(["swap", {str(checkpoint)!r}, "rank=2", "--out", {str(out)!r}])
+"""
+    process = script(tmp_path / "output", code)
+    assert process.wait() == (0 if ignored else 143), process.err
+    assert "Traceback" not in process.err
+    assert list(out.parent.iterdir()) == ([out] if ignored else [])
+
+
+def test_a_command_puts_the_handler_of_sigterm_back(l2r, checkpoint, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    assert l2r("swap", checkpoint, "rank=2", "--out", tmp_path / "out")[0] == 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("selection", ["family", "router"])

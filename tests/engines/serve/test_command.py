@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from l2r.engines.serve import server
 from tests.engines.serve.conftest import CONTEXT, Client
 from tests.engines.serve.test_load import until
@@ -19,7 +21,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_the_command_answers_and_ends_when_interrupted(folder, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_answers_and_ends_when_interrupted(folder, tmp_path, number):
     """In a process of its own, a few seconds: a request in flight does not keep it."""
     client = Client(free_port(), None)
     options = ("--port", str(client.port), "--name", "served", "--max-requests", "1")
@@ -41,7 +44,7 @@ def test_the_command_answers_and_ends_when_interrupted(folder, tmp_path):
             asking = threading.Thread(target=lambda: answers.append(client.complete(**long)))
             asking.start()
             until(lambda: health() == 503)  # one request is the most at a time
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             process.wait(timeout=300)
             asking.join()
         finally:
@@ -49,7 +52,7 @@ def test_the_command_answers_and_ends_when_interrupted(folder, tmp_path):
             process.wait()
         log.seek(0)
         err = log.read()
-    assert process.returncode == 130 and "Traceback" not in err, err
+    assert process.returncode == 128 + number and "Traceback" not in err, err
     assert [answer.status for answer in answers] == [503]
 
 

@@ -19,7 +19,8 @@ HEAD = """# Commands
 
 What `l2r COMMAND --help` says, made by `python scripts/pages/commands_page.py`: arguments and
 options, with the default in brackets. Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1`
-shows its origin). An interrupted command ends with 130 and keeps what it wrote.
+shows its origin). An interrupted command ends with 130 and keeps what it wrote;
+SIGTERM ends one with 143.
 
 A verdict comes first, then a table for 80 columns; `--json` has every column. `l2r_sips` and
 `l2r-sips` are one name. `l2r --install-completion` completes words in bash, zsh, fish and

@@ -2,7 +2,12 @@
 
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -58,12 +63,13 @@ def build_app() -> typer.Typer:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 2 bad input, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 bad input, 130 interrupted, 143 told to end."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     words, group = sys.argv[1:] if args is None else args, get_command(build_app())
     try:
-        code = group(args=words, prog_name="l2r", standalone_mode=False)
+        with _exit_on_sigterm():
+            code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
         path = "l2r" if where is None else where.command_path
@@ -83,6 +89,28 @@ def main(args: list[str] | None = None) -> NoReturn:
     if code == 130:
         typer.echo("interrupted", err=True)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit(143) at the first SIGTERM, so that what is half done is removed.
+
+    The second ends the process at once. A handler of others, or a signal that is ignored, stays.
+    """
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def one_line(error: Exception | str) -> str:

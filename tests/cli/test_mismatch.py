@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from l2r import record
-from l2r.hf.routes import to_vllm
+from l2r.hf.routes import Routes, to_vllm
+from l2r.hf.routes.fingerprint import tokenizer_digest
 from l2r.runs.mismatch import Mismatch
 from l2r.runs.reading import parse_json
 from l2r.training.data.manifest import TokenizerIdentity
@@ -30,6 +32,8 @@ def root(tmp_path_factory):
     }
     identity = TokenizerIdentity(name="numbers", vocab_size=64, eos_token_id=0, sha256="0" * 64)
     write_token_files(root / "tokens", documents, tokenizer=identity)
+    reverse = {name: [part[::-1] for part in parts] for name, parts in documents.items()}
+    write_token_files(root / "other", reverse, tokenizer=identity)
     return root
 
 
@@ -84,6 +88,45 @@ def test_recorded_routes_differ_in_nothing_from_the_same_run(l2r, root, tmp_path
     record = json.loads(out)
     assert record["tokens_changed"] == 0 and record["certified"] is None
     assert record["log_probability"]["own"]["largest"] < 1e-5
+
+
+def words_tokenizer(*words):
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def test_recorded_routes_of_other_tokens_are_refused(l2r, root, tmp_path):
+    """Of as many sequences, of the same lengths."""
+    routes = tmp_path / "routes.safetensors"
+    text = ["--text", root / "tokens", *SHORT]
+    assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
+    changed = ["--text", root / "other", *SHORT, "--against", routes, "--out", tmp_path / "out"]
+    line = l2r("mismatch", root / "ours", *changed).refusal()
+    assert f"routes are of other tokens: {routes} " in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_recorded_routes_of_another_tokenizer_are_refused(l2r, root, tmp_path):
+    text, routes = ["--text", root / "tokens", *SHORT], tmp_path / "routes.safetensors"
+    for name, words in (("one", "a b"), ("two", "b a")):
+        ours().save_pretrained(tmp_path / name)
+        words_tokenizer(*words.split()).save_pretrained(tmp_path / name)
+    assert l2r("mismatch", tmp_path / "one", *text, "--record", routes).code == 0
+    assert Routes.load(routes).fingerprint.tokenizer == tokenizer_digest(words_tokenizer("a", "b"))
+    against = ["--against", routes, "--out", tmp_path / "out"]
+    line = l2r("mismatch", tmp_path / "two", *text, *against).refusal()
+    assert "routes and model must have the same tokenizer" in line
+
+
+def test_routes_that_do_not_name_their_tokens_are_not_checked(l2r, root, tmp_path):
+    recorded, bare = tmp_path / "recorded.safetensors", tmp_path / "bare.safetensors"
+    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    assert l2r("mismatch", root / "ours", *text, "--record", recorded).code == 0
+    Routes.load(recorded).save(bare)
+    for path, said in ((recorded, False), (bare, True)):
+        code, _, err = l2r("mismatch", root / "ours", *text, "--against", path)
+        assert code == 0 and ("not checked" in err) == said, err
 
 
 def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):

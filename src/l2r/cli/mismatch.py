@@ -123,15 +123,19 @@ def _check(against: str | None, answers: Path | None, record: Path | None) -> No
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:
     from l2r.analysis.routes import read_routing
     from l2r.cli.console import progress_bars
-    from l2r.hf.routes import Routes
+    from l2r.hf.routes import Routes, fingerprint_of
 
     parts: list[Routes] = []
+    rows: list[Any] = []
     with progress_bars() as bars:
         progress = partial(bars, "record", total=subject.items)
         for batch in subject.batches(batch_size, subject.device):
             parts.append(read_routing(subject.model, batch["input_ids"]).routes)
-            progress(sum(map(len, parts)))
-    Routes.concatenate(parts).save(path)
+            rows += batch["input_ids"]
+            progress(len(rows))
+    routes = Routes.concatenate(parts)
+    fingerprint = fingerprint_of(subject.model, subject.tokenizer)
+    routes.with_fingerprint(fingerprint).save(path, rows=rows)
     say(f"routes: {path}")
 
 
@@ -155,7 +159,7 @@ def _compare(
     )
     from l2r.cli.console import progress_bars
     from l2r.hf.checkpoints import load_causal_lm, local_checkpoint
-    from l2r.hf.routes import Routes, fingerprint_of
+    from l2r.hf.routes import Routes, check_tokens, fingerprint_of
 
     model: Any = subject.model
     batches = list(subject.batches(batch_size, subject.device))
@@ -171,7 +175,11 @@ def _compare(
             return compared, np.zeros(len(rows), np.int64)
         progress = partial(bars, against, total=len(rows))
         if Path(against).is_file():
-            return compare_routes(model, Routes.load(against), rows, report=progress), domain
+            routes = Routes.load(against)
+            if not check_tokens(Path(against), rows):
+                say(f"not checked: {against} does not say of which tokens its routes are")
+            routes.fingerprint.check(fingerprint_of(model, subject.tokenizer))
+            return compare_routes(model, routes, rows, report=progress), domain
         if against in ARITHMETICS:
             other = in_other_arithmetic(model, against)
         else:

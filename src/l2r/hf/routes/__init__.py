@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l2r.hf.routes.backward_pass import outside_of_graphs as outside_of_graphs
     from l2r.hf.routes.backward_pass import running_number as running_number
     from l2r.hf.routes.choices import Choices as Choices
+    from l2r.hf.routes.files import check_tokens as check_tokens
     from l2r.hf.routes.fingerprint import Fingerprint as Fingerprint
     from l2r.hf.routes.fingerprint import tokenizer_digest as tokenizer_digest
     from l2r.hf.routes.formats import all_layers as all_layers

@@ -1,12 +1,15 @@
 """Arrays of routes in a safetensors file."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
+from torch import Tensor
 
 from l2r.runs.atomic import write_bytes
 from l2r.runs.reading import parse_json
@@ -14,10 +17,44 @@ from l2r.runs.reading import parse_json
 _FORMAT = "l2r-routes-1"
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | None], fingerprint: str) -> None:
-    """Write a file whole or not at all; arrays that are None are left out."""
+def write_arrays(
+    path: Path,
+    arrays: Mapping[str, np.ndarray | None],
+    fingerprint: str,
+    rows: Iterable[Int[Tensor, " S"]] | None = None,
+) -> None:
+    """Write a file whole or not at all; arrays that are None are left out.
+
+    rows: token ids of each sequence, of which the file gets a digest.
+    """
     there = {name: np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}
-    write_bytes(path, to_bytes(there, {"format": _FORMAT, "fingerprint": fingerprint}))
+    metadata = {"format": _FORMAT, "fingerprint": fingerprint}
+    if rows is not None:
+        metadata["tokens"] = _digest(rows)
+    write_bytes(path, to_bytes(there, metadata))
+
+
+def check_tokens(path: Path, rows: Iterable[Int[Tensor, " S"]]) -> bool:
+    """Whether a file of routes has a digest of its tokens, which is then that of these rows.
+
+    Raises ValueError where it is of other token ids.
+    """
+    with safe_open(path, framework="np") as file:
+        recorded = (file.metadata() or {}).get("tokens")
+    if recorded is not None and recorded != (digest := _digest(rows)):
+        raise ValueError(
+            f"routes are of other tokens: {path} has the digest {recorded:.16}, the text that is "
+            f"read {digest:.16}; use the same text, tokenizer, instances and length"
+        )
+    return recorded is not None
+
+
+def _digest(rows: Iterable[Int[Tensor, " S"]]) -> str:
+    """sha256 of the token ids of all rows in order, as little-endian int64."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.cpu().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def read_arrays(

@@ -6,7 +6,7 @@ router, K experts chosen per token.
 Longer than 250 lines: one class, whose methods keep the same arrays in step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -223,10 +223,13 @@ class Routes:
         places = np.cumsum(tokens, axis=1) - 1
         return cls(values[has], fingerprint, tokens.sum(1), has.sum(1), places[has])
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+    def save(self, path: str | Path, *, rows: Iterable[Int[Tensor, " N"]] | None = None) -> None:
+        """Write a safetensors file, whole or not at all.
+
+        rows: token ids of each sequence; ``l2r mismatch`` then refuses routes of other tokens.
+        """
         arrays = {name: getattr(self, name) for name in (*_ARRAYS, "weights")}
-        write_arrays(Path(path), arrays, self.fingerprint.to_json())
+        write_arrays(Path(path), arrays, self.fingerprint.to_json(), rows)
 
     @classmethod
     def load(cls, path: str | Path) -> "Routes":

@@ -8,7 +8,7 @@ from scripts.pages import commands_page
 from typer.main import get_command
 
 from l2r.cli.app import build_app
-from tests.processes import script
+from tests.processes import command, script
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?```python\n(.*?)```", re.S)
@@ -46,6 +46,18 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join([PRELUDES.get(page.name, ""), *blocks])
     script(tmp_path, code, HF_HUB_OFFLINE="1").succeed()
+
+
+def test_a_router_in_a_file_of_one_s_own_is_trained_as_the_page_says(tmp_path, monkeypatch):
+    """Its command, for two steps, in a folder with the page's first block."""
+    page = (ROOT / "docs" / "add-a-router.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_router.py").write_text(BLOCK.findall(page)[0][1])
+    (variables, words), *_ = re.findall(r"^(L2R_IMPORT=\S+) l2r (train .+)$", page, re.M)
+    short = ["training.steps=2", "--out", "run"]
+    command(tmp_path / "out", *words.split(), *short, **dict([variables.split("=")])).succeed()
+    recipe = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "kind: bilinear" in recipe and "rank: 4" in recipe
 
 
 def test_the_page_of_commands_says_what_they_say_of_themselves():

@@ -55,7 +55,9 @@ def test_packages_bring_routers_by_an_entry_point(folder):
         "entry_points.txt": "[l2r.routers]\nown = own_file\n",
     }.items():
         (folder / "site" / "own-1.0.dist-info" / name).write_text(text)
-    script(folder / "out", f"import sys\nsys.path.append({str(folder / 'site')!r})\n{ASK}").succeed()
+    script(
+        folder / "out", f"import sys\nsys.path.append({str(folder / 'site')!r})\n{ASK}"
+    ).succeed()
 
 
 def refused(folder, **environment):

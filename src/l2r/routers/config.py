@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from l2r.routers.own import import_entry_points, import_named_modules
 from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.runs.spelling import known_as
 
@@ -133,12 +134,22 @@ def options_of(kind: str) -> list[str]:
 
 
 def registered(kind: str) -> Registered:
-    """Entry of a name in ``ROUTERS``, in either spelling; raises ValueError for an unknown one."""
+    """Entry of a name in ``ROUTERS``, in either spelling; raises ValueError for an unknown one.
+
+    A name that is not there is looked for in the user's files too (l2r.routers.own).
+    """
     if isinstance(kind, str):
-        kind = known_as(kind, ROUTERS)
+        given, kind = kind, known_as(kind, ROUTERS)
+        for import_more in (import_named_modules, import_entry_points):
+            if kind not in ROUTERS:
+                import_more()
+                kind = known_as(given, ROUTERS)
     if not isinstance(kind, str) or kind not in ROUTERS:
         hint, names = nearest(str(kind), ROUTERS), ", ".join(router_names())
-        raise ValueError(f"unknown router {kind!r}{hint}; known: {names}")
+        raise ValueError(
+            f"unknown router {kind!r}{hint}; known: {names}; for one of your own, import the file "
+            "that registers it, or name its module in L2R_IMPORT"
+        )
     return ROUTERS[kind]
 
 

@@ -30,6 +30,13 @@ from .kernels_plain import {plain}
 
 dispatch = sys.modules[__name__]  # routers import it by this name
 """,
+    "l2r.routers.own": """
+def import_named_modules():
+    \"\"\"In l2r-moe this imports the user's routers; a folder has those that it needs.\"\"\"
+
+
+import_entry_points = import_named_modules
+""",
     "l2r.hf.models.auto_entries": """
 def add_to_auto_classes(config, models):
     \"\"\"In l2r-moe this registers the model; from a folder transformers does it.\"\"\"

@@ -71,6 +71,17 @@ def test_the_last_tenth_is_held_out_and_nothing_of_it_is_fitted_on(swapped):
     assert result.agreement > 0.25 and both is not swapped
 
 
+def test_batches_may_come_from_generators(trained):
+    results = []
+    for given in (list, iter):
+        torch.manual_seed(0)
+        model = copy.deepcopy(trained)
+        swap_routers(model, CONFIG)
+        data, held_out = given(batches(3, seed=1)), given(batches(1, seed=2))
+        results.append(fit_routers(model, data, held_out=held_out, report=lambda *_: None))
+    assert results[0] == results[1]
+
+
 def test_texts_need_the_tokenizer_and_are_cut_into_rows(trained, tokenizer):
     model = swap_routers(tiny_model(FAMILIES["olmoe"]), CONFIG)
     texts = [f"the cat {n} sat on a mat {n + 7} " * 6 for n in range(30)]

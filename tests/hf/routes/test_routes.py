@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes, tokenizer_digest
+from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes, check_tokens, tokenizer_digest
 from tests.hf.routes.made import drawn, fingerprint
 
 
@@ -110,6 +110,18 @@ def test_a_file_gives_back_what_was_saved(weights, tmp_path):
     assert loaded.fingerprint == of
     assert loaded.experts.dtype == np.uint16
     assert (loaded.weights is not None) == weights
+
+
+def test_a_file_is_of_the_tokens_that_it_was_saved_with(tmp_path):
+    """In their order; of int32 or int64."""
+    path, rows = tmp_path / "a.safetensors", [torch.tensor([5, 6, 7]), torch.tensor([1, 2])]
+    drawn((3, 2)).save(path)
+    assert not check_tokens(path, rows)
+    drawn((3, 2)).save(path, rows=rows)
+    assert check_tokens(path, [row.int() for row in rows])
+    for others in (rows[::-1], [rows[0].flip(0), rows[1]], rows[:1]):
+        with pytest.raises(ValueError, match="routes are of other tokens: "):
+            check_tokens(path, others)
 
 
 def whole_file(tmp_path, **changes):

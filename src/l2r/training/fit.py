@@ -8,7 +8,7 @@ Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,10 +74,10 @@ class FitReport:
 
 def fit_routers(
     model: Any,
-    data: Sequence[str] | Sequence[Int[Tensor, "_ S"]],
+    data: Iterable[str] | Iterable[Int[Tensor, "_ S"]],
     *,
     tokenizer: Any = None,
-    held_out: Sequence[str] | Sequence[Int[Tensor, "_ S"]] | None = None,
+    held_out: Iterable[str] | Iterable[Int[Tensor, "_ S"]] | None = None,
     sequence_length: int = 256,
     batch_size: int = 8,
     options: FitOptions | None = None,
@@ -85,9 +85,9 @@ def fit_routers(
 ) -> FitReport:
     """Fit the routers that ``swap_routers`` drew to the ones that they replaced.
 
-    ``data`` are texts, which need the model's ``tokenizer``, or batches of token ids;
-    ``held_out`` are others to measure on, by default the last tenth of ``data``, which is then not
-    fitted on. ``sequence_length`` and ``batch_size`` cut texts into batches. The experts and all
+    ``data`` are texts, which need the model's ``tokenizer``, or batches of token ids, all read at
+    once; ``held_out`` are others to measure on, by default the last tenth of ``data``, which is
+    then not fitted on. ``sequence_length`` and ``batch_size`` cut texts into batches. The experts and all
     else stay as they are. Without a ``report`` a progress bar shows the agreement.
 
     Gives agreement per layer before and after the fit, and perplexity on the held-out data of the
@@ -101,10 +101,11 @@ def fit_routers(
             "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
         )
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
+    fitted: list[Any] = list(data)
     if held_out is None:
-        count = len(data) - max(1, len(data) // 10)
-        data, held_out = data[:count], data[count:]
-    batches, other = cut.batches(data), cut.batches(held_out)
+        count = len(fitted) - max(1, len(fitted) // 10)
+        fitted, held_out = fitted[:count], fitted[count:]
+    batches, other = cut.batches(fitted), cut.batches(list[Any](held_out))
     sites, students = [site for site, _ in pairs], [student for _, student in pairs]
     options = options or FitOptions()
     for site in sites:

@@ -87,8 +87,8 @@ def fit_routers(
 
     ``data`` are texts, which need the model's ``tokenizer``, or batches of token ids, all read at
     once; ``held_out`` are others to measure on, by default the last tenth of ``data``, which is
-    then not fitted on. ``sequence_length`` and ``batch_size`` cut texts into batches. The experts and all
-    else stay as they are. Without a ``report`` a progress bar shows the agreement.
+    then not fitted on. ``sequence_length`` and ``batch_size`` cut texts into batches. The experts
+    and all else stay as they are. Without a ``report`` a progress bar shows the agreement.
 
     Gives agreement per layer before and after the fit, and perplexity on the held-out data of the
     original, the swapped and the fitted model. Raises ValueError for a model in which no router

@@ -45,7 +45,8 @@ def export_remote_code(
     whose routers were all swapped alike becomes our own, which engines know.
     ``sections`` are those of the model's card that say how it was made and what was measured;
     ``write`` is that of ``save_model``. Raises ValueError for a model without a router of ours, for
-    a class of the user's own and for a folder that is not empty.
+    a class of the user's own, for a router's file that imports what the folder would lack and for a
+    folder that is not empty.
     """
     model = as_l2r_olmoe(model)
     files, auto_map = remote_code(model)

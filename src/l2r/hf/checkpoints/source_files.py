@@ -8,9 +8,14 @@ model does without: fused kernels, cards, entries in tables, jaxtyping.
 import ast
 import importlib
 import inspect
+import sys
 from collections.abc import Sequence
 
 from l2r.kernels import dispatch, plain
+
+_INSTALLED = ("torch", "transformers", "numpy", "safetensors")  # beside every exported folder
+_ALLOWED = "from l2r ... import ..., the standard library, torch, transformers, numpy, safetensors"
+_SHAPES = ("Bool", "Float", "Int", "Shaped")  # of jaxtyping
 
 _STAND_INS = {
     "jaxtyping": """
@@ -55,13 +60,18 @@ class NeedsPackage:
 def source_files(modules: Sequence[str]) -> dict[str, str]:
     """Files by name: those of ``modules`` and of every module of this package that they import.
 
-    Raises ValueError for a module without a source file, such as one typed into a console.
+    Raises ValueError for a module without a source file, such as one typed into a console, for the
+    program that runs, for an import of what the folder would lack, and for two files of one name.
     """
     files: dict[str, str] = {}
+    owners: dict[str, str] = {}
     pending = list(modules)
     while pending:
         module = pending.pop()
         name = f"{file_stem(module)}.py"
+        if owners.setdefault(name, module) != module:
+            both = " and ".join(sorted((owners[name], module)))
+            raise ValueError(f"{name} of the export would be two files, {both}; rename yours")
         if name not in files:
             files[name], imported = _rewritten(module)
             pending += imported
@@ -80,14 +90,26 @@ def _rewritten(module: str) -> tuple[str, list[str]]:
         source = _STAND_INS[module].replace("{plain}", ", ".join(sorted(names)))
         title = f'"""Stand-in for {module}."""\n'
         return title + source, ["l2r.kernels.plain"] if "kernels_plain" in source else []
+    if module == "__main__":
+        raise ValueError(
+            "an export copies the file of a router, and this router's module is __main__, the "
+            f"program that runs; move its class to a file of its own (allowed there: {_ALLOWED})"
+        )
     try:
         source = inspect.getsource(importlib.import_module(module))
     except (OSError, TypeError) as error:
         raise ValueError(f"an export copies the file of {module}, which has none") from error
     lines, imported = source.splitlines(), []
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    tree = ast.parse(source)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda node: -node.lineno):
-        if not _is_copied(node.module):
+        if not _can_be_kept(node, own=not module.startswith("l2r.")) or not _fills(node, lines):
+            raise ValueError(
+                f"an export cannot copy {inspect.getsourcefile(importlib.import_module(module))}, "
+                f"line {node.lineno}: {ast.unparse(node)}; allowed, on lines of their own: "
+                f"{_ALLOWED}"
+            )
+        if isinstance(node, ast.Import) or not _is_copied(node.module):
             continue
         changed = []
         for alias in node.names:
@@ -98,6 +120,47 @@ def _rewritten(module: str) -> tuple[str, list[str]]:
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in changed]
     return "\n".join(lines) + "\n", imported
+
+
+def _can_be_kept(node: ast.Import | ast.ImportFrom, *, own: bool) -> bool:
+    """Whether an import works in the folder, as it stands or from the files next to it.
+
+    ``own``: the file is the user's; those of this package guard what may be missing.
+    """
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        if node.level or node.module is None:
+            return False
+        if _is_copied(node.module):
+            return all(_is_in_a_file(node.module, name) for name in names)
+        names = [node.module]
+    roots = {name.partition(".")[0] for name in names}
+    if roots & {"l2r", "jaxtyping"}:
+        return False
+    return not own or roots <= {*_INSTALLED, *sys.stdlib_module_names}
+
+
+def _is_in_a_file(package: str, name: str) -> bool:
+    """Whether ``from package import name`` gives what a copied file defines: no module, no star."""
+    if package == "jaxtyping":
+        return name in _SHAPES
+    if not hasattr(importlib.import_module(package), name):
+        return False
+    origin = _origin(package, name)
+    if origin in _STAND_INS:
+        return True
+    contents = vars(importlib.import_module(origin))
+    # A package with __getattr__ imports its names late, by names that its copy would not have.
+    return "__getattr__" not in contents and not inspect.ismodule(contents.get(name))
+
+
+def _fills(node: ast.Import | ast.ImportFrom, lines: Sequence[str]) -> bool:
+    """Whether nothing but a comment shares the lines of an import that is to be rewritten."""
+    if isinstance(node, ast.Import) or not _is_copied(node.module):
+        return True
+    before = lines[node.lineno - 1].encode()[: node.col_offset]
+    after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].strip()
+    return not before.strip() and (not after or after.startswith(b"#"))
 
 
 def _origin(package: str, name: str) -> str:

@@ -100,9 +100,17 @@ def test_other_imports_are_refused_with_the_file_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
-    "line", ["from .beside import double", "from . import beside", "import export_pkg.beside"]
+    "line",
+    [
+        "from .beside import double",
+        "from .bisect import double",  # named as one of the standard library
+        "from . import beside",
+        "import export_pkg.beside",
+    ],
 )
 def test_files_beside_a_router_are_not_copied_and_so_refused(line, swapped, tmp_path):
+    (tmp_path / "export_pkg").mkdir()
+    (tmp_path / "export_pkg" / "bisect.py").write_text("def double(x):\n    return 2 * x\n")
     with pytest.raises(ValueError, match=r"router\.py, line 3.*the standard library, torch"):
         export_remote_code(swapped(line, "export_pkg.router"), tmp_path / "out")
 

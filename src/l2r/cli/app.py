@@ -63,7 +63,7 @@ def build_app() -> typer.Typer:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 2 bad input, 130 interrupted, 143 told to end."""
+    """Run one command and exit: 0 done, 2 bad input, 130 SIGINT, 143 SIGTERM."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     words, group = sys.argv[1:] if args is None else args, get_command(build_app())

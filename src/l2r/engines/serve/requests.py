@@ -79,12 +79,12 @@ class _Request(_Fields):
     @property
     def tokens(self) -> int | None:
         """Most tokens of an answer; None for what the context leaves."""
-        raise NotImplementedError
+        raise NotImplementedError  # the two kinds of requests below name it differently
 
     @property
     def alternatives(self) -> int | None:
         """Likely tokens reported with each chosen one; None for no log-probabilities."""
-        raise NotImplementedError
+        raise NotImplementedError  # the two kinds of requests below name it differently
 
     @property
     def echoes(self) -> bool:

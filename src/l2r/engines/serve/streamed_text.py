@@ -74,7 +74,7 @@ class Text:
 
 
 def _added(before: str, after: str) -> str:
-    """What ``after`` has beyond ``before``, whose last bytes may have become a character."""
+    """End of ``after`` that ``before`` lacks, where a character may be whole that was not."""
     if not after.startswith(before):
         before = before.rstrip(UNFINISHED)
     return after[len(before) :]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from l2r.kernels import dispatch, plain
 
-_INSTALLED = ("torch", "transformers", "numpy", "safetensors")  # beside every exported folder
+_INSTALLED = ("torch", "transformers", "numpy", "safetensors")  # needed by every exported folder
 _ALLOWED = "from l2r ... import ..., the standard library, torch, transformers, numpy, safetensors"
 _SHAPES = ("Bool", "Float", "Int", "Shaped")  # of jaxtyping
 

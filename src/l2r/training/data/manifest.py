@@ -150,9 +150,9 @@ def check_plain_name(name: str, *, where: str) -> None:
 
 
 def plain_name(domain: str) -> str:
-    """What the names of a domain's files begin with: its own name where that is plain.
+    """Prefix of the names of a domain's files: the domain's own name where that is plain.
 
-    Else what is plain of it and a digest, so that two domains never share a name.
+    Else its plain characters and a digest, so that two domains never share a prefix.
     """
     if _PLAIN_NAME.match(domain):
         return domain

@@ -8,11 +8,13 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MixtralConfig,
+    PreTrainedConfig,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
 )
 
 import l2r
+from l2r.hf.models.opening import NeedsPackage
 from l2r.hf.swap import swap_routers
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -85,3 +87,12 @@ def test_the_familys_own_class_refuses_it_and_names_the_package(swapped, tmp_pat
     swapped.save_pretrained(tmp_path)
     with pytest.raises(Exception, match="pip install 'l2r-moe"):
         stock.from_pretrained(tmp_path)
+
+
+def test_a_configuration_without_a_field_for_the_note_is_saved_and_read_too(tmp_path):
+    class Bare(NeedsPackage, PreTrainedConfig):
+        model_type = "bare"
+
+    Bare().save_pretrained(tmp_path)
+    assert "l2r-moe" in (tmp_path / "config.json").read_text()
+    assert not Bare.from_pretrained(tmp_path).auto_map

@@ -3,6 +3,7 @@
 transformers builds a family's own class from any folder of weights, and draws what is missing.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,8 +37,10 @@ class NeedsPackage:
             return
         path = Path(json_file_path)
         values = json.loads(path.read_text(encoding="utf-8"))
-        field = next(name for name in _FIELDS if hasattr(self, name))
-        values |= {"auto_map": _AUTO_MAP, field: _NOTE, _SAVED + field: getattr(self, field)}
+        values["auto_map"] = _AUTO_MAP
+        checked = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        for field in [name for name in _FIELDS if name in checked][:1]:
+            values |= {field: _NOTE, _SAVED + field: getattr(self, field)}
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
@@ -47,5 +50,6 @@ class NeedsPackage:
         for field in _FIELDS:
             if values.get(field) == _NOTE:
                 values[field] = values.pop(_SAVED + field)
-                del values["auto_map"]
+        if values.get("auto_map") == _AUTO_MAP:
+            del values["auto_map"]
         return super().from_dict(values, **options)  # type: ignore[misc]

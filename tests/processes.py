@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import connection, get_context, set_forkserver_preload
+from multiprocessing import connection, current_process, get_context, set_forkserver_preload
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ set_forkserver_preload(  # what cannot be imported here is left out
     ]
 )
 _CONTEXT = get_context("forkserver")
+if current_process().name == "MainProcess":  # before a loader of images preloads itself alone
+    ensure_running()
 
 
 class Running:

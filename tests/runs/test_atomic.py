@@ -1,13 +1,13 @@
 """Files that appear whole or not at all, whatever comes between."""
 
 import errno
-import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
 from l2r.runs import atomic
+from tests.processes import Running
 
 
 def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch) -> None:
@@ -45,13 +45,13 @@ def _die_before_the_name(path: Path) -> None:
     atomic.write_text(path, "new")
 
 
-def test_a_process_that_dies_before_the_name_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_process_that_dies_before_the_name_leaves_the_old_file(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path / "file"
     atomic.write_text(path, "old")
-    child = multiprocessing.get_context("fork").Process(target=_die_before_the_name, args=(path,))
-    child.start()
-    child.join()
-    assert child.exitcode == 9 and path.read_text() == "old"
+    child = Running(tmp_path_factory.mktemp("child"), _die_before_the_name, path)
+    assert child.wait() == 9 and path.read_text() == "old"
     (left,) = set(tmp_path.iterdir()) - {path}
     assert left.name.startswith(".file.") and left.name.endswith(".part")  # what prepare removes
     atomic.write_text(path, "newer")

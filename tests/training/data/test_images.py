@@ -1,7 +1,10 @@
 """Image sources and batches: layouts, broken files, and the same images however they are read."""
 
+import gc
 import gzip
+import multiprocessing
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from l2r.training.data.image_sources import (
     open_images,
     read_idx,
 )
-from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
+from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop, read_ahead
 
 
 def write_idx(path, array):
@@ -165,6 +168,41 @@ def test_batches_do_not_depend_on_workers_or_on_the_steps_before(folder, workers
         got = loader.batch(step)
         assert np.array_equal(got.pixels.numpy(), expected[step].pixels.numpy())
         assert got.labels.tolist() == expected[step].labels.tolist()
+
+
+def test_workers_end_with_their_loader_and_do_not_wait_for_the_collection_of_garbage(folder):
+    train, _ = open_images(str(folder))
+    loader = ImageLoader(ImageDataset(train, size=24, crop=RandomCrop()), batch_size=4, workers=1)
+    gc.disable()
+    try:
+        loader.batch(0)
+        assert multiprocessing.active_children()
+        del loader
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
+LOCK = threading.Lock()
+
+
+class Locked:
+    """A data set whose items need a lock, as those that log, decode or tokenize do."""
+
+    def __getitem__(self, place):
+        with LOCK:
+            return place
+
+
+def test_workers_do_not_wait_for_a_lock_of_another_thread():
+    batches = []
+    read = threading.Thread(
+        target=lambda: batches.extend(read_ahead(Locked(), [1, 2, 3], 1)), daemon=True
+    )
+    with LOCK:
+        read.start()
+        read.join(100)
+    assert batches == [1, 2, 3]
 
 
 def test_crops_differ_between_epochs_and_seeds(folder):

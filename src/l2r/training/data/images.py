@@ -1,6 +1,7 @@
 """Batches of images by stream position: crop, scale, stack. No state beyond the source."""
 
 import itertools
+import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -195,8 +196,9 @@ class ImageLoader:
         if self._workers == 0:
             return self._dataset[self._dataset.places(step, **self._cut)]
         if self._ahead is None or step != self._next:
-            places = (self._dataset.places(n, **self._cut) for n in itertools.count(step))
-            self._ahead = read_ahead(self._dataset, places, self._workers)
+            dataset, cut = self._dataset, self._cut  # not self: a cycle would keep the workers
+            places = (dataset.places(n, **cut) for n in itertools.count(step))
+            self._ahead = read_ahead(dataset, places, self._workers)
         self._next = step + 1
         return next(self._ahead)
 
@@ -204,8 +206,14 @@ class ImageLoader:
 def read_ahead(
     dataset: ImageDataset, places: Iterable[Places], workers: int
 ) -> Iterator[ImageBatch]:
-    """A batch for each of ``places``, in order; ``workers`` processes read ahead."""
-    context = "fork" if workers else None
+    """A batch for each of ``places``, in order; ``workers`` processes read ahead.
+
+    They start from a clean process: a fork of this one waits forever for any lock that another
+    thread (of autograd, a tokenizer, a logger) held at that moment.
+    """
+    context = multiprocessing.get_context("forkserver") if workers else None
+    if context is not None:
+        context.set_forkserver_preload([__name__])  # each worker would import torch anew
     yield from DataLoader(
         dataset,
         batch_size=None,

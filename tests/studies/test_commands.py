@@ -19,7 +19,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ({"signal": signal.SIGTERM}, 143, "stopped and saved; the same command resumes"),
+        ({"signal": signal.SIGTERM}, 143, "stopped; the same command goes on from what was saved"),
         ({"error": "no memory"}, 1, "runs failed; the same command tries them again"),
     ],
     ids=["signal", "error"],

@@ -96,7 +96,7 @@ def test_a_sweep_side_by_side_is_stopped_resumed_and_equal(tiny_changes, tmp_pat
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, err
-    assert err.splitlines()[-1] == "stopped and saved; the same command resumes"
+    assert err.splitlines()[-1] == "stopped; the same command goes on from what was saved"
     assert all(run.complete_checkpoints() for run in both) and not both[1].is_finished()
     assert not (tmp_path / "two" / "rank=8.seed-0").exists()
     cell = grid_cells("demo/l2r-sips", changes, read_grid([axis]), 1)[1]

@@ -244,7 +244,7 @@ def test_the_command_ends_as_its_processes_did(tmp_path, monkeypatch, l2r):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     monkeypatch.chdir(tmp_path)
     endings = {
-        "stopped and saved; the same command resumes": ([143], signal.SIGTERM),
+        "stopped; the same command goes on from what was saved": ([143], signal.SIGTERM),
         "runs failed; the same command tries them again": ([1, 0], None),
     }
     for words, (codes, number) in endings.items():

@@ -122,7 +122,7 @@ def open_text(
     length: int,
     report: Callable[[str], None],
 ) -> Text:
-    """At most ``instances`` rows of ``length`` tokens, the same number from every domain.
+    """About ``instances`` rows of ``length`` tokens, as many, and at least one, of every domain.
 
     ``source``: a folder of token files, a file or a folder of text (data/sources.py), or None
     for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained

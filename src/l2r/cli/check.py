@@ -34,7 +34,9 @@ def check(
             "as for l2r diagnose."
         ),
     ] = None,
-    instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 8,
+    instances: Annotated[
+        int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
+    ] = 8,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
     balance: Annotated[
         float | None,

@@ -41,7 +41,9 @@ def diagnose(
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
         "diagnosis"
     ),
-    instances: Annotated[int, typer.Option(help="Rows of text over all domains, or images.")] = 64,
+    instances: Annotated[
+        int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
+    ] = 64,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
     batch_size: BatchSize = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,

@@ -105,7 +105,7 @@ def run(
         try:
             found = run_plan(registered, plan, places, Budget(most, hours, processes), say)
         except StudyStoppedError as end:
-            resumes = "stopped and saved; the same command resumes"
+            resumes = "stopped; the same command goes on from what was saved"
             say("runs failed; the same command tries them again" if end.signal is None else resumes)
             raise typer.Exit(1 if end.signal is None else 128 + end.signal) from None
     study = study_of(registered, found)

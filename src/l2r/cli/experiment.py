@@ -44,7 +44,7 @@ def run_all(
     options: Any = {"launch": launch, "processes": processes, "report": say}
     for outcome in run_cells(cells, root, **options):
         if outcome.signal is not None:
-            say("stopped and saved; the same command resumes")
+            say("stopped; the same command goes on from what was saved")
             raise typer.Exit(128 + outcome.signal)
         if outcome.error is not None:
             say(f"failed: {outcome.cell.name}: {outcome.error}")

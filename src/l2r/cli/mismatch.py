@@ -48,7 +48,9 @@ def mismatch(
         str | None,
         typer.Option(help="File or folder of text, or token files (default: held-out text)."),
     ] = None,
-    instances: Annotated[int, typer.Option(help="Rows of text over all domains.", min=1)] = 32,
+    instances: Annotated[
+        int, typer.Option(help="Rows of text over all domains, at least one of each.", min=1)
+    ] = 32,
     length: Annotated[int, typer.Option(help="Tokens per row.", min=2)] = 256,
     batch_size: BatchSize = 8,
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(

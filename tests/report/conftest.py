@@ -18,3 +18,18 @@ def browser():
     with playwright.sync_playwright() as driver:
         flags = ["--no-sandbox", "--disable-dev-shm-usage"]
         yield driver.chromium.launch(executable_path=chromium, args=flags)
+
+
+@pytest.fixture
+def open_tab(browser):
+    """A new tab, closed at the end; on a loaded machine a page may take minutes."""
+    tabs = []
+
+    def new(**options):
+        tabs.append(browser.new_page(**options))
+        tabs[-1].set_default_timeout(300_000)  # milliseconds
+        return tabs[-1]
+
+    yield new
+    for tab in tabs:
+        tab.close()

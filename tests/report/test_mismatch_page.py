@@ -8,16 +8,15 @@ from tests.runs.test_mismatch import small
 
 
 @pytest.fixture
-def page(browser, tmp_path):
+def page(open_tab, tmp_path):
     """The page, which must not have logged an error at the end."""
     path = write_mismatch(tmp_path / "page.html", small(), name="a<b", against="bf16")
-    context = browser.new_context(color_scheme="dark", viewport={"width": 420, "height": 800})
-    tab, errors = context.new_page(), []
+    tab = open_tab(color_scheme="dark", viewport={"width": 420, "height": 800})
+    errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda message: errors.append(message.text))
     tab.goto(path.as_uri())
     yield tab
-    context.close()
     assert errors == []
 
 

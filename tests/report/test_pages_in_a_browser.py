@@ -39,9 +39,8 @@ LEAST_CONTRAST = f"""(() => {{
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_in_three_forms(name, browser, pages):
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    tab, errors = context.new_page(), []
+def test_a_page_in_three_forms(name, open_tab, pages):
+    tab, errors = open_tab(viewport={"width": 1280, "height": 900}), []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.on("console", lambda said: errors.append(said.text) if "WARN" in said.text else None)
@@ -59,20 +58,18 @@ def test_a_page_in_three_forms(name, browser, pages):
             tab.wait_for_timeout(300)
             Path(SHOTS).mkdir(parents=True, exist_ok=True)
             tab.screenshot(path=f"{SHOTS}/{name}-{form}.png", full_page=True)
-    context.close()
     assert errors == []
 
 
-def test_the_explorer_waits_for_room(browser, pages):
+def test_the_explorer_waits_for_room(open_tab, pages):
     """A browser may lay a page out before its window has a size."""
-    tab, errors = browser.new_page(viewport={"width": 20, "height": 20}), []
+    tab, errors = open_tab(viewport={"width": 20, "height": 20}), []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(pages["explorer"].as_uri())
     tab.wait_for_function(DRAWN)
     assert errors == []
     tab.set_viewport_size({"width": 420, "height": 900})
     tab.wait_for_function("document.getElementById('landscape').width > 300")
-    tab.close()
     assert errors == []
 
 

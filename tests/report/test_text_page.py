@@ -18,16 +18,15 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, path):
+def page(open_tab, path):
     """The page, which must not have logged an error at the end."""
-    context = browser.new_context(color_scheme="dark", viewport={"width": 1300, "height": 800})
-    tab, errors = context.new_page(), []
+    tab = open_tab(color_scheme="dark", viewport={"width": 1300, "height": 800})
+    errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda message: errors.append(message.text))
     tab.goto(path.as_uri())
     tab.locator(".t").first.wait_for()  # passages are laid out when they are near
     yield tab
-    context.close()
     assert errors == []
 
 
@@ -97,16 +96,15 @@ def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
     assert rows_of(page) == expected_rows(ONE, 0, 0)
 
 
-def test_weight_bars_of_two_checkpoints_have_one_scale(browser, tmp_path):
+def test_weight_bars_of_two_checkpoints_have_one_scale(open_tab, tmp_path):
     faint = random_text(seed=3)
     faint = dataclasses.replace(faint, weights=faint.weights / 4)
-    tab = browser.new_page()
+    tab = open_tab()
     tab.goto(write_text_page({"one": ONE, "faint": faint}, tmp_path / "page.html").as_uri())
     token(tab, 25).hover()
     lengths = tab.locator("#token .bar i").evaluate_all("all => all.map(b => b.style.width)")
     shares = [float(length.removesuffix("%")) / 100 for length in lengths]
     weights = [weight for pane in (0, 1) for _, weight in rows_of(tab, pane)]
-    tab.close()
     # Of the largest weight that the layers shown have; weights are shown to 1e-4.
     assert shares == [pytest.approx(w / ONE.weights[0].max(), abs=1e-3) for w in weights]
 
@@ -211,16 +209,13 @@ def test_every_expert_is_readable_and_its_number_is_there_on_demand(page, theme)
     assert len({ground for ground, _ in lights}) == 9  # test_palette.py has their distances
 
 
-def test_a_large_page_opens_in_two_seconds(browser, tmp_path):
-    """16 layers, 64 experts, 4,000 tokens, two checkpoints: processor time of the page's thread,
-    which other work on the machine does not lengthen."""
+def test_a_large_page_lays_out_only_what_is_near_the_window(open_tab, tmp_path):
+    """16 layers, 64 experts, 4,000 tokens, two checkpoints: opened at once, whatever its length."""
     size = {"layers": 16, "experts": 64, "chosen": 8, "rows": 16, "length": 250, "columns": 250}
     texts = {"one": random_text(**size), "two": random_text(**size, seed=1)}
-    tab = browser.new_page()
-    session = tab.context.new_cdp_session(tab)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    tab = open_tab(viewport={"width": 1300, "height": 800})
     tab.goto(write_text_page(texts, tmp_path / "page.html").as_uri())
     assert tab.locator(".t").count() == 8000
-    measured = session.send("Performance.getMetrics")["metrics"]
-    tab.close()
-    assert 0 < {m["name"]: m["value"] for m in measured}["TaskDuration"] < 2
+    drawn = "token => token.checkVisibility({contentVisibilityAuto: true})"
+    assert tab.locator(".t").first.evaluate(drawn)
+    assert not tab.locator(".t").last.evaluate(drawn)

@@ -82,14 +82,16 @@ def forest(study: Study, *, margins: bool = True) -> go.Figure | None:
     if margins:
         figure.add_vrect(x0=-1, x1=1, fillcolor=INK, opacity=0.2, line_width=0, layer="below")
     figure.add_vline(x=0, line_color=INK)
-    names = ["<br>".join(wrap(in_words(j.contrast), 30)) for j in rows]
+    lines = [wrap(in_words(j.contrast), 30) for j in rows]
+    row_height = max(42, 17 * max(map(len, lines), default=1))  # pixels: no name overlaps the next
+    names = ["<br>".join(of_name) for of_name in lines]
     names = [f"<b>{w}</b>" if j.contrast.primary else w for w, j in zip(names, rows, strict=True)]
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names)
     figure.update_yaxes(range=[len(rows) - 0.4, -0.6])
     unit_name = "margins" if margins else "deviations of the paired differences"
     figure.update_xaxes(title_text=f"toward better, in {unit_name}")
     margin = {"l": 215, "r": 15, "t": 20}
-    figure.update_layout(**layout(wide=520, height=110 + 42 * len(rows), margin=margin))
+    figure.update_layout(**layout(wide=520, height=110 + row_height * len(rows), margin=margin))
     return figure
 
 

@@ -18,8 +18,8 @@ from l2r.stats.statistics import Interval
 
 _SCREENED = ("validation_ce", "flipped_tokens", "routing_gain", "load_entropy")
 _COLUMNS = (
-    "contrast", "kind", "paper", "metric", "first", "second", "difference", "plain paired t",
-    "at step 0", "seeds", "p", "p equivalent", "verdict", "why undecided", "seeds that decide",
+    "contrast", "verdict", "difference", "p", "seeds that decide", "why undecided", "first",
+    "second", "seeds", "at step 0", "plain paired t", "p equivalent", "metric", "kind", "paper",
 )  # fmt: skip
 METHOD = (
     "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
@@ -120,20 +120,20 @@ def proposals(study: Study) -> Table:
 def _row(j: Judged) -> tuple[object, ...]:
     return (
         in_words(j.contrast),
-        "primary" if j.contrast.primary else "secondary",
-        j.contrast.where,
-        j.contrast.metric,
+        j.verdict,
+        show_interval(j.difference),
+        f"{j.p:.2g}",
+        j.needed,
+        j.reason,
         f"{j.contrast.first} {j.means[0]:.4f}",
         f"{j.contrast.second} {j.means[1]:.4f}",
-        show_interval(j.difference),
-        "-" if j.plain is None else f"{show_interval(j.plain)}, p {j.p_plain:.2g}",
-        show_interval(j.untrained),
         j.seeds,
-        f"{j.p:.2g}",
+        show_interval(j.untrained),
+        "-" if j.plain is None else f"{show_interval(j.plain)}, p {j.p_plain:.2g}",
         "-" if j.p_equivalent is None else f"{j.p_equivalent:.2g}",
-        j.verdict,
-        j.reason,
-        j.needed,
+        j.contrast.metric,
+        "primary" if j.contrast.primary else "secondary",
+        j.contrast.where,
     )
 
 

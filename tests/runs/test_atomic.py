@@ -127,3 +127,20 @@ def test_folders_are_made_below_a_link_of_the_users_and_through_no_other(tmp_pat
     with pytest.raises(ValueError, match="out is a link"):
         atomic.make_folder(tmp_path / "root", "out", "b", "c")
     assert not (tmp_path / "disk" / "a" / "b" / "c").exists()
+
+
+@pytest.mark.parametrize("held", [atomic.hold, atomic.hold_waiting])
+def test_a_file_system_without_locks_is_an_error_and_no_wait(tmp_path, monkeypatch, held):
+    """Such a lock is nobody's: whoever waits for its end waits forever."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def without(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def waits(_):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    monkeypatch.setattr(atomic.time, "sleep", waits)
+    with pytest.raises(OSError, match=r"cannot lock .*file: No locks"), held(tmp_path / "file"):
+        pass

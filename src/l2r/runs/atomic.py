@@ -73,20 +73,26 @@ def append_text(path: Path, text: str) -> None:
 def hold(path: Path) -> Iterator[bool]:
     """Lock a file, made if need be, for the block: whether this process got it.
 
-    A lock dies with its process. Raises ValueError as ``append_text`` does.
+    A lock dies with its process. Raises ValueError as ``append_text`` does, and OSError where the
+    file system has no locks.
     """
     with os.fdopen(_open_regular(path, os.O_RDWR)) as stream:
         try:
             _lock(stream.fileno())
-        except OSError:
-            yield False
-            return
-        yield True
+            mine = True
+        except (BlockingIOError, PermissionError):  # the second: of Windows, and of some of NFS
+            mine = False
+        except OSError as error:
+            raise OSError(error.errno, f"cannot lock {path}: {error.strerror}") from error
+        yield mine
 
 
 @contextmanager
 def hold_waiting(path: Path, interval: float = 0.05) -> Iterator[None]:
-    """Lock a file for the block; wait, looking every ``interval`` seconds, while another has it."""
+    """Lock a file for the block; wait, looking every ``interval`` seconds, while another has it.
+
+    Raises as ``hold`` does.
+    """
     while True:
         with hold(path) as mine:
             if mine:

@@ -52,6 +52,26 @@ def test_what_a_run_raises_comes_out_when_the_other_has_saved(tmp_path):
     assert (tmp_path / "wait 1").is_file() and not (tmp_path / "three").exists()
 
 
+def test_a_process_that_is_killed_while_it_waits_for_a_job_is_replaced(tmp_path, monkeypatch):
+    started, lines, start = [], [], side_by_side._Group._start
+
+    def kept(group):
+        started.append(start(group))
+        return started[-1]
+
+    def report(line):
+        lines.append(line)
+        if line == "preparing one":  # the second process has nothing to do yet
+            started[1].process.kill()
+            started[1].process.join()
+
+    monkeypatch.setattr(side_by_side._Group, "_start", kept)
+    jobs = [Job((word, tmp_path), word) for word in ("one", "two", "three")]
+    ended = dict(train_side_by_side(take, jobs, 2, report=report, show_progress=False))
+    assert ended == dict.fromkeys(range(3), (True, None, None)) and len(started) == 3
+    assert sorted(lines) == ["preparing one", "preparing three", "preparing two"]
+
+
 @pytest.mark.parametrize(
     ("jobs", "processes", "threads", "expected"),
     [

@@ -143,15 +143,24 @@ class _Group:
         return [worker for worker in self.workers if worker.job is not None]
 
     def _assign(self) -> None:
-        for worker in self.workers:
+        for place, worker in enumerate(self.workers):
             if worker.job is not None or not self.todo:
                 continue
             busy, job = self._busy(), self.jobs[self.todo[0]]
             taken = sum(self.jobs[other.job].threads for other in busy if other.job is not None)
             if busy and (not self.prepared or taken + job.threads > self.threads):
                 return
-            worker.job = self.todo.pop(0)
-            worker.pipe.send((job.values, job.threads))
+            if not worker.process.is_alive():  # it was killed while it had nothing to do
+                self._replace(worker)
+            chosen = self.workers[place]
+            chosen.job = self.todo.pop(0)
+            with suppress(OSError):  # it ends now, as ``_next`` reads
+                chosen.pipe.send((job.values, job.threads))
+
+    def _replace(self, worker: "_Worker") -> None:
+        """Start a worker in the place of one whose process has ended."""
+        worker.pipe.close()
+        self.workers[self.workers.index(worker)] = self._start()
 
     def _ready(self) -> "list[_Worker]":
         """Those with something to read; soon back where there is nothing, to look for a signal."""
@@ -185,8 +194,7 @@ class _Group:
                 return None
             worker.process.join()
             code = worker.process.exitcode
-            worker.pipe.close()
-            self.workers[self.workers.index(worker)] = self._start()
+            self._replace(worker)
             error = None if self.asked else f"its process ended with code {code}"
             return job, (True, error, None)
         return None

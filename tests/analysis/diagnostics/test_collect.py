@@ -12,6 +12,7 @@ from l2r.analysis.diagnostics import metrics
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
+from l2r.analysis.diagnostics.step_statistics import RouterWatch
 from l2r.analysis.diagnostics.token_sample import TokenSample
 from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
@@ -225,3 +226,35 @@ def test_two_ranks_give_the_statistics_of_all_tokens(tmp_path):
                 torch.testing.assert_close(first[part][name], value)
     assert len(sample["x"]) == 16
     assert torch.equal(sample["x"], other["x"])
+
+
+def with_nothing_on_one_rank(rank):
+    """A rank without a batch, and one whose only batch is padding."""
+    padding = {**batches(1)[0], "attention_mask": torch.zeros_like(batches(1)[0]["input_ids"])}
+    found = []
+    for nothing in ([], [padding]):
+        data = batches(2) if rank == 0 else nothing
+        record = collect_records(ours(), data, domains=DOMAINS, sample=16)[0]
+        found.append((record.num_experts, record.sums, record.sample))
+    return found, watched_on_one_rank(rank)
+
+
+def watched_on_one_rank(rank):
+    model = ours()
+    watch = RouterWatch(model)
+    watch.start()
+    if rank == 0:
+        model(input_ids=batches(1)[0]["input_ids"])
+    return watch.read().scalars()
+
+
+def test_a_rank_without_tokens_has_the_statistics_of_the_others(tmp_path):
+    alone = collect_records(ours(), batches(2), domains=DOMAINS, sample=16)[0]
+    watched = watched_on_one_rank(0)
+    for found, numbers in on_two_ranks(with_nothing_on_one_rank, tmp_path):
+        assert numbers == watched
+        for experts, reduced, sample in found:
+            assert experts == alone.num_experts and reduced.keys() == alone.sums.keys()
+            for part, values in alone.sums.items():
+                torch.testing.assert_close(reduced[part], values)
+            assert torch.equal(sample["x"], alone.sample["x"])

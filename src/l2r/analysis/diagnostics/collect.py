@@ -103,7 +103,6 @@ class _Layer:
         self.threshold = threshold
         self.mask: Tensor | None = None
         self.domain: Tensor | None = None
-        self.num_experts = 0
         self.rows = 0
         self.sums: dict[str, sums.Sums] = {}
 
@@ -116,11 +115,11 @@ class _Layer:
             x, logits, weights, indices = (v[keep] for v in (x, logits, weights, indices))
             if domain is not None and row is not None:
                 domain, row = domain[keep], row[keep]
-        self.num_experts = logits.shape[1]
+        num_experts = logits.shape[1]
         if len(x) == 0:
             return
         self._add("margin", sums.margin_sums(logits, self.threshold))
-        self._add("usage", sums.usage_sums(indices, weights, self.num_experts))
+        self._add("usage", sums.usage_sums(indices, weights, num_experts))
         query = self.router.query(x) if isinstance(self.router, Router) else x
         self._add("cosine", sums.cosine_sums(query))
         if isinstance(self.router, L2RRouter):
@@ -130,17 +129,18 @@ class _Layer:
         fields = {"x": x, "first": first_choice(weights, indices)}
         if domain is not None and row is not None:
             domain, row = domain.to(indices.device), row.to(indices.device)
-            joint = sums.domain_sums(indices, domain, row, self.num_experts, self.domains)
+            joint = sums.domain_sums(indices, domain, row, num_experts, self.domains)
             self._add("domain", joint)
             fields["domain"] = domain
         self.sample.add(fields)
 
     def record(self, name: str) -> LayerRecord:
         """Statistics over all batches and ranks."""
-        reduced = {part: sums.all_reduce(self.sums[part]) for part in sorted(self.sums)}
+        reduced = sums.all_reduce(self.sums)
         if not reduced:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
-        return LayerRecord(name, self.router, self.num_experts, reduced, self.sample.gather())
+        num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
+        return LayerRecord(name, self.router, num_experts, reduced, self.sample.gather())
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """The domain of each token, and the number of its sequence or image in this layer."""

@@ -149,7 +149,7 @@ class RouterWatch:
 
     def read(self) -> RouterStatistics | None:
         """Statistics over all ranks, which call this together; None where no router was called."""
-        total = {layer: sums.all_reduce(part) for layer, part in sorted(self._sums.items())}
+        total = sums.all_reduce(self._sums)
         self.stop()
         return _from_sums(total) if total else None
 

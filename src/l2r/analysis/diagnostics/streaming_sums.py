@@ -7,12 +7,16 @@ Shape letters: T tokens, N experts, K experts chosen per token, R size of a quer
 per expert, G domains.
 """
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
 Sums = dict[str, Tensor]
+Part = TypeVar("Part", str, int)
 
 
 def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
@@ -113,11 +117,28 @@ def add(total: Sums, part: Sums) -> None:
         total[name] = total[name] + value if name in total else value
 
 
-def all_reduce(sums: Sums) -> Sums:
-    """Sums over all ranks; the same dictionary without torch.distributed."""
+def all_reduce(parts: Mapping[Part, Sums]) -> dict[Part, Sums]:
+    """Sums of every part over all ranks, which call this together, in the parts' order.
+
+    A rank that saw no token has no sums, and gets those of the others.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return sums
-    reduced = {name: sums[name].clone() for name in sorted(sums)}
-    for value in reduced.values():
-        dist.all_reduce(value)
+        return {part: parts[part] for part in sorted(parts)}
+    own = {
+        (part, name): (value.shape, value.dtype, value.device.type)
+        for part, sums in parts.items()
+        for name, value in sums.items()
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    reduced: dict[Part, Sums] = {}
+    kinds = {key: kind for rank in every for key, kind in rank.items()}
+    for part, name in sorted(kinds):
+        shape, dtype, device = kinds[part, name]
+        if (part, name) in own:
+            total = parts[part][name].clone()
+        else:
+            total = torch.zeros(shape, dtype=dtype, device=device)
+        dist.all_reduce(total)
+        reduced.setdefault(part, {})[name] = total
     return reduced

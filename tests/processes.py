@@ -179,16 +179,28 @@ def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments
     assert not any(rank.process.exitcode for rank in ranks), "\n".join(said)
 
 
-def on_two_ranks(run: Callable[..., Any], folder: Path, *arguments: Any) -> tuple[Any, Any]:
-    """What ``run(rank, *arguments)`` returns on either of two gloo ranks."""
+def on_two_ranks(
+    run: Callable[..., Any], folder: Path, *arguments: Any, within: float = 300
+) -> tuple[Any, Any]:
+    """What ``run(rank, *arguments)`` returns on either of two gloo ranks.
+
+    Ranks that do not end ``within`` so many seconds, each waiting for the other, are ended.
+    """
     with mp.Manager() as manager:
-        results = manager.dict()
-        mp.start_processes(
+        results, until = manager.dict(), time.monotonic() + within
+        ranks = mp.start_processes(
             _rank,
             args=(str(folder / "store"), run, results, arguments),
             nprocs=2,
+            join=False,
             start_method="forkserver",
         )
+        while not ranks.join(max(0, until - time.monotonic())):
+            if time.monotonic() >= until:
+                for process in ranks.processes:
+                    process.kill()
+                    process.join()
+                raise TimeoutError(f"ranks did not end within {within} s")
         return results[0], results[1]
 
 

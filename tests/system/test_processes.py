@@ -1,12 +1,13 @@
 """The helpers that start processes say what went wrong in them."""
 
+import multiprocessing
 import os
 import time
 
 import pytest
 from torch.distributed.rendezvous import rendezvous
 
-from tests.processes import Running, on_ranks
+from tests.processes import Running, on_ranks, on_two_ranks
 
 
 def one_fails():
@@ -30,3 +31,15 @@ def test_a_rank_that_fails_ends_the_others_and_is_the_one_that_is_shown(tmp_path
     with pytest.raises(AssertionError, match="out of luck") as failure:
         on_ranks(2, tmp_path / "output", Running, one_fails)
     assert "in one_fails" in str(failure.value).split("rank 1:")[0]  # where rank 0 stood
+
+
+def never_ends(rank):
+    if rank == 1:
+        time.sleep(3600)
+
+
+def test_two_ranks_that_wait_for_one_another_are_ended(tmp_path):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(TimeoutError, match=r"within 0\.5 s"):
+        on_two_ranks(never_ends, tmp_path, within=0.5)
+    assert set(multiprocessing.active_children()) <= before

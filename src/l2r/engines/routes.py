@@ -17,7 +17,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from l2r.engines.route_calls import Call, Calls, Choose, Part, Seat
-from l2r.hf.routes import NO_ROUTE, Fingerprint, Routes, Side, in_backward, replaced_functions
+from l2r.hf.routes import (
+    NO_ROUTE,
+    Fingerprint,
+    Routes,
+    Side,
+    in_backward,
+    outside_of_graphs,
+    replaced_functions,
+)
 from l2r.hf.swap import layer_index
 
 
@@ -28,13 +36,21 @@ class Recorder(Calls):
         super().__init__()
         self.fingerprint = fingerprint
         self._taken: dict[Call, dict[int, tuple[Tensor, Part]]] = {}
+        self._open: dict[int, tuple[Tensor, Part]] = {}  # by layer, of the call that runs
+
+    @outside_of_graphs
+    def keep(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what the routers took in a call, which has succeeded."""
+        if self._now is not None and self._open:
+            self._taken[self._now] = self._open
 
     def _check(self, call: Call) -> None:
         del call
+        self._open = {}
 
     def _choose(self, call: Call, layer: int, own: Tensor, part: Part) -> Tensor:
         if not in_backward():
-            self._taken.setdefault(call, {})[layer] = own.detach().clone(), part
+            self._open[layer] = own.detach().clone(), part
         return own
 
     def routes(self, masks: Sequence[Bool[Tensor, "B W"]] | None = None) -> Routes:
@@ -96,8 +112,12 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record the experts that the routers of ``seats``, by layer, take in calls of ``model``."""
     recorder = Recorder(sizes)
-    with _watched(model, seats, recorder):
-        yield recorder
+    kept = model.register_forward_hook(recorder.keep)  # before the one that ends the call
+    try:
+        with _watched(model, seats, recorder):
+            yield recorder
+    finally:
+        kept.remove()
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""What the engines' recorders share, on a model without an engine."""
+
+import pytest
+import torch
+from torch import nn
+
+from l2r.engines.route_calls import WHOLE, Seat
+from l2r.engines.routes import recording
+from l2r.hf.routes import Fingerprint
+
+SIZES = Fingerprint(num_experts=4, top_k=2, layers=(0, 1), hidden_layers=2)
+
+
+class Chooser(nn.Module):
+    """Takes the experts that a token's number names."""
+
+    def choose(self, ids):
+        return torch.stack([ids % 4, (ids + 1) % 4], dim=-1)
+
+    def seat(self):
+        own = self.choose
+        return Seat(self, "choose", lambda choose: lambda ids: choose(own(ids), WHOLE))
+
+
+class Model(nn.Module):
+    """Two layers; a call may fail after as many of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Chooser(), Chooser()])
+
+    def forward(self, ids, fails_after=None):
+        for number, layer in enumerate(self.layers):
+            if number == fails_after:
+                raise MemoryError
+            layer.choose(ids)
+        if fails_after is not None:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_a_call_that_failed_is_not_recorded(layers):
+    """As in ``l2r.hf.routes``: the call that is made in its place has the routes."""
+    model, ids = Model(), torch.arange(6).view(2, 3)
+    with recording(model, {n: m.seat() for n, m in enumerate(model.layers)}, SIZES) as recorder:
+        with pytest.raises(MemoryError):
+            model(ids, fails_after=layers)
+        for row in ids:
+            model(row[None])
+    routes = recorder.routes()
+    assert routes.lengths.tolist() == [3, 3]
+    assert routes.experts[:, 0].tolist() == Chooser().choose(ids.flatten()).tolist()
+    assert not model._forward_hooks and not model._forward_pre_hooks

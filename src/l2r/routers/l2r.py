@@ -40,7 +40,7 @@ class L2RConfig(AnchorConfig):
 
         SIPS, gamma 4, weights normalized. Up to 64 experts: rank 8, 4 anchors, the best of 15
         settings at 16 experts (study ``screen``; judged in ``decision``, at 64 in ``experts-64``).
-        From 256 on: rank 32, 1 anchor (plan ``experts-256``: registered, see docs/evidence.md).
+        From 256 on: rank 32, 1 anchor (plan ``experts-256``, docs/evidence.md).
         In between: rank 16, 2 anchors, which no study has tried; 32 numbers an expert, as before
         and after. The rank is at most ``hidden_size``. With ``top_k`` 1 weights stay as they are.
         All were found without a z-loss and for language. Raises ValueError for impossible sizes.

@@ -112,7 +112,7 @@ def test_cells_cover_every_change_of_decision(name):
     sizes = torch.linspace(0.2, 2, 9, dtype=torch.float64)
     for keep in (1, 2):
         changes = 0
-        cells = plane.boundary_cells(form, keep, sizes)
+        cells, _ = plane.boundary_cells(form, keep, sizes)
         angles = torch.linspace(-math.pi, math.pi, 4001, dtype=torch.float64)
         for size in sizes:
             query = size * torch.stack([angles.cos(), angles.sin()], dim=1)

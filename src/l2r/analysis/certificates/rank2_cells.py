@@ -15,7 +15,7 @@ import dataclasses
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from l2r.analysis.certificates.anchor_bounds import Moments
@@ -75,8 +75,12 @@ class Cells:
         return Cells(*(torch.cat([getattr(self, n), getattr(other, n)]) for n in names))
 
 
-def boundary_cells(form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]) -> Cells:
+def boundary_cells(
+    form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]
+) -> tuple[Cells, Bool[Tensor, " C"]]:
     """Cells that cover every place where the set of the ``keep`` best experts changes.
+
+    With them, for each, whether halving its angle helps more than halving its size.
 
     ``sizes``: norms of the queries that matter, which place the first cut. The cells are a
     cover, never a sample: a cell is dropped only when the set is proven constant on it.
@@ -85,9 +89,10 @@ def boundary_cells(form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]) -> Ce
     while len(cells) <= COARSE_CELLS:
         unsure, by_angle = _examine(form, cells, keep)
         if not unsure.any():
-            return cells[unsure]
+            return cells[unsure], by_angle[unsure]
         cells = cells[unsure].halves(by_angle[unsure])
-    return cells[_examine(form, cells, keep)[0]]
+    unsure, by_angle = _examine(form, cells, keep)
+    return cells[unsure], by_angle[unsure]
 
 
 def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor, " T"]:
@@ -99,23 +104,26 @@ def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Te
     distance = _Distance.of(form, x)
     if distance is None:
         return x.new_zeros(len(x), dtype=torch.float64)
-    cells = boundary_cells(form, keep, torch.linalg.vector_norm(form.query(x), dim=1))
+    sizes = torch.linalg.vector_norm(form.query(x), dim=1)
+    cells, by_angle = boundary_cells(form, keep, sizes)
     # At q = 0 the direction jumps, and below the floor the form does not hold.
     floor = form.floor * (1 + 2 * form.rms(x).max().item())
     origin = torch.tensor([[-math.pi], [math.pi], [0.0], [floor]], dtype=torch.float64)
     cells = cells.join(Cells(*origin.to(x.device)))
+    by_angle = torch.cat([by_angle, by_angle.new_zeros(1)])  # not divisible
     cost = distance.to(cells)
     for _ in range(ROUNDS):
         rows = torch.unique(cost.topk(min(NEAREST, len(cells)), largest=False).indices)
         rows = rows[cells[rows].divisible()]
         if len(rows) == 0:
             break
-        near = cells[rows]
-        finer = near.halves(_examine(form, near, keep)[1])
-        finer = finer[_examine(form, finer, keep)[0]]
+        finer = cells[rows].halves(by_angle[rows])
+        unsure, finer_by_angle = _examine(form, finer, keep)
+        finer = finer[unsure]
         rest = torch.ones(len(cells), dtype=torch.bool, device=x.device)
         rest[rows] = False
         cells = cells[rest].join(finer)
+        by_angle = torch.cat([by_angle[rest], finer_by_angle[unsure]])
         cost = torch.cat([cost[:, rest], distance.to(finer)], dim=1)
     return cost.amin(dim=1)
 

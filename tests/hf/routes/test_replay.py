@@ -301,7 +301,7 @@ def test_a_layer_alone_is_replayed():
 def test_two_models_replay_side_by_side_in_threads():
     models = [family_model("olmoe"), family_model("olmoe")]
     routes = [drawn_for(model, (12, 12), seed) for seed, model in enumerate(models)]
-    ids, results, barrier = token_ids(), {}, threading.Barrier(2)
+    ids, results, barrier = token_ids(), {}, threading.Barrier(2, timeout=60)
 
     def run(number):
         torch.set_grad_enabled(False)

@@ -53,7 +53,8 @@ def tokenize_shards(
         return
     # spawn: forking a process that runs tokenizer or torch threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    reports, stop = context.SimpleQueue(), context.Event()
+    # A bare number: a worker that is killed while it holds the lock of an Event keeps it for good.
+    reports, stop = context.SimpleQueue(), context.RawValue("b", 0)
     with ProcessPoolExecutor(
         min(workers, len(tasks)), context, _start_worker, (tokenizer, out, split, reports, stop)
     ) as pool:
@@ -66,7 +67,7 @@ def tokenize_shards(
                 for future in finished:
                     yield running.pop(future), future.result()
         finally:
-            stop.set()
+            stop.value = 1
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -85,7 +86,7 @@ class _Worker(NamedTuple):
         texts = read_texts(stream, task.file)
         tokens, reported = 0, time.monotonic()
         while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
-            if self.stop.is_set():
+            if self.stop.value:
                 raise InterruptedError(f"stopped while reading {task.file}")
             parts = [(part, text) for text in batch if (part := self.split.part(text)) is not None]
             kept = [text for _, text in parts]

@@ -1,5 +1,8 @@
 """Images of a checkpoint as batches, some of them unreadable."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from PIL import Image
 
 from l2r.training.data.image_sources import open_images
 from l2r.training.data.images import CenterCrop, ImageDataset
-from l2r.training.image_input import ImageInput
+from l2r.training.image_input import ImageInput, open_image_input
 from l2r.training.recipes.vision_schema import ImageSection
 
 
@@ -38,3 +41,41 @@ def test_a_batch_of_which_no_image_can_be_read_is_left_out(images, unreadable):
 def test_no_readable_image_is_refused_in_one_line(images):
     with pytest.raises(ValueError, match=r"none of 3 images can be read, e\.g\. .*\.png"):
         list(images(0, 1, 2).batches(3, 2, torch.device("cpu")))
+
+
+def class_folders(root, *classes):
+    for shade, name in enumerate(classes):
+        (root / name).mkdir(parents=True)
+        for number in range(5):
+            pixels = np.full((8, 8), 50 * shade, dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return str(root)
+
+
+def config_of(*names):
+    id2label = dict(enumerate(names))
+    return SimpleNamespace(num_channels=1, image_size=8, num_labels=len(names), id2label=id2label)
+
+
+def test_classes_of_other_images_are_matched_with_the_model_s_by_name(tmp_path):
+    data = class_folders(tmp_path / "images", "bee", "cat")
+    dataset = open_image_input(tmp_path, config_of("ant", "cat", "bee"), data).dataset
+    labels = {
+        Path(dataset.source.name(i)).parent.name: int(dataset.source.labels[i]) for i in (0, 1)
+    }
+    assert labels == {"bee": 2, "cat": 1}
+    assert dataset.classes == ("ant", "cat", "bee")
+
+
+@pytest.mark.parametrize("names", [("ant", "bee", "cat"), ("dog", "bee"), ("x", "y", "z")])
+def test_a_class_that_the_model_does_not_know_is_named(tmp_path, names):
+    data = class_folders(tmp_path / "images", "bee", "cow")
+    with pytest.raises(ValueError, match=r"class '(bee|cow)', which the model has not"):
+        open_image_input(tmp_path, config_of(*names), data)
+
+
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1"), ("tench", "goldfish")])
+def test_a_model_that_names_its_classes_otherwise_takes_as_many_in_order(tmp_path, names):
+    data = class_folders(tmp_path / "images", "n01440764", "n01443537")
+    dataset = open_image_input(tmp_path, config_of(*names), data).dataset
+    assert dataset.source.labels.tolist() == [0, 1]

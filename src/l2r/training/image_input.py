@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from l2r.runs.folder import RunFolder
-from l2r.training.data.image_sources import open_images
+from l2r.training.data.image_sources import ImageSource, open_images
 from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices, standardize
 from l2r.training.recipes.load import load_recipe
 from l2r.training.recipes.vision_schema import ImageSection, VisionRecipe
@@ -58,7 +59,8 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
     """Validation images for the model with ``config``: ``source``, or those of its run.
 
     A checkpoint that is no run of ours is taken to want ImageNet's mean and deviation, or 0.5
-    for gray images. Raises ValueError without images.
+    for gray images. Classes of ``source`` are those of the model by name. Raises ValueError without
+    images, and for a class that the model has not.
     """
     run = RunFolder(checkpoint)
     if run.is_run():
@@ -72,10 +74,27 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
         section = ImageSection(mean=(0.5,), deviation=(0.5,))
     else:
         section = ImageSection(mean=(0.485, 0.456, 0.406), deviation=(0.229, 0.224, 0.225))
+    images = open_images(source or section.images)[1]
     dataset = ImageDataset(
-        open_images(source or section.images)[1],
+        images if source is None else _with_labels_of(config, images),
         size=config.image_size,
         channels=config.num_channels,
         crop=CenterCrop(share=section.center),
     )
     return ImageInput(dataset, section)
+
+
+def _with_labels_of(config: Any, images: ImageSource) -> ImageSource:
+    """The same images with the model's numbers of their classes.
+
+    A model that shares no name with them (``LABEL_0``; words where folders are WordNet ids) has
+    them in the same order, if it has as many.
+    """
+    names = [config.id2label[number] for number in range(config.num_labels)]
+    strange = [name for name in images.classes if name not in names]
+    if len(strange) == len(images.classes) == len(names):
+        return images
+    if strange:
+        raise ValueError(f"the images have the class {strange[0]!r}, which the model has not")
+    numbers = np.array([names.index(name) for name in images.classes], dtype=np.int64)
+    return ImageSource(images.items, numbers[images.labels], tuple(names))

@@ -61,6 +61,25 @@ def test_bytes_sent_are_those_of_rings(sizes):
     assert sum(step_bytes(sizes, Cut("ddp", 1, 1024, 1, False)).values()) == 0
 
 
+def test_balance_over_a_step_takes_a_second_forward_of_every_part(olmoe, sizes):
+    """``losses.balance_scope=step`` runs the micro-batches once more before them (step.py)."""
+    twice = read_sizes(load_recipe("olmoe-1b-7b/l2r-sips", ["losses.balance_scope=step"]))
+    forward = 128 * sum(sizes.flops.values()) / (0.4 * find_gpu("h100").flops)
+    for checkpointing in (False, True):
+        cut = Cut("ddp", 8, 1024, 1, checkpointing)
+        plain, more = (step_time(s, cut, find_gpu("h100"), 0.4) for s in (sizes, twice))
+        assert more.arithmetic == pytest.approx(plain.arithmetic + forward)
+        assert more.bytes_sent == plain.bytes_sent
+    whole = Cut("ddp", 8, 1024, 128, False)  # one part: its own forward counts everything
+    assert step_time(twice, whole, find_gpu("h100"), 0.4) == step_time(
+        sizes, whole, find_gpu("h100"), 0.4
+    )
+    ep, split = Cut("ep", 8, 1024, 1, False), Cut("fsdp2", 8, 1024, 1, False)
+    assert step_bytes(twice, ep)["tokens"] == 1.5 * step_bytes(sizes, ep)["tokens"]
+    gathered = step_bytes(twice, split)["weights"] - step_bytes(sizes, split)["weights"]
+    assert gathered == pytest.approx(7 / 8 * 4 * sizes.block_numbers * 128)
+
+
 def test_each_bottleneck_shows(sizes):
     def at(parallel, gpus, gpu="h100"):
         cut = Cut(parallel, gpus, 1024, 1, False)

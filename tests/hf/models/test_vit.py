@@ -179,6 +179,20 @@ def test_upcycling_refuses_other_sizes():
         )
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        ({}, {"num_attention_heads": 4}, "num_attention_heads is 2 there and 4 here"),
+        ({"hidden_act": "relu"}, {}, "hidden_act is 'relu' there and 'gelu' here"),
+        ({"num_hidden_layers": 2}, {"moe_layers": [1]}, "num_hidden_layers is 2 there and 3 here"),
+    ],
+)
+def test_upcycling_refuses_what_computes_otherwise_with_the_same_shapes(theirs, ours, words):
+    dense = ViTForImageClassification(ViTConfig(**{**SMALL, **theirs}))
+    with pytest.raises(ValueError, match=words):
+        L2rViTForImageClassification.from_dense(dense, L2rViTConfig(**{**SMALL, **ours}))
+
+
 def test_no_averaged_weights_is_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match=r"train with training\.ema_decay > 0"):
         load_image_classifier(tmp_path, averaged=True)

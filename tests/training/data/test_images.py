@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from l2r.training.data.image_sources import (
@@ -302,3 +303,34 @@ def test_gray_and_transparent_images_become_the_wanted_mode(tmp_path):
     gray = ImageDataset(source, size=8, channels=1, crop=CenterCrop()).rows(np.arange(2)).pixels
     assert gray.shape == (2, 1, 8, 8)
     assert gray[0].unique().tolist() == [76]  # luma of red
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
+def test_sixteen_bits_of_gray_are_scaled_not_cut_at_255(tmp_path, channels, name):
+    values = np.arange(16, dtype=np.uint16).reshape(4, 4) * 17 * 257  # 0 to 65535
+    (tmp_path / "a").mkdir()
+    Image.fromarray(values).save(tmp_path / "a" / name)
+    images = ImageDataset(
+        folder_images(tmp_path), size=4, channels=channels, crop=CenterCrop(share=1.0)
+    )
+    pixels = images.rows(np.array([0])).pixels
+    assert (pixels == torch.arange(16, dtype=torch.uint8).view(4, 4) * 17).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_without_a_known_range_are_unreadable_not_black_or_white(tmp_path, dtype):
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.ones((4, 4), dtype=dtype)).save(tmp_path / "a" / "x.tif")
+    images = ImageDataset(folder_images(tmp_path), size=4, crop=CenterCrop())
+    assert images.rows(np.array([0])).skipped == (f"{tmp_path}/a/x.tif",)
+
+
+def test_a_hidden_folder_is_no_class_and_a_class_without_images_is_named(folder):
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    train, _ = open_images(str(folder))
+    assert ".ipynb_checkpoints" not in train.classes
+    (folder / "train" / "heic").mkdir()
+    (folder / "train" / "heic" / "1.heic").write_bytes(b"of another kind")
+    with pytest.raises(ValueError, match=r"heic must hold images \(\.bmp"):
+        open_images(str(folder))

@@ -109,3 +109,8 @@ def test_the_stream_stays_open_for_whoever_opened_it(ending, documents, write_sh
     with open_shard(str(tmp_path / f"a{ending}")) as stream:
         assert list(read_texts(stream, f"a{ending}")) == documents(0, 70)
         assert 0 < stream.tell() <= (tmp_path / f"a{ending}").stat().st_size
+
+
+def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_is_its_character():
+    lines = b'{"text": "a \\ud800 b"}\n{"text": "\\ud83d\\ude00"}\n'
+    assert list(read_texts(io.BytesIO(lines), "x.jsonl")) == ["a \ufffd b", "\U0001f600"]

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,3 +231,15 @@ def test_the_checksum_of_a_dataset_is_of_its_tokens_and_of_nothing_else(tmp_path
     other_tokenizer = TokenizerIdentity("tiny", 10, EOS, sha256="of another file")
     sums = [checksum(str(number), documents) for number, documents in enumerate(others)]
     assert len({first, *sums, checksum("tokenizer", same, other_tokenizer)}) == 6
+
+
+def test_an_aborted_file_leaves_nothing_on_a_full_disk(tmp_path, monkeypatch):
+    writer = TokenWriter(tmp_path, "a", domain="a", tokenizer=IDENTITY)
+    writer.append([1, 2, 3])
+    for file in (writer._bin, writer._ends):
+        full = Path("/dev/full").open("wb")  # noqa: SIM115 - the writer closes it
+        full.write(b"waits in the buffer")
+        file._stream.close()
+        monkeypatch.setattr(file, "_stream", full)
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []

@@ -36,12 +36,21 @@ class Step:
         return max(names, key=lambda name: float(getattr(self, name)))
 
 
-def training_flops(sizes: Sizes, *, checkpointing: bool) -> dict[str, float]:
-    """FLOPs of forward and backward of one item by part: 3 forwards, 4 of what runs again."""
-    times, head = 4 if checkpointing else 3, 4 if sizes.loss_chunk else 3
+def training_flops(sizes: Sizes, cut: Cut) -> dict[str, float]:
+    """FLOPs of forward and backward of one item by part: 3 forwards, 4 of what runs again.
+
+    One more where balance statistics of a whole step are counted before its parts.
+    """
+    before = _counts_before(sizes, cut)
+    times, head = before + (4 if cut.checkpointing else 3), before + (4 if sizes.loss_chunk else 3)
     return {
         part: (head if part == "head" else times) * count for part, count in sizes.flops.items()
     }
+
+
+def _counts_before(sizes: Sizes, cut: Cut) -> int:
+    """Forwards that only count loads: of every part of a step, before the first."""
+    return int(sizes.balanced_over_step and cut.parts > 1)
 
 
 def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:
@@ -50,7 +59,7 @@ def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:
     sent = {"gradients": 0.0, "weights": 0.0, "tokens": 0.0}
     if cut.parallel == "fsdp2":
         # Blocks are gathered for the forward and again for the backward; the rest once.
-        gathered = sizes.numbers + sizes.block_numbers
+        gathered = sizes.numbers + (1 + _counts_before(sizes, cut)) * sizes.block_numbers
         sent["weights"] = ring * _WEIGHT * gathered * cut.parts
         sent["gradients"] = ring * _WEIGHT * sizes.numbers
         return sent
@@ -61,7 +70,7 @@ def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:
     sent["gradients"] += 2 * _WEIGHT * experts * (copies - 1) / copies
     if group > 1:
         rows = cut.imbalance * sizes.tokens * cut.per_gpu * sizes.top_k
-        there_and_back = 4 + 2 * cut.checkpointing
+        there_and_back = 4 + 2 * cut.checkpointing + 2 * _counts_before(sizes, cut)
         width = 2 if sizes.half else 4
         sent["tokens"] = (
             there_and_back * sizes.moe_layers * rows * sizes.hidden * width * (group - 1) / group
@@ -71,7 +80,7 @@ def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:
 
 def step_time(sizes: Sizes, cut: Cut, gpu: Gpu, utilization: float) -> Step:
     """Time of a step at a stated share of the GPU's arithmetic."""
-    flops = sum(training_flops(sizes, checkpointing=cut.checkpointing).values()) * cut.per_gpu
+    flops = sum(training_flops(sizes, cut).values()) * cut.per_gpu
     sent, rate = step_bytes(sizes, cut), gpu.between(cut.gpus)
     # A block of experts is the work of its most loaded GPU.
     load = 1.0

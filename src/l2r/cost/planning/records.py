@@ -16,7 +16,7 @@ def plan_records(plan: Plan, recipe: AnyRecipe, tokens: int | None) -> dict[str,
     wanted = tokens or recipe.training.tokens
     # An epoch is as long as the data, which is not read: None.
     steps = max(1, round(wanted / units)) if wanted else recipe.training.steps
-    trained = training_flops(sizes, checkpointing=best.cut.checkpointing)
+    trained = training_flops(sizes, best.cut)
 
     def record(candidate: Candidate) -> dict[str, Any]:
         cut, step, simulated = candidate.cut, candidate.step, candidate.simulated

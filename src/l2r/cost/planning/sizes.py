@@ -19,7 +19,7 @@ class Sizes:
 
     expert_numbers, block_numbers, numbers: parameters of all experts, of all blocks, of the whole.
     vocabulary: words, or labels of which an item has one. half: computed in bf16. loss_chunk:
-    tokens whose logits exist at a time, None for all.
+    tokens whose logits exist at a time, None for all. balanced_over_step: losses.balance_scope.
     """
 
     language: bool
@@ -36,6 +36,7 @@ class Sizes:
     top_k: int
     vocabulary: int
     loss_chunk: int | None
+    balanced_over_step: bool
     numbers: int
     block_numbers: int
     expert_numbers: int
@@ -63,6 +64,7 @@ def read_sizes(recipe: AnyRecipe) -> Sizes:
         top_k=config.num_experts_per_tok,
         vocabulary=config.vocab_size if language else config.num_labels,
         loss_chunk=recipe.training.loss_chunk,
+        balanced_over_step=recipe.losses.balance_scope == "step",
         numbers=_numbers([model]),
         block_numbers=_numbers(layers),
         expert_numbers=_numbers(experts),

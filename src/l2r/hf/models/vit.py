@@ -160,7 +160,8 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
         does if the router has ``normalize_weights``; otherwise the MoE blocks' outputs shrink by
         the sum of the k weights, which the paper leaves as they are.
 
-        Raises ValueError if a size differs, or the weights in a folder are not whole.
+        Raises ValueError if a size, the heads or the activation differ, or the weights in a folder
+        are not whole.
         """
         if not isinstance(dense, nn.Module):
             dense = read_weights(
@@ -169,6 +170,13 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
         if config is None:
             theirs: ViTConfig = dense.config
             config = L2rViTConfig(**theirs.to_dict())
+        for field in ("num_hidden_layers", "num_attention_heads", "hidden_act"):
+            there, here = getattr(dense.config, field), getattr(config, field)
+            if there != here:  # their weights may have the same shapes
+                raise ValueError(
+                    f"dense model and config must have the same {field}; "
+                    f"{field} is {there!r} there and {here!r} here"
+                )
         model = cls(config)
         target = model.state_dict()
         source = {name: value.to(torch.float32) for name, value in dense.state_dict().items()}

@@ -95,13 +95,14 @@ def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSour
     """Files below one folder per class, the ImageFolder and ImageNet layout.
 
     classes: names that get labels 0, 1, ..., e.g. those of the training part; by default the
-    sub-folders in order of their names. Raises ValueError for a missing folder, one without
-    images, or a class that is not in ``classes``.
+    sub-folders in order of their names, hidden ones left out. Raises ValueError for a missing
+    folder, one without images, a class that is not in ``classes``, or one of no images.
     """
     if not root.is_dir():
         raise ValueError(f"image folder must exist; got {root}")
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    classes = tuple(folders if classes is None else classes)
+    shown = (entry for entry in os.scandir(root) if not entry.name.startswith("."))
+    folders = sorted(entry.name for entry in shown if entry.is_dir())
+    given, classes = classes is not None, tuple(folders if classes is None else classes)
     paths: list[str] = []
     labels: list[int] = []
     for name in folders:
@@ -110,9 +111,12 @@ def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSour
         files = sorted(_image_files(root / name))
         paths += files
         labels += [classes.index(name)] * len(files)
+    suffixes = " ".join(sorted(IMAGE_SUFFIXES))
     if not paths:
-        suffixes = " ".join(sorted(IMAGE_SUFFIXES))
         raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
+    empty = sorted(set(range(len(classes))) - set(labels))
+    if empty and not given:  # a model would get a class that it never sees
+        raise ValueError(f"{root / classes[empty[0]]} must hold images ({suffixes})")
     return ImageSource(paths, np.array(labels, dtype=np.int64), classes)
 
 

@@ -97,7 +97,16 @@ def _text_of(document: dict[str, Any]) -> str:
     if not isinstance(document["text"], str):
         kind = type(document["text"]).__name__
         raise ValueError(f"field 'text' must be a string; got {kind}")
-    return document["text"]
+    return _whole_characters(document["text"])
+
+
+def _whole_characters(text: str) -> str:
+    """The text with U+FFFD for half a surrogate pair: JSON can have it, no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 class _TextFiles:

@@ -1,5 +1,6 @@
 """Writing of token files; tokens.py reads them."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,5 +117,6 @@ class _HashedFile:
         return self._hash.hexdigest()
 
     def remove(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # a full disk has no room for what its buffer holds
+            self._stream.close()
         self._temporary.unlink(missing_ok=True)

@@ -46,6 +46,8 @@ def test_training_starts_from_an_upcycled_model(l2r, tiny_changes, text_folder, 
     [
         ("model.num_experts=4", "num_experts is 8 in .*, 4 in the recipe"),
         ("router.rank=3", r"router\.rank is 2 in .*, 3 in the recipe"),
+        ("model.rope_theta=5000", r"rope_theta is 10000\.0 in .*, 5000\.0 in the recipe"),
+        ("model.rms_norm_eps=1e-3", r"rms_norm_eps is 1e-05 in .*, 0\.001 in the recipe"),
     ],
 )
 def test_a_model_that_differs_is_refused_by_name(tiny_changes, tmp_path, change, message):

@@ -21,7 +21,7 @@ from l2r.hf.swap.sites import find_sites
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "intermediate_size", "num_experts", "num_experts_per_tok",
+    "intermediate_size", "num_experts", "num_experts_per_tok", "rms_norm_eps",
 )  # fmt: skip
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
 
@@ -91,6 +91,7 @@ def _fields(config: Any) -> dict[str, Any]:
     values = config.to_dict()
     router = values.get("router") or {}
     sizes = {name: values.get(name) for name in _SIZES}
+    sizes["rope_theta"] = (values.get("rope_parameters") or {}).get("rope_theta")
     return {**sizes, **{f"router.{name}": value for name, value in router.items()}}
 
 

@@ -31,11 +31,14 @@ LUMINANCE = """color => {
 
 IS_DARK = f"""(({LUMINANCE})(getComputedStyle(document.body).backgroundColor) <
   ({LUMINANCE})(getComputedStyle(document.body).color))"""
-LEAST_CONTRAST = f"""(() => {{
-  const [back, ...inks] = [getComputedStyle(document.body).backgroundColor,
-    getComputedStyle(document.body).color, ...{MARKS}].map({LUMINANCE});
-  return Math.min(...inks.map(v => (Math.max(v, back) + 0.05) / (Math.min(v, back) + 0.05)));
-}})()"""
+LEAST_CONTRAST = f"""(inks => {{
+  const back = ({LUMINANCE})(getComputedStyle(document.body).backgroundColor);
+  return Math.min(...inks.map({LUMINANCE}).map(v =>
+    (Math.max(v, back) + 0.05) / (Math.min(v, back) + 0.05)));
+}})"""
+TEXT = f"[getComputedStyle(document.body).color, ...{MARKS}]"
+ERROR_BARS = """[...document.querySelectorAll('path.xerror, path.yerror')]
+  .map(mark => getComputedStyle(mark).stroke)"""
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -52,7 +55,8 @@ def test_a_page_in_three_forms(name, open_tab, pages):
         tab.wait_for_function(DRAWN)
         tab.wait_for_function(f"dark => {IS_DARK} === dark", arg=scheme == "dark")
         # Figures follow the theme and the width in their own time.
-        tab.wait_for_function(f"{LEAST_CONTRAST} >= 7")
+        tab.wait_for_function(f"{LEAST_CONTRAST}({TEXT}) >= 7")
+        assert tab.evaluate(f"{LEAST_CONTRAST}({ERROR_BARS})") >= 3  # WCAG's for graphics
         tab.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
         if SHOTS:
             tab.wait_for_timeout(300)

@@ -18,7 +18,7 @@ from l2r.report.ablation import (
     ablations,
     final_numbers,
 )
-from l2r.report.curves import LANGUAGE_PANELS, curves
+from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, curve_sections, curves
 from l2r.report.sweep import write_sweep_page
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
@@ -276,6 +276,20 @@ def test_the_c4_panel_stands_beside_the_mean_of_the_domains(tmp_path):
     assert "C4" not in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
     run.append_metrics({"kind": "validation", "step": 21, "tokens": 21, "ce/mean": 3, "ce/c4": 4})
     assert "C4 validation" in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
+
+
+def test_a_section_of_curves_that_no_run_has_is_left_out(tmp_path):
+    run = RunFolder(tmp_path)
+    run.create()
+    run.append_metrics({"kind": "train", "step": 1, "tokens": 5, "ce": 4.0})
+    titles = {
+        "Training": LANGUAGE_PANELS,
+        "Routing health": HEALTH_PANELS,  # of runs without losses of the router
+    }
+    sections = [
+        s for t, p in titles.items() for s in curve_sections(t, "", {"a": [run]}, p, "tokens")
+    ]
+    assert [section.title for section in sections] == ["Training"]
 
 
 def test_a_full_evaluation_replaces_the_one_in_training(tmp_path):

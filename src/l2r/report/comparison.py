@@ -7,7 +7,7 @@ from pathlib import Path
 
 from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.comparable_runs import results_to_compare
-from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curves
+from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, VISION_PANELS, curve_sections
 from l2r.report.page import Section, write_page
 from l2r.report.palette import ROUTER_COLORS
 from l2r.report.paper_tables import accuracy_table
@@ -165,10 +165,8 @@ def write_report(
     sections = [
         *text_sections(texts, path),
         Section("Result", parts=tables),
-        Section("Training", alike, [curves(lines, PANELS[unit], unit)]),
-        Section(
-            "Routing health", "Worst layer of every run.", [curves(lines, HEALTH_PANELS, unit)]
-        ),
+        *curve_sections("Training", alike, lines, PANELS[unit], unit),
+        *curve_sections("Routing health", "Worst layer of every run.", lines, HEALTH_PANELS, unit),
     ]
     if views:
         sections += [*routing_sections(views), *analysis_sections(views, details=False)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from l2r.report.page import Section
 from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.folder import RunFolder
 
@@ -42,6 +43,18 @@ _WORST: dict[str, Callable[..., float]] = {
 }
 
 
+def curve_sections(
+    title: str,
+    text: str,
+    groups: Mapping[str, Sequence[RunFolder]],
+    panels: Sequence[tuple[str, str, str, str]],
+    unit: str,
+) -> list[Section]:
+    """The section of ``curves``; none where no run has a record of any panel."""
+    figure = curves(groups, panels, unit)
+    return [Section(title, text, [figure])] if figure.data else []
+
+
 def curves(
     groups: Mapping[str, Sequence[RunFolder]],
     panels: Sequence[tuple[str, str, str, str]],
@@ -56,7 +69,9 @@ def curves(
         panel: {name: mean_curve(runs, *panel[:2], unit) for name, runs in groups.items()}
         for panel in panels
     }
-    shown = [panel for panel in panels if any(x for x, _ in lines[panel].values())] or panels[:1]
+    shown = [panel for panel in panels if any(x for x, _ in lines[panel].values())]
+    if not shown:
+        return go.Figure()
     figure, rows = line_panels([(panel[2], panel[3], lines[panel]) for panel in shown], unit)
     for number, line in enumerate(figure.data):
         line.update(legendgroup=line.name, showlegend=number < len(groups))

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from l2r.report.page import Section, write_page
-from l2r.report.palette import router_color, router_of
+from l2r.report.palette import INK, router_color, router_of
 from l2r.report.style import layout
 from l2r.report.tables import Table
 from l2r.report.verdicts import Verdict
@@ -108,6 +108,7 @@ def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
     if low in records[0]:
         error = {
             "type": "data",
+            "color": INK,
             "symmetric": False,
             "array": [record[high] - record[time] for record in records],
             "arrayminus": [record[time] - record[low] for record in records],

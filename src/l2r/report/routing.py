@@ -75,7 +75,8 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
         if measured:
             ends = [[row[f"{field}_interval"] for row in view.layers] for view in views.values()]
             low, high = np.array([np.mean(layers, axis=0) for layers in ends]).T
-            error = {"symmetric": False, "array": high - values, "arrayminus": values - low}
+            reach = {"array": high - values, "arrayminus": values - low}
+            error = {"color": INK, "symmetric": False, **reach}
         figure.add_bar(
             x=list(views),
             y=values,

@@ -13,7 +13,7 @@ from l2r.report.ablation import (
     phrase,
 )
 from l2r.report.comparison import PANELS, facts_table, unit_of
-from l2r.report.curves import HEALTH_PANELS, curves
+from l2r.report.curves import HEALTH_PANELS, curve_sections
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, gain_bars, usage_by_layer
 from l2r.report.tables import Table
@@ -36,15 +36,10 @@ def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, st
         text = "Training cross-entropy, mean over seeds."
         sections.append(Section("Ablations", text, [ablation_curves(groups, unit)]))
     sections += [section for ablation in groups for section in _usage(ablation)]
-    sections.append(
-        Section(
-            "Training dynamics",
-            "Mean over seeds. Downstream tasks appear where a recipe names evaluation.tasks.",
-            [curves(lines, PANELS[unit], unit)],
-        )
-    )
+    text = "Mean over seeds. Downstream tasks appear where a recipe names evaluation.tasks."
+    sections += curve_sections("Training dynamics", text, lines, PANELS[unit], unit)
     text = "Worst layer, mean over seeds."
-    sections.append(Section("Routing health", text, [curves(lines, HEALTH_PANELS, unit)]))
+    sections += curve_sections("Routing health", text, lines, HEALTH_PANELS, unit)
     sections.append(Section("Runs", parts=[facts_table(runs)]))
     summary = f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed."
     verdict = of_arms(lines)

@@ -1,0 +1,23 @@
+"""The environment of ``make serve-test``, which is installed without its packages' requirements."""
+
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_holds_what_the_package_and_its_extras_require():
+    lines = (ROOT / "scripts/others/serve_the_whole_way/requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for extra in ("dependencies", "cli", "lm", "serve", "onnx"):
+        for line in project.get(extra) or extras[extra]:
+            required = Requirement(line)
+            version = pinned.get(canonicalize_name(required.name), "absent")
+            assert version != "absent", f"{required.name} ({extra})"
+            assert required.specifier.contains(version.partition("+")[0]), line

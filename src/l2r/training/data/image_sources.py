@@ -58,6 +58,18 @@ class ImageSource:
         return ImageSource([self.items[i] for i in indices], self.labels[indices], self.classes)
 
 
+def in_bytes(image: Image.Image) -> Image.Image:
+    """Gray of 16 bits scaled to 8, which pillow would cut at 255; other images as they are.
+
+    Raises ValueError for numbers of 32 bits, which have no range that is known.
+    """
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels must have 8 or 16 bits; got pillow's mode {image.mode!r}")
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+
+
 def open_images(source: str) -> tuple[ImageSource, ImageSource]:
     """Training and validation images.
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from l2r.training.data.image_sources import UNREADABLE, ImageSource
+from l2r.training.data.image_sources import UNREADABLE, ImageSource, in_bytes
 from l2r.training.data.shuffling import batch_indices, epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
@@ -170,25 +170,13 @@ class ImageDataset(Dataset[ImageBatch]):
             image.draft(mode, (int(full_width / shrink), int(full_height / shrink)))
         x, y = image.size[0] / full_width, image.size[1] / full_height
         area = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
-        image = _in_bytes(image)
+        image = in_bytes(image)
         converted = image if image.mode == mode else image.convert(mode)
         size = (self.size, self.size)
         if converted.size != size or area != (0, 0, *size):
             converted = converted.resize(size, Image.Resampling.BICUBIC, box=area)
         pixels = np.asarray(converted, dtype=np.uint8)
         return pixels[:, :, None] if self.channels == 1 else pixels
-
-
-def _in_bytes(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits scaled to 8, which pillow would cut at 255; other images as they are.
-
-    Raises ValueError for numbers of 32 bits, which have no range that is known.
-    """
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels must have 8 or 16 bits; got pillow's mode {image.mode!r}")
-    if not image.mode.startswith("I;16"):
-        return image
-    return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
 
 
 class ImageLoader:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from l2r.engines.serve.answers import ChatAnswer, CompletionAnswer
 from l2r.engines.serve.sampling import Sampling
 from l2r.engines.serve.sequence import Sequence
 from l2r.engines.serve.streamed_text import Text
@@ -123,3 +124,34 @@ def test_an_answer_has_the_space_before_its_first_word(space_tokenizer, echo, st
     expected = ["the", " capital"] * echo + [" of", "" if stop else " the"]
     assert [step.text for step in steps] == expected
     assert steps[-1].finish == ("stop" if stop else "length")
+
+
+words = st.lists(st.sampled_from([piece[0] for piece in PIECES[:8]]), max_size=10)
+
+
+@given(prompt=words, tokens=words)
+def test_the_texts_of_listed_tokens_join_to_the_text(space_tokenizer, prompt, tokens):
+    """Each chosen token's, and those of the tokens that might have come in its place."""
+    prompt, tokens = (ids(space_tokenizer, [*part, "\u2581the"]) for part in (prompt, tokens))
+    steps = []
+    sequence = Sequence(
+        [space_tokenizer.bos_token_id, *prompt],
+        Sampling(max_tokens=len(tokens), temperature=0, echo=True, alternatives=1),
+        tokenizer=space_tokenizer,
+        ends=frozenset(),
+        listener=steps.append,
+    )
+    one_hot = torch.eye(len(space_tokenizer))
+    sequence.echo(one_hot[[*prompt, tokens[0]]])
+    for token in tokens:
+        sequence.step(one_hot[token])
+    text = whole(space_tokenizer, prompt + tokens)
+    form = {"model": "served", "tokenizer": space_tokenizer, "logprobs": True}
+    completion, chat = (
+        kind(**form).whole([steps[1:]], 0)["choices"][0]["logprobs"]
+        for kind in (CompletionAnswer, ChatAnswer)
+    )
+    assert "".join(completion["tokens"]) == text
+    assert "".join(next(iter(top)) for top in completion["top_logprobs"]) == text
+    assert b"".join(bytes(token["bytes"]) for token in chat["content"]) == text.encode()
+    assert "".join(token["top_logprobs"][0]["token"] for token in chat["content"]) == text

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from l2r.engines.serve.sampling import Choice
+from l2r.analysis.diagnostics import token_pieces
 from l2r.engines.serve.sequence import Step
 from l2r.engines.serve.streamed_text import UNFINISHED
 
@@ -105,9 +105,16 @@ class Answer(ABC):
     @abstractmethod
     def _part(self, step: Step, written: int) -> dict[str, Any]: ...
 
-    def _text(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
+    def _with_text(self, step: Step) -> list[tuple[str, float | None]]:
+        """Texts and log-probabilities: those of the likeliest tokens, the chosen one's last."""
+        choice = step.choice
+        tokens = [token for token, _ in choice.likeliest] + [choice.token]
+        if step.begins_text:
+            texts = [self._tokenizer.decode([token]) for token in tokens]
+        else:
+            texts = token_pieces(self._tokenizer, tokens)
+        logprobs = [logprob for _, logprob in choice.likeliest] + [choice.logprob]
+        return list(zip(texts, logprobs, strict=True))
 
 
 class CompletionAnswer(Answer):
@@ -128,14 +135,15 @@ class CompletionAnswer(Answer):
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
         for step in steps:
-            choice = step.choice
-            listed["tokens"].append(self._text(choice.token))
-            listed["token_logprobs"].append(choice.logprob)
+            pairs = self._with_text(step)
+            text, logprob = pairs[-1]
+            listed["tokens"].append(text)
+            listed["token_logprobs"].append(logprob)
             likeliest: dict[str, float | None] = {}
-            for token, value in [*choice.likeliest, (choice.token, choice.logprob)]:
-                likeliest.setdefault(self._text(token), value)  # many tokens may have one text
+            for other, value in pairs:
+                likeliest.setdefault(other, value)  # many tokens may have one text
             # The first token of a prompt has no probability.
-            listed["top_logprobs"].append(None if choice.logprob is None else likeliest)
+            listed["top_logprobs"].append(None if logprob is None else likeliest)
             listed["text_offset"].append(written)
             written += len(step.text)
         return listed
@@ -162,16 +170,15 @@ class ChatAnswer(Answer):
         return {"delta": {"content": step.text}, "logprobs": self._listed([step])}
 
     def _listed(self, steps: Sequence[Step]) -> dict[str, Any] | None:
-        return {"content": [self._one(step.choice) for step in steps]} if self._logprobs else None
+        return {"content": [self._one(step) for step in steps]} if self._logprobs else None
 
-    def _one(self, choice: Choice) -> dict[str, Any]:
-        def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text(token)
+    def _one(self, step: Step) -> dict[str, Any]:
+        def entry(text: str, logprob: float | None) -> dict[str, Any]:
             whole = None if UNFINISHED in text else list(text.encode())
             return {"token": text, "logprob": logprob, "bytes": whole}
 
-        likeliest = [entry(*pair) for pair in choice.likeliest]
-        return {**entry(choice.token, choice.logprob), "top_logprobs": likeliest}
+        *likeliest, chosen = (entry(*pair) for pair in self._with_text(step))
+        return {**chosen, "top_logprobs": likeliest}
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:

@@ -20,6 +20,7 @@ class Step:
     text: str
     finish: Literal["stop", "length"] | None
     echoed: bool = False  # a token of the prompt
+    begins_text: bool = False  # no text is before it: the space of a first word is cut
     routed_experts: str | None = None  # of the whole sequence, with its last token
 
 
@@ -73,10 +74,11 @@ class Sequence:
             choice = Choice(token)
             if logits is not None and place > 0:
                 choice = self._choose.score(logits[place - 1].float().cpu(), token)
+            begins = text.empty
             piece = text.push(token)
             if place == len(self.prompt) - 1:
                 piece += text.finish()
-            self._listener(Step(choice, piece, None, echoed=True))
+            self._listener(Step(choice, piece, None, echoed=True, begins_text=begins))
 
     def step(self, logits: Tensor) -> int:
         """Choose the next token from ``logits`` [V], pass it on and return it."""
@@ -84,6 +86,7 @@ class Sequence:
             choice = self._choose(logits)
             self._steps += 1
             ends = choice.token in self._ends
+            begins = self._text.empty
             text = "" if ends else self._text.push(choice.token)
             finish: Literal["stop", "length"] | None = None
             if ends or self._text.stopped:
@@ -100,5 +103,6 @@ class Sequence:
             return 0
         if not self.over:
             self.over = finish is not None
-            self._listener(Step(choice, text, finish, routed_experts=experts))
+            step = Step(choice, text, finish, routed_experts=experts, begins_text=begins)
+            self._listener(step)
         return choice.token

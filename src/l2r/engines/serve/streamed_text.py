@@ -25,6 +25,11 @@ class Text:
         self._held = ""
         self.stopped = False
 
+    @property
+    def empty(self) -> bool:
+        """Whether no token with text, of the prompt neither, is before the next one."""
+        return not self._decode(self._tokens * 2)  # twice: decoders cut a space that is alone
+
     def push(self, token: int) -> str:
         """The text that is certain with this token; ``stopped`` when a stop string is complete."""
         if not self._decode([token, token]):  # special or unknown: no context for the next one

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from l2r.engines.route_calls import WHOLE, Seat
-from l2r.engines.routes import recording
+from l2r.engines.routes import recording, replaying
 from l2r.hf.routes import Fingerprint
 
 SIZES = Fingerprint(num_experts=4, top_k=2, layers=(0, 1), hidden_layers=2)
@@ -51,3 +51,24 @@ def test_a_call_that_failed_is_not_recorded(layers):
     assert routes.lengths.tolist() == [3, 3]
     assert routes.experts[:, 0].tolist() == Chooser().choose(ids.flatten()).tolist()
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_a_call_that_failed_leaves_its_routes_to_the_next(layers):
+    model, ids = Model(), torch.arange(6).view(2, 3)
+
+    def seats():
+        return {n: m.seat() for n, m in enumerate(model.layers)}
+
+    with recording(model, seats(), SIZES) as recorder:
+        model(ids)
+    routes = recorder.routes()
+    with (
+        replaying(model, seats(), SIZES, routes, "right"),
+        recording(model, seats(), SIZES) as again,
+    ):
+        for row in ids + 1:
+            with pytest.raises(MemoryError):
+                model(row[None], fails_after=layers)
+            model(row[None])
+    assert again.routes() == routes

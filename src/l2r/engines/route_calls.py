@@ -48,7 +48,10 @@ class Call(NamedTuple):
 
 
 class Calls(ABC):
-    """Calls of a model one after another; a layer that is computed again belongs to its own."""
+    """Calls of a model one after another; a layer that is computed again belongs to its own.
+
+    A call that fails leaves its sequences to the next.
+    """
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -62,7 +65,12 @@ class Calls(ABC):
         rows, columns = _shape([*args, *kwargs.values()])
         self._check(Call(rows, columns, self.sequences))
         self._now, self._first_node = Call(rows, columns, self.sequences), next_number()
-        self.sequences += rows
+
+    @outside_of_graphs
+    def keep(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It has succeeded."""
+        if self._now is not None:
+            self.sequences += self._now.rows
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

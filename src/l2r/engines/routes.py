@@ -43,6 +43,7 @@ class Recorder(Calls):
         """Keep what the routers took in a call, which has succeeded."""
         if self._now is not None and self._open:
             self._taken[self._now] = self._open
+        super().keep(model, args, output)
 
     def _check(self, call: Call) -> None:
         del call
@@ -112,12 +113,8 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record the experts that the routers of ``seats``, by layer, take in calls of ``model``."""
     recorder = Recorder(sizes)
-    kept = model.register_forward_hook(recorder.keep)  # before the one that ends the call
-    try:
-        with _watched(model, seats, recorder):
-            yield recorder
-    finally:
-        kept.remove()
+    with _watched(model, seats, recorder):
+        yield recorder
 
 
 @contextmanager
@@ -145,7 +142,9 @@ def replaying(
     with _watched(model, seats, session):
         yield session
     if len(routes) and not session.sequences:
-        raise ValueError("replay must see a call of the model that it got; it saw none")
+        raise ValueError(
+            "replay must see a call of the model that it got; it saw none that succeeded"
+        )
 
 
 @contextmanager
@@ -156,14 +155,15 @@ def _watched(
         return lambda own, part: session.ask(layer, own, part)
 
     begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
+    keep = model.register_forward_hook(session.keep)  # before the one that ends the call
     end = model.register_forward_hook(session.end, always_call=True)
     layers = {(s.owner, s.name): s.make(asking(layer)) for layer, s in seats.items()}
     try:
         with replaced_functions(layers):
             yield
     finally:
-        begin.remove()
-        end.remove()
+        for hook in (begin, keep, end):
+            hook.remove()
 
 
 def routers_by_layer(model: nn.Module, kind: type, engine: str) -> dict[int, Any]:

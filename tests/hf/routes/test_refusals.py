@@ -1,6 +1,7 @@
 """Routes that do not fit are refused in one line before the forward."""
 
 import dataclasses
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -138,6 +139,12 @@ def test_a_model_that_was_not_called_is_named(model):
         replay(model, drawn_for(model, (12, 12))),
     ):
         pass
+    with (
+        pytest.raises(ValueError, match="it saw none that succeeded"),
+        replay(model, drawn_for(model, (12, 12))),
+        suppress(IndexError),
+    ):
+        model(token_ids() + 10**6, use_cache=False)
     for block in (replay(model, drawn_for(model, (12, 12))), record(model)):
         with pytest.raises(ValueError, match="the router of layer 0 ran outside of a call"), block:
             model.model(token_ids())

@@ -161,6 +161,36 @@ def test_a_call_that_failed_is_not_recorded():
     assert recorder.routes().lengths.tolist() == [12, 12]
 
 
+@torch.no_grad()
+def test_a_call_that_failed_leaves_its_routes_to_the_next():
+    """Whether it failed before its routers, between them or after them, or goes on with a cache."""
+    model, ids = family_model("olmoe"), token_ids()
+    routes = drawn_for(model, (12, 12))
+    places = (model.model.embed_tokens, model.model.layers[1].mlp, model.lm_head)
+
+    def failing(module, *args, **kwargs):
+        def fail(*call):
+            raise MemoryError
+
+        hook = module.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            model(*args, **kwargs)
+        hook.remove()
+
+    with replay(model, routes) as session:
+        for module in places:
+            failing(module, ids, use_cache=False)
+            assert session.remaining == 2
+        with given_experts(model) as first:
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+        failing(places[0], ids[:, 5:], past_key_values=cache)
+        with given_experts(model) as second:
+            model(ids[:, 5:], past_key_values=cache)
+        assert session.remaining == 0
+    taken = [torch.stack(given, 1).unflatten(0, (2, -1)) for given in (first, second)]
+    assert np.array_equal(torch.cat(taken, 1).flatten(0, 1).numpy(), routes.experts)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding_takes_no_route_of_a_token(side):

@@ -73,7 +73,7 @@ class Replay:
 
     @property
     def remaining(self) -> int:
-        """Sequences that no call has read yet."""
+        """Sequences that no call which succeeded has read yet."""
         return self._reading.remaining
 
     @contextmanager
@@ -93,6 +93,11 @@ class Replay:
         complete = bool((rows < len(self._routes.experts)).all())
         self._rows = _Rows(torch.from_numpy(rows).to(self._device), complete)
         self._first_node = next_number()
+
+    @outside_of_graphs
+    def keep(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Go on in the routes: the call has succeeded."""
+        self._reading.keep()
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -212,20 +217,26 @@ def replay(
     ``torch.utils.checkpoint`` is called directly, backward must run inside. A compiled model is
     passed compiled.
 
+    A call that fails leaves its sequences to the next; of a generation that fails, the calls
+    before have read them.
+
     Raises ValueError before the forward for routes that do not fit the model, the tokenizer or
-    the tokens of a call, and at the end of a block in which the model was not called.
+    the tokens of a call, and at the end of a block in which no call of the model succeeded.
     """
     session = Replay(model, routes, weights=weights, tokenizer=tokenizer)
     begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
+    keep = model.register_forward_hook(session.keep)
     end = model.register_forward_hook(session.end, always_call=True)
     try:
         with session.installed():
             yield session
     finally:
-        begin.remove()
-        end.remove()
+        for hook in (begin, keep, end):
+            hook.remove()
     if len(routes) and session.remaining == len(routes):
-        raise ValueError("replay must see a call of the model that it got; it saw none")
+        raise ValueError(
+            "replay must see a call of the model that it got; it saw none that succeeded"
+        )
 
 
 def _known_equal(chosen: Tensor, own: Tensor) -> bool:

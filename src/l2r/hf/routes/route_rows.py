@@ -3,6 +3,8 @@
 Shape letters: T inputs of a router, B rows of a batch, S sequences of the routes.
 """
 
+from copy import copy
+
 import numpy as np
 from jaxtyping import Int
 
@@ -11,11 +13,14 @@ from l2r.hf.routes.routes import Routes
 
 
 class Reading:
-    """Sequences of routes in their order, each read by one call and those that continue it."""
+    """Sequences of routes in their order, each read by one call and those that continue it.
+
+    A call that is not ``keep``-ed leaves them as they were.
+    """
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._calls = Calls()
+        self._calls = self._next = Calls()  # before the call that runs, and after it
         self._table = _row_table(routes)
 
     @property
@@ -28,9 +33,14 @@ class Reading:
 
         Raises ValueError where the call does not fit the sequences.
         """
-        if self._calls.continues(inputs):
-            return self._rows_of(self._calls.go_on(inputs))
+        self._next = copy(self._calls)
+        if self._next.continues(inputs):
+            return self._rows_of(self._next.go_on(inputs))
         return self._rows_of(self._new_places(inputs))
+
+    def keep(self) -> None:
+        """The call whose rows were asked for last has succeeded: its sequences are read."""
+        self._calls = self._next
 
     def _new_places(self, inputs: Inputs) -> Places:
         """Places of a call with new sequences. Raises ValueError where they do not fit them."""
@@ -40,17 +50,17 @@ class Reading:
         if inputs.packed is not None:
             count = len(inputs.packed)
             _check_lengths(inputs.packed, left, first)
-            return self._calls.begin_packed(left[:count])
+            return self._next.begin_packed(left[:count])
         if inputs.mask is None and not inputs.grows and not _one_a_row(inputs, left):
             count = int(np.searchsorted(np.cumsum(left), size)) + 1
             _check_filled(left[:count], inputs, first)
-            return self._calls.begin_packed(left[:count])
+            return self._next.begin_packed(left[:count])
         _check_left(inputs.rows, left, first)
         if not inputs.grows:
             columns = inputs.columns
             counts = np.full(inputs.rows, left[:1].sum() if columns is None else columns)
             _check_lengths(counts if inputs.mask is None else inputs.mask.sum(axis=1), left, first)
-        return self._calls.begin(inputs, inputs.columns or int(left[:1].sum()))
+        return self._next.begin(inputs, inputs.columns or int(left[:1].sum()))
 
     def _rows_of(self, places: Places) -> Int[np.ndarray, " T"]:
         """Row of the routes of each input, the one after the last where it has none."""

@@ -241,5 +241,7 @@ def test_an_aborted_file_leaves_nothing_on_a_full_disk(tmp_path, monkeypatch):
         full.write(b"waits in the buffer")
         file._stream.close()
         monkeypatch.setattr(file, "_stream", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.ends'"):
+        writer.close()
     writer.abort()
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,25 @@ class _HashedFile:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        self._stream.write(data)
+        with self._named():
+            self._stream.write(data)
         self._hash.update(data)
 
     def publish(self) -> str:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with self._named():
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
         publish(self._temporary, self._path)
         return self._hash.hexdigest()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in errors of the system, such as that of a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has no room for what its buffer holds

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from l2r.routers import Router
 from l2r.training import loop, monitor
 from l2r.training import step as training_step
 from l2r.training.bias_balance import BiasBalance
@@ -74,6 +75,24 @@ def test_gradients_are_those_of_the_mean_however_a_step_is_cut(start):
     assert norm_of_gradients(whole.model) == pytest.approx(norm_of_gradients(parts.model), rel=1e-5)
     for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_step_draws_at_random_is_drawn_once(start):
+    """The forward that counts loads over the step sees the dropout of the one that trains."""
+    step = start("losses.balance_scope=step", "training.micro_batch=2")
+    chosen = []
+
+    def drop(module, inputs, output):
+        return nn.functional.dropout(output, 0.5)
+
+    step.model.get_input_embeddings().register_forward_hook(drop)
+    router = next(m for m in step.model.modules() if isinstance(m, Router))
+    router.register_forward_hook(lambda *call: chosen.append(call[2].indices))
+    step.take(0, 1e-3, summarize=False)
+    counting, training = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
+    assert len(training) > 1 and not torch.equal(training[0], training[1])
+    for one, other in zip(counting, training, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_seed_of_the_recipe_draws_the_rows(start):

@@ -97,6 +97,12 @@ def autocast_to(name: str, device: torch.device) -> contextlib.AbstractContextMa
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
+def same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Put the random states of the CPU and of a GPU back after the block."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=[device] if on_gpu else [])
+
+
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Put running statistics back after a forward that does not count."""

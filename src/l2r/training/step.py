@@ -23,7 +23,7 @@ from l2r.training.objective import (
     layer_usage,
     routing_summary,
 )
-from l2r.training.parallel import accumulate, autocast_to, unchanged_buffers
+from l2r.training.parallel import accumulate, autocast_to, same_draws, unchanged_buffers
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.load import AnyRecipe
 from l2r.training.task import Batch, Task
@@ -131,11 +131,14 @@ class TrainingStep:
         return self.task.loss(self.model, batch, self.recipe.training.loss_chunk)
 
     def _usage_of_step(self, batches: list[Batch]) -> list[Tensor] | None:
-        """f_i over all micro-batches of the step, which only a forward before them can give."""
+        """f_i over all micro-batches of the step, which only a forward before them can give.
+
+        That forward draws the dropout and the noise that those draw which follow it.
+        """
         if self.recipe.losses.balance_scope != "step" or len(batches) == 1:
             return None
         sums: list[Tensor] = []
-        with torch.no_grad(), unchanged_buffers(self.model):
+        with torch.no_grad(), unchanged_buffers(self.model), same_draws(self.ranks.device):
             for batch in batches:
                 autocast = autocast_to(self.recipe.training.precision, self.ranks.device)
                 with autocast, capture(self.model) as captured:

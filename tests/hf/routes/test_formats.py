@@ -106,6 +106,25 @@ def test_a_hole_cannot_be_written():
         to_megatron(routes)
 
 
+@pytest.mark.parametrize("write", [to_vllm, to_sglang])
+def test_a_sequence_without_tokens_cannot_be_written(write):
+    """Engines write the experts of all tokens but one."""
+    message = "must have at least 1 token to be written; sequence 1 has 0"
+    with pytest.raises(ValueError, match=message):
+        write(drawn((3, 0, 5)))
+
+
+def test_arrays_of_any_whole_numbers_are_read_together():
+    """numpy makes floats of uint64 and int64."""
+    kinds = (np.uint64, np.int64, np.uint8, np.int32, np.dtype(">i2"))
+    arrays = [answered(4, seed) for seed, _ in enumerate(kinds)]
+    mixed = [array.astype(kind) for array, kind in zip(arrays, kinds, strict=True)]
+    assert from_vllm(mixed, fingerprint()) == from_vllm(arrays, fingerprint())
+    for kind in (np.float32, bool):
+        with pytest.raises(ValueError, match=f"must be whole numbers; got {np.dtype(kind)}"):
+            from_vllm([arrays[0], arrays[1].astype(kind)], fingerprint())
+
+
 def test_sglang_gives_int32_numbers_without_a_shape():
     arrays = [answered(6, kind=np.int32), answered(3, seed=1, kind=np.int32)]
     texts = [base64.b64encode(array.tobytes()).decode() for array in arrays]

@@ -59,6 +59,22 @@ def test_tokens_without_a_route_keep_their_place():
     assert Routes.from_padded(experts, mask, routes.fingerprint) == routes
 
 
+@pytest.mark.parametrize("places", [(1, slice(None)), (0, 1), (slice(None), 0)])
+def test_a_token_with_a_part_of_a_route_is_refused(places):
+    """Also where a layer has none: it counted as a token without a route, silently."""
+    routes = drawn((3, 5))
+    experts, mask = routes.padded()
+    experts[1, 2][places] = NO_ROUTE
+    layer = 3 if places[0] == 1 else 1
+    message = (
+        rf"must all be -1, or none of them; got \[.*-1.*\] of sequence 1, token 2, layer {layer}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Routes.from_padded(experts, mask, routes.fingerprint)
+    experts[1, 2] = NO_ROUTE
+    assert Routes.from_padded(experts, mask, routes.fingerprint).counts.tolist() == [3, 4]
+
+
 def test_a_last_token_is_added_and_tokens_are_cut_off():
     routes = drawn((3, 5))
     longer = routes.extended(2)

@@ -1,14 +1,17 @@
 """Checks of the arrays of which routes consist; each raises ValueError in one line.
 
-Shape letters: T tokens with a route, S sequences, L layers with a router, K experts per token.
+Shape letters: T tokens with a route, S sequences, W width of a padded batch, L layers with a
+router, K experts per token.
 """
 
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from l2r.hf.routes.fingerprint import Fingerprint
+
+NO_ROUTE = -1  # in padded arrays: the token chooses for itself
 
 
 def whole_numbers(name: str, values: Any) -> Int[np.ndarray, " S"]:
@@ -33,6 +36,22 @@ def check_positions(
         raise ValueError(
             "positions must rise within each sequence and lie below its length; "
             f"got positions={positions.tolist()!s:.60}"
+        )
+
+
+def check_whole_routes(
+    experts: Int[np.ndarray, "S W L K"], tokens: Bool[np.ndarray, "S W"], fingerprint: Fingerprint
+) -> None:
+    none = experts == NO_ROUTE
+    part = tokens & none.any(axis=(2, 3)) & ~none.all(axis=(2, 3))
+    if part.any():
+        sequence, column = (int(i) for i in np.argwhere(part)[0])
+        token = int(tokens[sequence, :column].sum())
+        layer = int(none[sequence, column].any(axis=1).argmax())
+        raise ValueError(
+            "the experts of a token in all layers must all be -1, or none of them; "
+            f"got {experts[sequence, column, layer].tolist()} of sequence {sequence}, "
+            f"token {token}, layer {fingerprint.layers[layer]}"
         )
 
 

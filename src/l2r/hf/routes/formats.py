@@ -40,8 +40,8 @@ def from_vllm(
 def to_vllm(routes: Routes) -> list[str]:
     """Write ``routed_experts`` of every sequence as vLLM does, base64 of a ``.npy`` file.
 
-    The last token's route is left out. Raises ValueError where one in the middle has none and
-    where the fingerprint lacks ``hidden_layers``.
+    The last token's route is left out. Raises ValueError where one in the middle has none, for a
+    sequence without tokens and where the fingerprint lacks ``hidden_layers``.
     """
     return [vllm_text(array) for array in _to_engine(routes, routes.experts.dtype)]
 
@@ -145,13 +145,20 @@ def _from_engine(
                 f"routed_experts must be [tokens, {hidden}, {fingerprint.top_k}], all hidden "
                 f"layers counted; got {list(array.shape)}"
             )
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"routed_experts must be whole numbers; got {array.dtype}")
     empty = np.zeros((0, hidden, fingerprint.top_k), np.uint8)
-    experts = np.concatenate([empty, *arrays])[:, list(fingerprint.layers)]
+    experts = np.concatenate([empty, *map(_signed, arrays)])[:, list(fingerprint.layers)]
     counts = np.array([len(array) for array in arrays], np.int64)
     first = np.array(starts, np.int64)
     places = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
     positions = np.concatenate([np.arange(0), *places])
     return Routes(experts, fingerprint, first + counts + 1, counts, positions)
+
+
+def _signed(array: np.ndarray) -> np.ndarray:
+    """int64 for uint64, of which numpy makes floats when it meets another."""
+    return array.astype(np.int64) if array.dtype == np.uint64 else array
 
 
 def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
@@ -161,6 +168,10 @@ def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
     for number, (begin, end, length) in enumerate(
         zip(routes.ends[:-1], routes.ends[1:], routes.lengths, strict=True)
     ):
+        if length == 0:
+            raise ValueError(
+                f"a sequence must have at least 1 token to be written; sequence {number} has 0"
+            )
         positions = routes.positions[begin:end]
         before = positions < length - 1
         start = int(positions[0]) if len(positions) else 0

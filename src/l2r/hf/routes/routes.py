@@ -17,11 +17,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from l2r.hf.routes.array_checks import check_experts, check_positions, whole_numbers
+from l2r.hf.routes.array_checks import (
+    NO_ROUTE,
+    check_experts,
+    check_positions,
+    check_whole_routes,
+    whole_numbers,
+)
 from l2r.hf.routes.files import read_arrays, write_arrays
 from l2r.hf.routes.fingerprint import Fingerprint
 
-NO_ROUTE = -1  # in padded arrays: the token chooses for itself
 Side = Literal["left", "right"]
 _ARRAYS = ("experts", "lengths", "counts", "positions")  # and weights, where recorded
 
@@ -211,7 +216,8 @@ class Routes:
         fingerprint: Fingerprint,
     ) -> "Routes":
         """The inverse of ``padded``: experts [S, W, L, K], -1 for a token without a route, and
-        the mask [S, W] of tokens. Raises ValueError for other shapes.
+        the mask [S, W] of tokens. Raises ValueError for other shapes and for a token with -1 in
+        some places only.
         """
         values, tokens = np.asarray(experts), np.asarray(mask).astype(bool)
         if values.ndim != 4 or values.shape[:2] != tokens.shape:
@@ -219,6 +225,7 @@ class Routes:
                 "experts must be [sequences, width, layers, k] and mask [sequences, width]; "
                 f"got {list(values.shape)} and {list(tokens.shape)}"
             )
+        check_whole_routes(values, tokens, fingerprint)
         has = tokens & (values != NO_ROUTE).all(axis=(2, 3))
         places = np.cumsum(tokens, axis=1) - 1
         return cls(values[has], fingerprint, tokens.sum(1), has.sum(1), places[has])

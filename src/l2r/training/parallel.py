@@ -99,7 +99,7 @@ def autocast_to(name: str, device: torch.device) -> contextlib.AbstractContextMa
 
 def same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Put the random states of the CPU and of a GPU back after the block."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return torch.random.fork_rng(devices=[device] if on_gpu else [])
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
+    from l2r.hf.routes.array_checks import NO_ROUTE as NO_ROUTE
     from l2r.hf.routes.backward_pass import in_backward as in_backward
     from l2r.hf.routes.backward_pass import next_number as next_number
     from l2r.hf.routes.backward_pass import outside_of_graphs as outside_of_graphs
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from l2r.hf.routes.layers import unwrapped_model as unwrapped_model
     from l2r.hf.routes.recorder import record as record
     from l2r.hf.routes.replaying import replay as replay
-    from l2r.hf.routes.routes import NO_ROUTE as NO_ROUTE
     from l2r.hf.routes.routes import RouteAgreement as RouteAgreement
     from l2r.hf.routes.routes import Routes as Routes
     from l2r.hf.routes.routes import Side as Side

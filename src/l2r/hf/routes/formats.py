@@ -17,8 +17,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.fingerprint import Fingerprint
-from l2r.hf.routes.routes import NO_ROUTE, Routes, Side
+from l2r.hf.routes.routes import Routes, Side
 
 
 def from_vllm(

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.backward_pass import in_backward, next_number, outside_of_graphs, running_number
 from l2r.hf.routes.calls import read_inputs
 from l2r.hf.routes.layers import (
@@ -23,7 +24,7 @@ from l2r.hf.routes.layers import (
     routed_layers,
 )
 from l2r.hf.routes.route_rows import Reading
-from l2r.hf.routes.routes import NO_ROUTE, Routes
+from l2r.hf.routes.routes import Routes
 from l2r.hf.swap.sites import Site
 from l2r.routers.observe import routed
 

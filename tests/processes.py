@@ -67,7 +67,7 @@ class Running:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 480) -> int:
         """Its exit code; minus the number of the signal that ended it."""
         self.process.join(timeout)
         if self.process.exitcode is None:
@@ -164,7 +164,7 @@ def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments
         start(folder / str(rank), *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(world)
     ]
-    living, until = ranks, time.monotonic() + 120
+    living, until = ranks, time.monotonic() + 480
     while living and not any(rank.process.exitcode for rank in ranks):
         left = max(0, until - time.monotonic())
         if not connection.wait([rank.process.sentinel for rank in living], left):

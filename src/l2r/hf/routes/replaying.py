@@ -23,7 +23,7 @@ from l2r.hf.routes.layers import (
     replaced_functions,
     routed_layers,
 )
-from l2r.hf.routes.route_rows import Reading
+from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
 from l2r.hf.swap.sites import Site
 from l2r.routers.observe import routed
@@ -129,10 +129,10 @@ class Replay:
     ) -> Callable[..., Any]:
         router, forward, selection = site.router, site.router.forward, check_weighable(site)
         small = np.int16 if self._routes.fingerprint.num_experts <= 1 << 15 else np.int32
-        experts = _with_none(self._routes.experts[:, place].astype(small)).to(self._device)
+        experts = with_none(self._routes.experts[:, place].astype(small)).to(self._device)
         recorded = None
         if weights == "recorded" and self._routes.weights is not None:
-            recorded = _with_none(self._routes.weights[:, place]).to(self._device)
+            recorded = with_none(self._routes.weights[:, place]).to(self._device)
 
         def replaying(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -246,9 +246,3 @@ def _known_equal(chosen: Tensor, own: Tensor) -> bool:
     Most steps of one token are; the rest of a replay takes longer than the comparison.
     """
     return not torch.compiler.is_compiling() and chosen.is_cpu and torch.equal(chosen, own)
-
-
-def _with_none(values: np.ndarray) -> Tensor:
-    """A tensor with one row more, of NO_ROUTE."""
-    none = np.full((1, *values.shape[1:]), NO_ROUTE, values.dtype)
-    return torch.from_numpy(np.concatenate([values, none]))

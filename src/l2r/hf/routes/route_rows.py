@@ -6,8 +6,11 @@ Shape letters: T inputs of a router, B rows of a batch, S sequences of the route
 from copy import copy
 
 import numpy as np
+import torch
 from jaxtyping import Int
+from torch import Tensor
 
+from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.calls import Calls, Inputs, Places
 from l2r.hf.routes.routes import Routes
 
@@ -119,3 +122,9 @@ def _check_left(count: int, left: Int[np.ndarray, " S"], first: int) -> None:
             f"a call reads {count} sequences; {len(left)} of the routes' {first + len(left)} are "
             "left"
         )
+
+
+def with_none(values: np.ndarray) -> Tensor:
+    """A tensor with one row more, of NO_ROUTE."""
+    none = np.full((1, *values.shape[1:]), NO_ROUTE, values.dtype)
+    return torch.from_numpy(np.concatenate([values, none]))

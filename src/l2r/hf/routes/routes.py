@@ -209,12 +209,7 @@ class Routes:
         return torch.from_numpy(table[rows]), torch.from_numpy(mask)
 
     @classmethod
-    def from_padded(
-        cls,
-        experts: Tensor,
-        mask: Tensor,
-        fingerprint: Fingerprint,
-    ) -> "Routes":
+    def from_padded(cls, experts: Tensor, mask: Tensor, fingerprint: Fingerprint) -> "Routes":
         """The inverse of ``padded``: experts [S, W, L, K], -1 for a token without a route, and
         the mask [S, W] of tokens. Raises ValueError for other shapes and for a token with -1 in
         some places only.

@@ -87,7 +87,7 @@ class Texts:
                 file = f"{name}/{inside}" if path.is_dir() else name
                 read[file] = read.get(file, 0) + 1
                 if self.limit is None or read[file] <= self.limit:
-                    yield file, document, text.encode("utf-8", "replace").decode()
+                    yield file, document, text
 
 
 def evaluate_text(

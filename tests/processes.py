@@ -182,7 +182,7 @@ def on_ranks(world: int, folder: Path, start: Callable[..., Running], *arguments
 def on_two_ranks(
     run: Callable[..., Any], folder: Path, *arguments: Any, within: float = 300
 ) -> tuple[Any, Any]:
-    """What ``run(rank, *arguments)`` returns on either of two gloo ranks.
+    """Run ``run(rank, *arguments)`` on two gloo ranks; both results.
 
     Ranks that do not end ``within`` so many seconds, each waiting for the other, are ended.
     """

@@ -1,4 +1,4 @@
-"""What the engines' recorders share, on a model without an engine."""
+"""The code that the recorders of all engines share, tested on a model without an engine."""
 
 import pytest
 import torch

@@ -181,7 +181,7 @@ def test_layers_of_different_sizes_are_refused():
 def test_a_selection_that_cannot_weigh_is_refused():
     class Own(Selection):
         def __call__(self, router, logits, bias=None):
-            raise NotImplementedError
+            raise NotImplementedError  # refused before it is called
 
     router = build_router(L2RConfig(rank=2), hidden_size=8, num_experts=4, top_k=2)
     assert isinstance(router, Router)

@@ -214,7 +214,7 @@ def read_ahead(
     """
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:
-        context.set_forkserver_preload([__name__])  # each worker would import torch anew
+        context.set_forkserver_preload([__name__])  # else every worker imports torch
     yield from DataLoader(
         dataset,
         batch_size=None,

@@ -17,16 +17,15 @@ from l2r.cli.app import build_app
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
-What `l2r COMMAND --help` says, made by `python scripts/pages/commands_page.py`: arguments and
-options, with the default in brackets. Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1`
-shows its origin). An interrupted command ends with 130 and keeps what it wrote;
-SIGTERM ends one with 143.
+Made by `python scripts/pages/commands_page.py`: arguments and options, with the default in
+brackets. `l2r COMMAND --help` says more of each command. A verdict comes first, then a table for
+80 columns; `--json` has every column. `l2r_sips` and `l2r-sips` are one name.
+`l2r --install-completion` completes words in bash, zsh, fish and PowerShell.
 
-A verdict comes first, then a table for 80 columns; `--json` has every column. `l2r_sips` and
-`l2r-sips` are one name. `l2r --install-completion` completes words in bash, zsh, fish and
-PowerShell.
+Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1` shows its origin). An interrupted
+command ends with 130 and keeps what it wrote; SIGTERM ends one with 143.
 
-## Options of several commands
+## Shared
 """
 
 
@@ -39,11 +38,20 @@ def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from commands(child, (*words, name))
 
 
-def shared_rows(calls: list[tuple[str, Any]], least: int = 3) -> dict[str, str]:
-    """Rows of options that at least so many commands have alike, by the option's name."""
-    options = (p for _, command in calls for p in shown(command) if p.param_type_name == "option")
-    count = Counter(map(row, options))
-    return {text.split("`")[1]: text for text, times in count.items() if times >= least}
+def shared_rows(calls: list[tuple[str, Any]]) -> dict[str, str]:
+    """Rows, by name, that several commands and most of those with that name have alike."""
+    count = Counter(row(parameter) for _, command in calls for parameter in shown(command))
+    of_name = Counter[str]()
+    for text, times in count.items():
+        of_name[name_of(text)] += times
+    often = {text: n for text, n in count.items() if n > 1 and 2 * n > of_name[name_of(text)]}
+    order = sorted(often, key=lambda text: name_of(text).startswith("--"))  # arguments first
+    return {name_of(text): text for text in order}
+
+
+def name_of(text: str) -> str:
+    """The name of the argument or option that a row begins with."""
+    return text.split("`")[1]
 
 
 def shown(command: Any) -> list[Any]:
@@ -52,16 +60,17 @@ def shown(command: Any) -> list[Any]:
 
 
 def section(call: str, command: Any, shared: Mapping[str, str]) -> str:
-    """Help, examples and a list of what can be given; options in ``shared`` by name only."""
+    """First sentence of the help, examples, arguments and options; ``shared`` ones by name."""
     text, *examples = (command.help or "").split("Example:")
-    lines = [f"## {call}", "", " ".join(text.split()), ""]
+    summary = " ".join(text.split()).split(". ")[0].rstrip(".")
+    lines = [f"## {call}", "", f"{summary}.", ""]
     if examples:
         lines += ["```bash", *(" ".join(example.split()) for example in examples), "```", ""]
     rows = [row(parameter) for parameter in shown(command)]
     also = [f"`{name}`" for name, text in shared.items() if text in rows]
     rows = [text for text in rows if text not in shared.values()]
     if also:
-        rows.append(f"- [shared](#options-of-several-commands): {', '.join(also)}")
+        rows.append(f"- [shared](#shared): {', '.join(also)}")
     if rows:
         lines += [*rows, ""]
     return "\n".join(lines)

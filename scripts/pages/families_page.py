@@ -1,4 +1,4 @@
-"""Write docs/families.md: swap the routers of small models of all supported families, and check.
+"""Write the families of docs/swap.md: swap the routers of a small model of each, and check.
 
     PYTHONPATH=. python scripts/pages/families_page.py [--only olmoe,mixtral]
 
@@ -18,34 +18,33 @@ from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 from l2r.hf.swap.families import FAMILIES, REFUSED
 from l2r.report.tables import Table
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-TEXT = """# Model families
+PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+TEXT = """
+**{verdict}**
+`scripts/pages/families_page.py` swaps the routers of a small random model of each, on a CPU, with
+{versions}:
 
-**{verdict}** Made by `scripts/pages/families_page.py` on a CPU, with a small random model of each
-family and {versions}. The checks:
-
-- `same_rule`: a linear router of ours with the old router's weights gives the old model's logits
-  (to 1e-5), so the family's selection rule was kept.
-- `swap`: `capture` sees the L2R router, and `output_router_logits=True` returns its logits.
+- `same_rule`: our linear router with the old weights gives the old logits to 1e-5, so the
+  family's selection rule was kept.
+- `swap`: `capture` and `output_router_logits=True` see the new router's logits.
 - `train_step`: one SGD step moves every router parameter and lowers the loss.
-- `generate`: greedy generation with the cache equals generation without.
-- `reload`: `save_pretrained`, then `l2r.load_pretrained` in another process: bit-equal logits.
-- `compile`: `torch.compile(fullgraph=True)` gives the same logits (AOTAutograd; experts as
-  `batched_mm`, which compiles on CPUs in fp32).
+- `generate`: greedy generation is the same with and without the cache.
+- `reload`: saved and loaded in another process, the logits are equal to the bit.
+- `compile`: `torch.compile(fullgraph=True)` gives the same logits.
 
-## Supported
+### Supported
 
 {supported}
 {table}
-## Refused
+### Refused
 
-With the reason that the error gives:
+{refused}
+"""
 
-{refused}"""
 
-
-def page(results: Sequence[FamilyResult]) -> str:
-    """The page as Markdown; families that fail a check stand in a table."""
+def section(results: Sequence[FamilyResult]) -> str:
+    """The section as Markdown; families that fail a check stand in a table."""
     passed = [family for family, *checks in map(astuple, results) if all(checks)]
     rows = [
         (family, *("yes" if works else "no" for works in checks))
@@ -66,6 +65,13 @@ def page(results: Sequence[FamilyResult]) -> str:
     )
 
 
+def between_marks(text: str, section: str) -> str:
+    """The page with ``section`` in place of what stands between its two marks."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}{section}{END}{tail}"
+
+
 def main() -> int:
     """Check, then write or print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -73,7 +79,8 @@ def main() -> int:
     only = parser.parse_args().only
     results = list(check_families(list(FAMILIES) if only is None else only.split(",")))
     if only is None:
-        PAGE.write_text(page(results), encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(between_marks(text, section(results)), encoding="utf-8")
     else:
         sys.stdout.write("".join(f"{result}\n" for result in results))
     return 0

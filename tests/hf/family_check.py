@@ -1,4 +1,4 @@
-"""Run every supported family through a swap, with tiny random models: docs/families.md."""
+"""Run every supported family through a swap, with tiny random models: docs/swap.md."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-5  # of float32 logits of order one after two layers
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """Checks of one family, in the order of the columns of docs/families.md."""
+    """Checks of one family, in the order of the columns of docs/swap.md."""
 
     family: str
     same_rule: bool

@@ -1,4 +1,4 @@
-"""docs/paper-map.md: every row resolves, every equation and figure of the paper has one."""
+"""docs/api.md: every row resolves, every equation and figure of the paper has one."""
 
 import re
 from importlib import import_module
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "paper-map.md").read_text()
+PAGE = (ROOT / "docs" / "api.md").read_text()
 ROW = re.compile(
     r"^\| (?P<what>.*) \| `(?P<module>l2r[\w.]*):(?P<name>\w+)` \| `(?P<test>\S+)` \|$"
 )

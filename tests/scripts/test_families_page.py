@@ -1,4 +1,4 @@
-"""docs/families.md names every family with the checks that it passes."""
+"""docs/swap.md names every family with the checks that it passes."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
 def test_the_page_names_every_family_and_the_reason_of_every_refusal():
     text = families_page.PAGE.read_text(encoding="utf-8")
-    supported = text.split("## Supported")[1].split("## Refused")[0]
+    supported = text.split("### Supported")[1].split("### Refused")[0]
     assert re.findall(r"`(\w+)`", supported) == list(OWN_SIZES)
     assert f"All {len(OWN_SIZES)} families" in text and "| no |" not in text
     assert set(FAMILIES) <= set(OWN_SIZES)
@@ -22,9 +22,17 @@ def test_the_page_names_every_family_and_the_reason_of_every_refusal():
 def test_a_check_that_failed_is_a_no_on_the_page():
     checks = dict.fromkeys(COLUMNS[1:], True)
     failed = FamilyResult("olmoe", **{**checks, "compile": False})
-    text = families_page.page([failed, FamilyResult("mixtral", **checks)])
+    text = families_page.section([failed, FamilyResult("mixtral", **checks)])
     assert "| olmoe | yes | yes | yes | yes | yes | no |" in text
     assert "1 of 2 families pass" in text and "| mixtral |" not in text
+
+
+def test_the_section_is_replaced_and_the_page_around_it_stays():
+    text = families_page.PAGE.read_text(encoding="utf-8")
+    new = families_page.between_marks(text, "none\n")
+    assert new != text and new.count("none\n") == 1 and "olmoe" not in new.split("## Families")[1]
+    old = text.partition(families_page.BEGIN)[2].partition(families_page.END)[0]
+    assert families_page.between_marks(new, old) == text
 
 
 def test_an_unknown_family_is_refused():

@@ -5,7 +5,7 @@ decoder (vision-language models, classifiers) are recognized too. Every router h
 (logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
 
 A new family is a line of _TABLE and its tiny sizes in tests/hf/families.py, whose tests then run
-for it; scripts/pages/families_page.py writes it into docs/families.md.
+for it; scripts/pages/families_page.py writes it into docs/swap.md.
 """
 
 from collections.abc import Callable, Mapping

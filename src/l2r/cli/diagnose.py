@@ -60,7 +60,7 @@ def diagnose(
     over_time: Annotated[
         bool,
         typer.Option(
-            help="How far earlier checkpoints choose as the last: of one run, or those given."
+            help="Compare earlier checkpoints' routing with the last one's: a run's or those given."
         ),
     ] = False,
     text_tokens: Annotated[
@@ -68,7 +68,7 @@ def diagnose(
     ] = 1024,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Of the sample and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sample and the noise.")] = 0,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",

@@ -81,11 +81,11 @@ def eval(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ and print the paper's
-    full-results rows, with paired differences from the first (run again to resume after a kill), or
-    an image classifier on its validation images.
+    """Evaluate checkpoints on MMLU, BoolQ, HellaSwag, PIQA and SciQ, on text, or on images.
 
-    Accuracies are in percent, with 95% intervals; evaluation.json has them too. With --text: nats
+    Prints the paper's full-results rows, with paired differences from the first (run again to
+    resume after a kill), or an image classifier's accuracy on its validation images. Accuracies
+    are in percent, with 95% intervals; evaluation.json has them too. With --text: nats
     per token, perplexity and bits per byte on text of your own, by file and in all, with paired
     differences from the first.
 

@@ -57,7 +57,7 @@ def run(
         bool,
         typer.Option(
             "--judge-only",
-            help="Train nothing, leave the results' folder as it is: judge what there is.",
+            help="Judge the results that exist; train nothing, change nothing in their folder.",
         ),
     ] = False,
     share: Annotated[int, typer.Option(hidden=True, help="Only run cells, at most so many.")] = 0,

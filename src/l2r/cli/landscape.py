@@ -23,10 +23,10 @@ def landscape(
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Of the checkpoint's routers, from 0 (default: all).")
+        int | None, typer.Option(help="Layer of the checkpoint, from 0 (default: all).")
     ] = None,
     seed: Annotated[
-        int, typer.Option(help=f"Of drawn anchors; the page has the next {_DRAWS - 1} as well.")
+        int, typer.Option(help=f"Seed of drawn anchors; the page adds the next {_DRAWS - 1}.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
@@ -34,7 +34,7 @@ def landscape(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """A page that scores the routing plane as its sliders say: dot, cosine and SIPS.
+    """Write an interactive explorer of dot, cosine and SIPS scores over the routing plane.
 
     Landscape, decision regions and the first expert's probability along a circle, of drawn
     anchors, with the paper's landscapes below, or of a checkpoint's.

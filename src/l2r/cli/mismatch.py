@@ -62,7 +62,7 @@ def mismatch(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decisions that another arithmetic, checkpoint or engine makes otherwise, and their cost.
+    """Count the decisions that change in another arithmetic, checkpoint or engine, and their cost.
 
     Compares experts by layer, margin, position and kind of token, the log-probabilities with own
     and with the same experts, and counts decisions that are certified not to change.

@@ -11,7 +11,7 @@ from l2r.runs.plain_json import plain_json
 def plan(
     recipe: Recipe,
     changes: Changes = None,
-    gpus: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)] = 8,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or mi300x.")] = "h100",
     parallel: Annotated[
         str | None, typer.Option(help="ddp, fsdp2 or ep; the fastest that fits by default.")

@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
 
     Without it, every activation above 32 MiB (and at first above 128 KiB) is a fresh mapping that
     costs a page fault for each 4 KiB in every step: about a sixth of a small model's step on a CPU
-    (docs/performance.md). The process then keeps its peak until it ends. Does nothing on
+    (dev/costs.md). The process then keeps its peak until it ends. Does nothing on
     another system or C library, or with L2R_KEEP_MEMORY=off.
     """
     if os.environ.get("L2R_KEEP_MEMORY", "on") == "off":

@@ -17,6 +17,7 @@ import yaml
 from l2r.cli import main
 from l2r.report.evidence import write_study
 from l2r.report.evidence_figures import curves_with_bands, effect_plot
+from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
 from l2r.runs.study import MEASURES, Results
 from l2r.studies import judging
@@ -447,6 +448,35 @@ def test_the_page_of_screens_draws_what_all_of_them_measured(tmp_path, lacking):
         other: True,
     }
     assert text.read_text().count("| factor | level |") == 2
+
+
+def test_losses_are_drawn_against_the_parameters_of_the_routers(tmp_path):
+    """Arms that differ in rank alone are one line; without parameters there is no figure."""
+    arms = {
+        "linear": ["router.kind=linear"],
+        **{f"rank {n}": ["router.kind=l2r_sips", f"router.rank={n}"] for n in (8, 2, 4)},
+    }
+    plan = registered(arms=arms, contrasts=[])
+    losses = {"linear": 5.0, "rank 8": 5.1, "rank 2": 5.4, "rank 4": 5.2}
+    sizes = {"linear": 256, "rank 8": 800, "rank 2": 200, "rank 4": 400}
+    results = made_up(plan, 2, lambda arm, seed, metric, trained: losses[arm] + 0.1 * seed)
+    assert size_plot(study_of(plan, results)) is None
+    results = [
+        dataclasses.replace(r, facts={**r.facts, "router_parameters": sizes[r.arm]})
+        for r in results
+    ]
+    study = study_of(plan, results)
+    figure = size_plot(study)
+    drawn = {line.name: line for line in figure.data}
+    assert list(drawn) == ["linear", "l2r_sips"]
+    assert drawn["l2r_sips"].x == (200, 400, 800) and drawn["linear"].x == (256,)
+    seeds = sorted({r.seed for r in results})
+    middle = 0.1 * sum(seeds) / 2
+    assert drawn["l2r_sips"].y == pytest.approx([5.4 + middle, 5.2 + middle, 5.1 + middle])
+    assert drawn["l2r_sips"].error_y.array == pytest.approx([0.05 * (seeds[1] - seeds[0])] * 3)
+    assert (drawn["l2r_sips"].mode, drawn["linear"].mode) == ("lines+markers", "markers")
+    _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+    assert "router parameters" in text.read_text()
 
 
 @pytest.mark.parametrize(("count", "said"), [(10, False), (14, True)])

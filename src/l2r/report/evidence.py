@@ -7,8 +7,8 @@ from l2r.report.evidence_figures import (
     curves_with_bands,
     effect_plot,
     forest,
-    scale_plot,
 )
+from l2r.report.evidence_scales import scale_plot, size_plot
 from l2r.report.evidence_tables import (
     METHOD,
     arm_table,
@@ -71,7 +71,8 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         sections.append(Section("Main effects", text, [*figures, *effect_tables]))
     arms = arm_table(study)
     sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
-    sections.append(Section("Arms", parts=[arms]))
+    size = size_plot(study)
+    sections.append(Section("Arms", parts=[arms] if size is None else [size, arms]))
     if study.results:
         text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
         drawn, ran = len(arms_of_curves(study)), len(arms.rows)

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.palette import INK, VERDICT_COLORS, router_color
-from l2r.report.style import layout, line_style, panel_figure
+from l2r.report.palette import INK, VERDICT_COLORS
+from l2r.report.style import layout, line_style
 from l2r.runs.study import Study
 from l2r.stats.contrasts import Contrast, Judged
 from l2r.stats.effects import Effect
@@ -34,7 +33,6 @@ METRICS = {
     "flipped_decisions": "decisions flipped by bf16",
     "flipped_tokens": "tokens flipped by bf16",
 }
-_SCALES = ("logit_spread", "weight_sum", "first_experts")
 _SHOWN = 12  # curves; more are hard to distinguish
 _LONG = 24  # characters of an arm's name
 
@@ -164,29 +162,6 @@ def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Fig
     figure.update_layout(
         **layout(wide=900, height=len(screens) * (150 + 26 * most), margin={"l": 240})
     )
-    return figure
-
-
-def scale_plot(study: Study) -> go.Figure:
-    """Loss of every arm of the screens against what routers differ in besides their geometry."""
-    figure, places = panel_figure([METRICS[m] for m in _SCALES], 3, shared_yaxes=True)
-    for position, (name, screen) in enumerate(study.screens.items()):
-        for metric, place in zip(_SCALES, places, strict=True):
-            arms = [arm for arm in screen.arms if study.values(arm, metric)]
-            figure.add_scatter(
-                x=[fmean(study.values(arm, metric)) for arm in arms],
-                y=[fmean(study.values(arm, "validation_ce")) for arm in arms],
-                text=arms,
-                mode="markers",
-                marker={"color": router_color(name, position), "size": 8},
-                name=name,
-                legendgroup=name,
-                showlegend=metric == _SCALES[0],
-                **place,
-            )
-    figure.update_xaxes(type="log", row=1, col=1)
-    figure.update_yaxes(title_text=f"{METRICS['validation_ce']}, nats", row=1, col=1)
-    figure.update_layout(**layout(wide=900, legend={"orientation": "h", "y": -0.2, "x": 0}))
     return figure
 
 

@@ -79,10 +79,12 @@ def arm_table(study: Study) -> Table:
                 _mean(study.values(arm, metric, "untrained"))
                 for metric in ("validation_ce", "routing_gain", "load_entropy")
             ]
-            rows.append((_words(arm), seeds, *cells, ce.half if seeds > 1 else None, *before))
+            ends = (ce.half if seeds > 1 else None, *before, study.router_parameters(arm))
+            rows.append((_words(arm), seeds, *cells, *ends))
     columns = (
         "arm", "seeds", *(METRICS[m] for m in measured), "validation CE ±",
         "validation CE, step 0", "routing gain, step 0", "load entropy, step 0",
+        "router parameters",
     )  # fmt: skip
     return Table("Arms, means over seeds", columns, tuple(rows))
 

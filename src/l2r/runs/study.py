@@ -201,3 +201,8 @@ class Study:
         own = sorted((r for r in self.results if r.arm == arm), key=lambda r: r.seed)
         found = [getattr(result, when).get(metric) for result in own]
         return [value for value in found if value is not None]
+
+    def router_parameters(self, arm: str) -> int | None:
+        """Parameters of all routers of an arm's model, where its results give them."""
+        sizes = (r.facts.get("router_parameters") for r in self.results if r.arm == arm)
+        return next((size for size in sizes if size is not None), None)

@@ -23,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
+.PHONY: help demo demo-vision test test-slow engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,9 +34,14 @@ demo: $(VENV)/.demo ## Train the paper's six routers and a tuned L2R on text, wr
 demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 	$(BIN)/l2r compare demo-vision --seeds 3 $(CHANGES)
 
-test: $(VENV)/.test ## Run every test; the slowest are named at the end
-	@# bytecode is kept, whatever the surroundings say: without, each process compiles 370 files of tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+# bytecode is kept, whatever the surroundings say: without, each process compiles 370 files of tests
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+
+test: $(VENV)/.test ## Run the tests but the slow ones (minutes); the slowest are named at the end
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.test ## Run the slow tests: browsers, compilers, processes, whole trainings, every family
+	$(PYTEST) -m slow
 
 engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
 	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/others/engines.py

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,19 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates of fewer cells and a shorter search: as sound, faster, less tight."""
+    from l2r.analysis.certificates import rank2_cells
+    from l2r.analysis.certificates.attack import find_flip
+    from l2r.analysis.diagnostics import model_diagnosis
+
+    monkeypatch.setattr(rank2_cells, "COARSE_CELLS", 500)
+    monkeypatch.setattr(rank2_cells, "ROUNDS", 20)
+    short = partial(find_flip, starts=2, steps=4)
+    monkeypatch.setattr(model_diagnosis, "find_flip", short)
 
 
 class Ended(NamedTuple):

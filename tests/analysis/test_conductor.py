@@ -17,6 +17,8 @@ from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import batches, ours, stock
 
+pytestmark = pytest.mark.usefixtures("coarse")
+
 SETTINGS = DiagnosisSettings(certify=2, repeats=2)
 
 

@@ -15,14 +15,24 @@ def assert_refused(result, *words):
         assert word in line, line
 
 
+EVERY = ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips", "l2r_sips_tuned"]
+
+
+@pytest.mark.parametrize(
+    "routers",
+    [["linear", "l2r_sips"], pytest.param(EVERY, marks=pytest.mark.slow("seven trainings"))],
+    ids=["two", "every"],
+)
+@pytest.mark.usefixtures("coarse")
 def test_compare_trains_every_router_and_writes_one_self_contained_page(
-    l2r, tiny_changes, tmp_path
+    l2r, tiny_changes, tmp_path, routers
 ):
-    code, out, err = l2r("compare", "demo", *tiny_changes, "--out", tmp_path, "--json")
+    chosen = [] if routers == EVERY else ["--routers", ",".join(routers)]
+    command = ["compare", "demo", *tiny_changes, *chosen, "--out", tmp_path]
+    code, out, err = l2r(*command, "--json")
     assert code == 0, err
     rows = json.loads(out)
-    names = ["linear", "linear_sips", "xmoe", "l2r_dot", "l2r_cosine", "l2r_sips"]
-    assert [row["router"] for row in rows] == [*names, "l2r_sips_tuned"]
+    assert [row["router"] for row in rows] == routers
     for row in rows:
         assert row["CE mean"] > 0 and 0 <= row["stability"] <= 1 and row["router params"] > 0
     page = (tmp_path / "report.html").read_text()
@@ -36,7 +46,7 @@ def test_compare_trains_every_router_and_writes_one_self_contained_page(
     assert "<script src=" not in text and '"name":"l2r_sips"' in text and "animals" in text
     (tmp_path / "linear" / "text.npz").unlink()  # as in a run that an older version diagnosed
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/model/model.safetensors")}
-    assert l2r("compare", "demo", *tiny_changes, "--out", tmp_path)[0] == 0
+    assert l2r(*command)[0] == 0
     assert before == {p: p.stat().st_mtime_ns for p in before}
     assert (tmp_path / "linear" / "text.npz").is_file()
     code, out, _ = l2r("report", tmp_path, "--json", "--out", tmp_path / "again.html")
@@ -136,6 +146,7 @@ def test_a_yaml_file_that_is_not_a_mapping_or_runs_code_is_refused(l2r, tmp_path
     assert_refused(l2r("train", path), "its own base")
 
 
+@pytest.mark.slow("a fresh process")
 def test_a_real_process_ends_with_code_2_and_one_line(tmp_path):
     command = [sys.executable, "-m", "l2r", "train", "demo/l2r-sips", "router.rank=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -99,6 +99,7 @@ def test_a_wrong_kernel_fails_the_doctor(l2r, monkeypatch):
     )
 
 
+@pytest.mark.slow("a fresh process")
 def test_without_a_compiler_the_doctor_names_what_runs_instead(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "l2r", "doctor", "--json"],

@@ -16,6 +16,8 @@ from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import SIZES, ours, stock
 
+pytestmark = pytest.mark.usefixtures("coarse")
+
 SHORT = ["--instances", "8", "--length", "16", "--batch-size", "3", "--device", "cpu"]
 
 

@@ -8,6 +8,8 @@ import pytest
 from l2r.runs.text_routing import TextRouting
 from tests.cli.test_diagnose import SHORT
 
+pytestmark = pytest.mark.usefixtures("coarse")
+
 
 def records(l2r, checkpoint, tmp_path, *text):
     out = tmp_path / "out"

@@ -221,6 +221,7 @@ def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(l2r, checkpoint, text_fo
             assert model(sample_tokens()).logits.isfinite().all()
 
 
+@pytest.mark.slow("a chain of commands")
 def test_a_bf16_checkpoint_is_exported_evaluated_and_diagnosed(
     l2r, checkpoint, text_folder, tmp_path
 ):

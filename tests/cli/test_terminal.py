@@ -37,7 +37,7 @@ def narrow(l2r, tmp_path, monkeypatch):
     [
         ("params",),
         ("params", "--heads", "1,2,4,8,16,32,64"),
-        ("params", "--vit"),
+        pytest.param(("params", "--vit"), marks=pytest.mark.slow("whole models are counted")),
         ("params", "--recipes", "demo"),
         ("plan", "olmoe-1b-7b/l2r-sips", "--no-simulate"),
         ("doctor",),
@@ -53,6 +53,7 @@ def test_a_table_fits_80_characters(command, narrow):
     narrow(*command)
 
 
+@pytest.mark.slow("a chain of commands")
 def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, text_folder):
     """Train, compare, report, sweep, diagnose, swap, upcycle and eval, in the smallest sizes."""
     routers = ("--routers", "linear,l2r-sips")

@@ -45,6 +45,7 @@ def wait_for(true):
         time.sleep(0.02)
 
 
+@pytest.mark.slow("a command that waits")
 def test_the_page_follows_the_run_and_the_command_ends_with_it(l2r, finished, going):
     page, ended = going / "report.html", []
     watching = threading.Thread(
@@ -92,6 +93,7 @@ def test_an_average_belongs_to_a_finished_run(finished, going):
     assert run.is_finished()
 
 
+@pytest.mark.slow("a command that waits")
 def test_ctrl_c_ends_it_in_one_line(going, tmp_path):
     process = Running(tmp_path / "output", main, ["report", str(going), "--watch"])
     wait_for((going / "report.html").is_file)

@@ -9,6 +9,7 @@ from typer.main import get_command
 
 from l2r.cli.app import build_app
 from tests.processes import command, script
+from tests.tiers import few
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?```python\n(.*?)```", re.S)
@@ -40,7 +41,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [p for p in PAGES[1:] if any(not skipped for skipped, _ in BLOCK.findall(p.read_text()))]
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+SLOW = ("add-a-router.md", "inspect.md", "vision.md")  # trainings and diagnoses
+
+
+@pytest.mark.parametrize(
+    "page", few(RUN, lambda page: page.name not in SLOW, "trainings"), ids=lambda page: page.name
+)
 def test_snippets_run(page, tmp_path, monkeypatch):
     blocks = [code for skipped, code in BLOCK.findall(page.read_text()) if not skipped]
     monkeypatch.chdir(tmp_path)

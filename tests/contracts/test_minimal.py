@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow("fresh processes")
+
 # None in sys.modules makes an import fail as if the package were not there.
 OPTIONAL = """
 import sys

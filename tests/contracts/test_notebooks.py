@@ -38,6 +38,7 @@ def print_outputs(path):
     print(json.dumps(run(path)))
 
 
+@pytest.mark.slow("whole notebooks")
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_offline_and_prints_what_is_kept(path, tmp_path):
     surroundings = {"HF_HUB_OFFLINE": "1", "L2R_CACHE": str(tmp_path / "cache")}

@@ -22,6 +22,7 @@ def test_every_export_exists_is_listed_and_there_are_few():
         _ = l2r.swap_router
 
 
+@pytest.mark.slow("fresh processes")
 def test_import_l2r_is_light_and_the_first_ten_minutes_need_one_import():
     """What is listed before anything heavy is imported, and that an import brings it.
 

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
 import yaml
 from typer.main import get_command
 
@@ -54,6 +55,7 @@ data = [{"input_ids": [2, 3, 4, 5, 6, 7], "labels": [2, 3, 4, 5, 6, 7]}] * 8
 """
 
 
+@pytest.mark.slow("a chain of commands")
 def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(text_folder, "my-text")

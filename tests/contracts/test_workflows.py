@@ -91,3 +91,21 @@ def test_the_wheel_that_is_installed_is_the_one_that_make_dist_builds():
 def test_the_page_of_installation_lists_every_extra_that_is_not_for_development():
     listed = re.findall(r"^\| `([a-z-]+)` \|", INSTALL.read_text(), re.M)
     assert listed == [e for e in PROJECT["optional-dependencies"] if e not in FOR_DEVELOPMENT]
+
+
+def test_what_make_test_leaves_out_make_test_slow_runs_and_ci_runs_both():
+    fast, slow = (
+        re.search(rf"^{target}: .*\n\t(.+)$", MAKEFILE, re.M)[1] for target in ("test", "test-slow")
+    )
+    assert fast.replace('-m "not slow"', "-m slow") == slow != fast
+    workflow = [step.get("run") for step in steps(ROOT / ".github/workflows/ci.yml")]
+    for script in (workflow, (ROOT / ".ci" / "run").read_text().splitlines()):
+        assert {"make test", "make test-slow", "make lint"} <= set(script)
+
+
+def test_every_slow_mark_says_why():
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    marks = [mark for file in files for mark in re.findall(r"mark\.slow\b.?.?", file.read_text())]
+    assert len(marks) > 50 and {mark for mark in marks if mark != 'mark.slow("'} <= {
+        "mark.slow(w"  # tests/tiers.py passes it on
+    }

@@ -11,6 +11,8 @@ from tests.hardening.test_foreign_code import own_model
 from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file
 from tests.training.evaluation.conftest import small_tokenizer
 
+pytestmark = pytest.mark.usefixtures("coarse")
+
 __all__ = ["own_model", "small_tokenizer", "tokenizer_file"]
 
 TEXT = "a letter that nobody else has\n"

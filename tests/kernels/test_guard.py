@@ -213,6 +213,7 @@ def test_a_compiled_router_is_compared_when_it_first_runs(monkeypatch, broken):
     assert len(said) == broken
 
 
+@pytest.mark.slow("Triton's interpreter")
 @pytest.mark.parametrize(
     ("sizes", "scoring", "dtype"),
     [

@@ -55,6 +55,7 @@ def test_the_operation_passes_torch_opcheck(name: str, stage: str) -> None:
         opcheck(operation._route, (*inputs_of(given), *options))
 
 
+@pytest.mark.slow("a compiler")
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", ["l2r_sips", "xmoe", "linear"])
 def test_compile_fullgraph_and_checkpoint_give_the_same_gradients(

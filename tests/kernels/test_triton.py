@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from routing_cases import STEPS, Case, cases, check_logits, check_route, error, leaves, route
+from tests.tiers import few
 
 from l2r.kernels import dispatch, plain
 from l2r.kernels.dispatch import implementation
@@ -29,13 +30,14 @@ EDGES = [
 ]
 
 
+@pytest.mark.slow("Triton's interpreter")
 @given(case=cases())
 @quick
 def test_route_equals_plain_float64(poisoned: None, case: Case) -> None:
     check_route("triton", DEVICE, case)
 
 
-@pytest.mark.parametrize("case", EDGES, ids=str)
+@pytest.mark.parametrize("case", few(EDGES, EDGES[:4], "Triton's interpreter"), ids=str)
 def test_route_equals_plain_float64_at_the_edges(poisoned: None, case: Case) -> None:
     check_route("triton", DEVICE, case)
 
@@ -45,6 +47,7 @@ def test_every_step_equals_plain_float64(poisoned: None, steps: str) -> None:
     check_logits("triton", DEVICE, Case(5, 20, 9, 3, 2, 2), steps)
 
 
+@pytest.mark.slow("Triton's interpreter")
 @given(case=cases(), steps=st.sampled_from(STEPS))
 @quick
 def test_logits_equal_plain_float64(poisoned: None, case: Case, steps: str) -> None:
@@ -114,6 +117,7 @@ def test_inputs_need_not_be_contiguous() -> None:
     assert torch.equal(one.logits, two.logits)
 
 
+@pytest.mark.slow("Triton's interpreter")
 def test_same_numbers_every_time() -> None:
     case = Case(70, 40, 16, 4, 2, 4)
     results = []

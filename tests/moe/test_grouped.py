@@ -175,5 +175,6 @@ print("products")
 """
 
 
+@pytest.mark.slow("a compiler")
 def test_models_with_experts_compile_and_export_in_fp32(tmp_path):
     assert script(tmp_path, SCRIPT).succeed().split() == ["vit", "lm", "products"]

@@ -114,6 +114,7 @@ def test_the_plane_and_the_circle_cover_what_the_axes_say(tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+@pytest.mark.slow("a browser")
 def test_the_page_shows_settings_and_the_query_of_its_first_set(tmp_path):
     """A browser starts for it, which takes a second or two."""
     sets = [drawn_anchors(3), drawn_anchors(4)]

@@ -27,6 +27,7 @@ def marked(page):
     )
 
 
+@pytest.mark.slow("a browser")
 def test_verdict_and_limits_stand_at_the_head(page):
     assert page.locator("#verdict").inner_text() == verdict(small(), "bf16")
     assert page.locator("#limits").inner_text() == limits(small())
@@ -34,6 +35,7 @@ def test_verdict_and_limits_stand_at_the_head(page):
     assert page.locator("html").get_attribute("data-theme") == "dark"
 
 
+@pytest.mark.slow("a browser")
 def test_tokens_are_marked_by_the_layers_that_differ(page):
     changed = small().changed
     assert marked(page) == changed.sum(axis=0).tolist() == [0, 2, 0, 0, 1]
@@ -41,6 +43,7 @@ def test_tokens_are_marked_by_the_layers_that_differ(page):
     assert marked(page) == changed[0].tolist()
 
 
+@pytest.mark.slow("a browser")
 def test_the_next_flip_shows_both_sides_experts(page):
     page.locator("#next").click()
     assert page.locator(".t.current").inner_text() == "12"
@@ -52,6 +55,7 @@ def test_the_next_flip_shows_both_sides_experts(page):
     assert page.locator(".t.current").inner_text() == " word"
 
 
+@pytest.mark.slow("a browser")
 def test_bars_are_the_shares_and_nothing_is_wider_than_a_phone(page):
     first = page.locator("#charts tr").first.inner_text()
     assert "20.0%" in first and "80.0% certified" in first

@@ -41,6 +41,7 @@ ERROR_BARS = """[...document.querySelectorAll('path.xerror, path.yerror')]
   .map(mark => getComputedStyle(mark).stroke)"""
 
 
+@pytest.mark.slow("a browser")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_in_three_forms(name, open_tab, pages):
     tab, errors = open_tab(viewport={"width": 1280, "height": 900}), []
@@ -65,6 +66,7 @@ def test_a_page_in_three_forms(name, open_tab, pages):
     assert errors == []
 
 
+@pytest.mark.slow("a browser")
 def test_the_explorer_waits_for_room(open_tab, pages):
     """A browser may lay a page out before its window has a size."""
     tab, errors = open_tab(viewport={"width": 20, "height": 20}), []

@@ -7,6 +7,8 @@ import pytest
 from l2r.report.text_view import write_text_page
 from tests.report.texts import WORDS, random_text
 
+pytestmark = pytest.mark.slow("a browser")
+
 ONE, TWO = random_text(), random_text(layers=3, experts=9, seed=1)
 OTHER = random_text(pieces=WORDS[::-1], seed=2)
 

@@ -28,6 +28,7 @@ def together(folder, *words, processes=2):
     return lines, ended
 
 
+@pytest.mark.slow("fresh processes")
 def test_a_bad_run_is_one_line_and_the_last_gets_all_threads(tmp_path, capsys):
     torch.set_num_threads(2)
     words = ("fail", "one", "crash", "two", "three")
@@ -52,6 +53,7 @@ def test_what_a_run_raises_comes_out_when_the_other_has_saved(tmp_path):
     assert (tmp_path / "wait 1").is_file() and not (tmp_path / "three").exists()
 
 
+@pytest.mark.slow("fresh processes")
 def test_a_process_that_is_killed_while_it_waits_for_a_job_is_replaced(tmp_path, monkeypatch):
     started, lines, start = [], [], side_by_side._Group._start
 
@@ -101,6 +103,7 @@ def test_how_many_processes_suit_a_machine(monkeypatch, jobs, threads, gigabytes
     assert suitable_processes(jobs) == 1
 
 
+@pytest.mark.slow("fresh processes")
 def test_a_sweep_side_by_side_is_stopped_resumed_and_equal(tiny_changes, tmp_path):
     changes = [*tiny_changes, "training.steps=30", "checkpoint.every=0"]
     axis = "router.rank=2,4,8"

@@ -185,6 +185,7 @@ def test_a_signal_stops_the_whole_sweep(tiny_changes, tmp_path, monkeypatch):
     assert not is_finished(outcomes[0].run, cells[0].recipe)
 
 
+@pytest.mark.slow("fresh processes")
 def test_cells_can_be_processes_of_their_own(tiny_changes, tmp_path):
     cells = plan([*tiny_changes, "training.steps=2"], "router.rank=2")
     (failed,) = run_cells(cells, tmp_path, launch="false")

@@ -11,6 +11,8 @@ from scripts.proofs.bf16_against_fp32 import curve, main, run
 from l2r.runs.folder import RunFolder
 from tests.processes import Running, on_ranks
 
+pytestmark = pytest.mark.slow("a whole training")
+
 EXPECTED = {
     "expert products": ["bfloat16"],
     "linear layers": ["bfloat16"],

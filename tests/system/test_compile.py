@@ -1,6 +1,10 @@
 """torch.compile without graph breaks, in a process without the type checks of the test run."""
 
+import pytest
+
 from tests.processes import script
+
+pytestmark = pytest.mark.slow("a compiler")
 
 SCRIPT = """
 import torch

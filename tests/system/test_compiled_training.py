@@ -12,6 +12,8 @@ from l2r.training import loop
 from l2r.training.recipes.load import load_recipe
 from tests.processes import Running
 
+pytestmark = pytest.mark.slow("a compiler")
+
 SIZES = {
     "demo/l2r-sips": [],  # tiny_changes
     "demo-vision/l2r-sips": ["training.global_batch=8", "training.micro_batch=4"],

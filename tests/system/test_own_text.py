@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import pytest
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 SECTION = PAGE.read_text().split("## Your own text")[1].split("\n## ")[0]
 COMMANDS = [
@@ -38,6 +40,7 @@ def write_text(folder):
     (folder / "forum" / "posts.jsonl").write_text("".join(lines))
 
 
+@pytest.mark.slow("a chain of commands")
 def test_the_pages_commands_lead_from_a_folder_to_a_report(l2r, tmp_path, monkeypatch):
     assert [line.split(" -")[0].split()[1] for line in COMMANDS] == [
         "train", "train", "report", "diagnose", "data", "data", "train", "diagnose",

@@ -38,6 +38,7 @@ def assert_same(first, second):
             assert a[load] == pytest.approx(b[load], rel=ORDER)
 
 
+@pytest.mark.slow("two processes")
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
 def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
     query_norm = f"router.query_norm={norm}"
@@ -57,6 +58,7 @@ def test_the_same_ranks_train_twice(tiny_changes, tmp_path):
     assert_same(*(RunFolder(tmp_path / name) for name in ("first", "second")))
 
 
+@pytest.mark.slow("two processes")
 def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):
     """Three ways to the same weights: unbroken, and DDP for 2 steps then FSDP2.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pyarrow
+import pytest
 
 from l2r.training.data.manifest import read_manifest
 from l2r.training.data.olmoe_mix import OLMOE_MIX, parse_tokens, plan_subset
@@ -128,6 +129,7 @@ def commands_of(script):
     return [line.split("\0")[:-1] for line in done.stdout.split("\n\0") if line]
 
 
+@pytest.mark.slow("a chain of commands")
 def test_the_commands_of_the_page_run_from_plan_to_report(tmp_path, monkeypatch):
     plan = plan_subset(parse_tokens(settings_of(REHEARSAL)["SUBSET"]))
     write_mix(tmp_path / "mix", plan)

@@ -12,6 +12,8 @@ from l2r.training.parallel import gathered_weights, parallelize
 from l2r.training.ranks import Ranks
 from tests.processes import on_two_ranks
 
+pytestmark = pytest.mark.slow("two processes")
+
 STEPS = 12
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

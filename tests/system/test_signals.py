@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from l2r.runs.folder import RunFolder
 from tests.processes import command
 
+pytestmark = pytest.mark.slow("killed processes")
+
 STEPS = ["training.steps=60", "checkpoint.every=5", "evaluation.every=0"]
 
 

@@ -207,6 +207,7 @@ def test_commands_for_language_refuse_a_classifier_in_one_line(
     assert "holds an image classifier, not a language model" in ended.refusal()
 
 
+@pytest.mark.slow("a chain of commands")
 def test_the_commands_of_the_page_go_from_a_folder_to_a_report(l2r, tmp_path, monkeypatch):
     """As they stand there, each training cut to two steps of a small model."""
     section = PAGE.read_text().split("## My own images, from a folder to a report", 1)[1]

@@ -19,6 +19,7 @@ from l2r.training.fit_batches import perplexity
 from l2r.training.teacher_agreement import compare, divergence
 from l2r.training.upcycling import JointOptions, train_jointly, upcycle
 from tests.hf.families import tiny_model
+from tests.tiers import few
 
 CONFIG = L2RConfig(rank=8, heads=4)
 
@@ -55,6 +56,7 @@ def trained():
     return model.eval()
 
 
+@pytest.mark.slow("a whole training")
 def test_the_fit_recovers_decisions_and_perplexity(trained):
     model = copy.deepcopy(trained)
     result = upcycle(model, CONFIG, batches(80, seed=1), batches(4, seed=2))
@@ -86,6 +88,7 @@ def test_only_routers_change_in_the_fit(trained):
     assert all(p.grad is None for n, p in model.named_parameters() if ".gate." not in n)
 
 
+@pytest.mark.slow("a whole training")
 def test_joint_training_improves_on_the_fit(trained):
     model = copy.deepcopy(trained)
     joint = JointOptions(steps=20, lr=2e-3)
@@ -119,7 +122,9 @@ def test_some_layers_only(trained):
     ]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "lfm2_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "name", few(["deepseek_v3", "minimax_m2", "lfm2_moe", "ernie4_5_moe"], ["deepseek_v3"], "fits")
+)
 def test_families_with_sigmoids_and_biases_fit_too(name, tmp_path):
     model = tiny_model(FAMILIES[name])
     result = upcycle(model, CONFIG, batches(40, seed=1), batches(2, seed=2))

@@ -25,6 +25,7 @@ from l2r.training.ranks import Ranks
 from l2r.training.recipes.load import load_recipe
 from l2r.training.vision import VisionTask
 from tests.processes import command, on_ranks
+from tests.tiers import few
 
 RECIPES = {kind: f"demo-vision/{kind.replace('_', '-')}" for kind in PAPER_ROUTERS}
 TINY = [
@@ -81,7 +82,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+@pytest.mark.parametrize("kind", few(PAPER_ROUTERS, ("l2r_sips",), "trainings"))
 def test_every_router_overfits_one_batch(kind):
     task = VisionTask(recipe("data.augmentation.label_smoothing=0.0", kind=kind), print)
     torch.manual_seed(0)
@@ -195,6 +196,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(plain[name], saving[name], atol=SAME, rtol=0)
 
 
+@pytest.mark.slow("a whole training")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_ranks_equal_one(parallel, tmp_path):
     changes = [*MIXED, "losses.balance_scope=step", "training.ema_decay=0.9"]
@@ -230,6 +232,7 @@ def test_the_average_is_the_running_mean_of_the_weights():
     torch.testing.assert_close(average.parameters["0.weight"].double(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow("a whole training")
 def test_training_learns(tmp_path):
     changes = ["training.steps=120", "training.global_batch=64", "training.micro_batch=64"]
     changes += ["evaluation.every=0", "checkpoint.every=0", "evaluation.max_batches=30"]

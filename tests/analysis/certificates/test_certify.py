@@ -17,17 +17,16 @@ from l2r.analysis.certificates.certify import certified_share, certify
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, routing_map
 from l2r.routers.selection import Selection
 from tests.analysis.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
+from tests.tiers import few
 
 EXACT = [name for name in FORMS if "anchor" in name or name.startswith(("linear", "xmoe"))]
 RANK_2 = ["dot", "cosine", "sips", "sips, no norm", "sips, batchnorm"]
 SEVERAL = [*RANK_2, "sips, rank 4", "dot, rank 4", "cosine, rank 4"]
 
 
-@pytest.fixture(autouse=True)
-def _coarse(monkeypatch, unchecked):
-    """Fewer cells: as sound, faster, less tight."""
-    monkeypatch.setattr(plane, "COARSE_CELLS", 500)
-    monkeypatch.setattr(plane, "ROUNDS", 20)
+pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
+FEW = ("linear", "xmoe", "cosine", "sips", "sips, rank 4")  # each way to a radius
+SEARCH = "a search with every form"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -41,7 +40,7 @@ def test_the_form_gives_the_router_its_decisions(name):
         torch.testing.assert_close(form.logits(x), router.logits(x))
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", few(FORMS, FEW, SEARCH))
 def test_no_search_breaks_a_certificate_and_none_beats_it(name):
     router, x = make(name), inputs(24)
     radii = certify(router, x)
@@ -52,7 +51,7 @@ def test_no_search_breaks_a_certificate_and_none_beats_it(name):
         assert count_violations(router, x, radius, top1=top1, tries=5) == 0
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", few(EXACT, ("linear", "sips, one anchor"), SEARCH))
 def test_one_anchor_per_expert_is_certified_exactly(name):
     router, x = make(name), inputs(30)
     radii = certify(router, x)
@@ -76,7 +75,7 @@ def test_linear_radius_equals_a_loop_over_pairs():
             assert got == pytest.approx(least, rel=2e-6)
 
 
-@pytest.mark.parametrize("name", RANK_2)
+@pytest.mark.parametrize("name", few(RANK_2, ("dot",), SEARCH))
 def test_rank_two_is_near_the_smallest_flip(name, monkeypatch):
     monkeypatch.setattr(plane, "ROUNDS", 60)
     router, x = make(name), inputs(30)
@@ -125,13 +124,14 @@ def test_cells_cover_every_change_of_decision(name):
         assert changes >= len(sizes)  # every circle around the origin meets several experts
 
 
-@pytest.mark.parametrize("name", ["linear", "sips", "sips, rank 4"])
+@pytest.mark.parametrize("name", few(["linear", "sips", "sips, rank 4"], ("linear",), SEARCH))
 def test_the_tries_would_notice_a_radius_that_is_too_large(name):
     router, x = make(name), inputs(40)
     found = find_flip(router, x)
     assert count_violations(router, x, 1.02 * found, tries=20, steps=10) > 10
 
 
+@pytest.mark.slow("a search")
 @settings(deadline=None, max_examples=5)
 @given(name=st.sampled_from(SEVERAL), seed=st.integers(0, 10**6), scale=st.sampled_from([0.1, 5.0]))
 def test_certificates_hold_for_any_parameters_and_inputs(name, seed, scale):

@@ -216,6 +216,7 @@ def on_a_rank(rank):
     return record.sums, record.sample
 
 
+@pytest.mark.slow("two processes")
 def test_two_ranks_give_the_statistics_of_all_tokens(tmp_path):
     alone = collect_records(ours(), batches(4), domains=DOMAINS, sample=16)[0]
     (first, sample), (second, other) = on_two_ranks(on_a_rank, tmp_path)

@@ -21,6 +21,7 @@ from l2r.report.performance import (
     read_bench,
     scaling_figure,
 )
+from tests.tiers import few
 
 QUICK = BenchSettings(seconds=0.02, quick=True)
 
@@ -83,7 +84,7 @@ def test_quick_run_is_complete_and_survives_json(name: str, tmp_path: Path) -> N
         assert len(set(bars.y)) == len(bars.x) >= 3
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", few(BENCHES, ("router",), "timed runs"))
 def test_who_watches_sees_what_is_done_of_all_and_stores_nothing(name: str) -> None:
     seen: list[tuple[int, int, str]] = []
     watched = replace(QUICK, watch=lambda *now: seen.append(now))
@@ -94,6 +95,7 @@ def test_who_watches_sees_what_is_done_of_all_and_stores_nothing(name: str) -> N
     json.dumps(stored)
 
 
+@pytest.mark.slow("timed runs")
 def test_scaling_has_every_axis_and_draws_it() -> None:
     found = run_bench("scaling", QUICK).as_dict()
     for axis in ("tokens", "experts", "heads", "rank", "hidden"):

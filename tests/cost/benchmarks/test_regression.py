@@ -36,6 +36,7 @@ def test_a_contender_that_became_slower_is_named_and_no_other():
     assert "l2r_sips H16, fused, 0." in str(change) and "of linear, fused" in str(change)
 
 
+@pytest.mark.slow("timed runs")
 def test_noise_of_a_busy_machine_is_no_regression_and_a_faster_one_neither():
     """The pace of a turn, here up to fivefold, is in both times of a ratio."""
     falsely = [

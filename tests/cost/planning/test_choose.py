@@ -30,6 +30,12 @@ def sizes(olmoe):
     return read_sizes(olmoe)
 
 
+@pytest.fixture
+def counted(sizes, monkeypatch):
+    """Plans of the recipe above count its model once."""
+    monkeypatch.setattr("l2r.cost.planning.choose.read_sizes", lambda _: sizes)
+
+
 def test_flops_by_part_are_the_matrices_a_token_meets(sizes):
     layers, tokens, d, width, k = 16, 4096, 2048, 1024, 8
     per_token = {part: count / tokens for part, count in sizes.flops.items()}
@@ -92,6 +98,7 @@ def test_each_bottleneck_shows(sizes):
     assert step_time(sizes, Cut("ep", 8, 1024, 1, False), slow, 0.4).bottleneck == "tokens"
 
 
+@pytest.mark.usefixtures("counted")
 def test_the_largest_micro_batch_fits_and_the_next_does_not(olmoe):
     given = Assumptions(find_gpu("b200"))
     plan = make_plan(olmoe, 8, given, simulated=False)
@@ -105,6 +112,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(olmoe):
     assert not small.fits(ddp) and small.best.cut.parallel != "ddp"
 
 
+@pytest.mark.usefixtures("counted")
 def test_where_the_simulation_says_no_the_next_fastest_is_taken(olmoe, monkeypatch):
     def simulated(_: object, cut: Cut) -> Simulated:
         return Simulated(10**9 if cut.checkpointing else 10**12, 0, 0, 0, 0)
@@ -124,12 +132,14 @@ def test_where_the_simulation_says_no_the_next_fastest_is_taken(olmoe, monkeypat
         (8, "tp", "parallel must be one of ddp, fsdp2, ep"),
     ],
 )
+@pytest.mark.usefixtures("counted")
 def test_what_cannot_be_is_one_line(olmoe, gpus, parallel, words):
     given = Assumptions(find_gpu("h100"))
     with pytest.raises(ValueError, match=words):
         make_plan(olmoe, gpus, given, parallel=parallel, simulated=False)
 
 
+@pytest.mark.usefixtures("counted")
 def test_the_command_prints_tables_json_and_what_does_not_fit(l2r):
     args = ("plan", "olmoe-1b-7b/l2r-sips", "--gpus", 8, "--gpu", "b200", "--no-simulate")
     code, out, err = l2r(*args)

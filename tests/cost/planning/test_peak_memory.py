@@ -11,6 +11,7 @@ from l2r.cost.planning.peak_memory import formula
 from l2r.cost.planning.simulate import simulate
 from l2r.cost.planning.sizes import read_sizes
 from l2r.training.recipes.load import load_recipe
+from tests.tiers import few
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "machines" / "plan_against_measured.py"
 # One block and few words, but enough tokens that activations are most of the memory.
@@ -26,6 +27,7 @@ def script():
     return module
 
 
+@pytest.mark.slow("a simulated training")
 def test_the_simulation_is_a_measured_training_step(script, tiny_changes):
     # Of so little text no tokenizer learns 300 words, and the model follows the tokenizer.
     longer = ["model.vocab_size=300", "data.sequence_length=128", "training.micro_batch=4"]
@@ -39,13 +41,17 @@ def test_the_simulation_is_a_measured_training_step(script, tiny_changes):
 
 @pytest.mark.parametrize(
     ("parallel", "gpus", "micro_batch", "checkpointing"),
-    [
-        ("ddp", 1, 16, False),
-        ("ddp", 2, 4, True),
-        ("fsdp2", 2, 8, False),
-        ("fsdp2", 4, 2, True),
-        ("ep", 8, 2, False),
-    ],
+    few(
+        [
+            ("ddp", 1, 16, False),
+            ("ddp", 2, 4, True),
+            ("fsdp2", 2, 8, False),
+            ("fsdp2", 4, 2, True),
+            ("ep", 8, 2, False),
+        ],
+        [("ddp", 1, 16, False)],
+        "a simulated training",
+    ),
 )
 def test_the_formula_is_the_simulation(parallel, gpus, micro_batch, checkpointing):
     recipe = load_recipe("demo/l2r-sips", SMALL)
@@ -67,6 +73,7 @@ def test_a_moving_average_is_one_more_copy_of_the_weights(parallel):
     assert more == pytest.approx(4 * plain.numbers / (2 if parallel == "fsdp2" else 1))
 
 
+@pytest.mark.slow("a simulated training")
 def test_logits_in_chunks_are_planned():
     changes = [*SMALL, "data.vocab_size=4096"]
     peaks = []
@@ -79,6 +86,7 @@ def test_logits_in_chunks_are_planned():
     assert peaks[0] - peaks[1] > 4 * 4096 * (16 * 64 - 64)  # a whole one at least is not there
 
 
+@pytest.mark.slow("a simulated training")
 @pytest.mark.parametrize(("parallel", "gpus"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_a_moving_average_takes_the_weights_once_more(parallel, gpus):
     cut = Cut(parallel, gpus, 16, 8, False)
@@ -93,6 +101,7 @@ def test_a_moving_average_takes_the_weights_once_more(parallel, gpus):
     assert with_average.weights == pytest.approx(expected.weights, rel=1e-3)
 
 
+@pytest.mark.slow("a simulated training")
 def test_a_vision_recipe_in_bf16_is_planned_too():
     recipe = load_recipe("demo-vision/l2r-sips", ["training.precision=bf16", "model.num_labels=10"])
     cut = Cut("ddp", 1, 64, 64, False)

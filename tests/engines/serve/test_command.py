@@ -21,6 +21,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow("a fresh process")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_answers_and_ends_when_interrupted(folder, tmp_path, number):
     """In a process of its own, a few seconds: a request in flight does not keep it."""

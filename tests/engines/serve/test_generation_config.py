@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.engines.serve.conftest import serving
+from tests.tiers import few
 
 NEW = 6
 # What changes scores, ends early, or makes ``generate`` run another algorithm or refuse.
@@ -37,7 +38,7 @@ def plain(folder):
     return scores(folder)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", few(SETTINGS, ("scores", "lengths", "beams"), "every field"))
 @pytest.mark.parametrize("continuous_batching", [False, True], ids=["one_by_one", "batching"])
 def test_answers_do_not_depend_on_the_file(folder, tmp_path, plain, setting, continuous_batching):
     for file in folder.iterdir():

@@ -9,6 +9,7 @@ from l2r.engines.serve.limits import ServeLimits
 from tests.engines.serve.conftest import serving
 
 
+@pytest.mark.slow("a server for some time")
 def test_a_soak_of_a_server_that_is_well(folder):
     """The first turn of the first client is to leave, that of the sixth a bad request."""
     limits = ServeLimits(head_seconds=0.1, connections=30)

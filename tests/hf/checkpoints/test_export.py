@@ -106,6 +106,7 @@ def layers_that_differ():
     return {"two": mixtral, "own": partial}
 
 
+@pytest.mark.slow("a fresh process")
 def test_folders_load_without_this_package(tmp_path):
     """All in one new process: every family swapped, our OLMoE with every router, and mixtures."""
     families = swapped_families()

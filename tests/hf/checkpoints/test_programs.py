@@ -41,6 +41,7 @@ def loaded(folder, library):
     return scope["program"]
 
 
+@pytest.mark.slow("an exporter")
 def test_torch_export(l2r, model, tmp_path):
     model.save_pretrained(tmp_path / "m")
     code, text, err = l2r(
@@ -51,6 +52,7 @@ def test_torch_export(l2r, model, tmp_path):
     agrees(loaded(tmp_path / "p", "pytorch"), model)
 
 
+@pytest.mark.slow("an exporter")
 def test_onnx(model, tmp_path):
     pytest.importorskip("onnxruntime", reason="the onnx extra is not installed")
     found = export_program(model, tmp_path / "p", form="onnx")

@@ -17,6 +17,8 @@ from l2r.studies.measure import diagnose_run
 from l2r.training.loop import train
 from l2r.training.recipes.load import load_recipe
 
+pytestmark = pytest.mark.usefixtures("coarse")
+
 
 @pytest.fixture(scope="module")
 def recipe(tiny_changes):

@@ -26,6 +26,7 @@ from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig
 from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.tiers import few_families
 
 GATE = "model.layers.0.mlp.gate"
 IMAGES = {
@@ -314,7 +315,7 @@ def test_tensors_without_numbers_of_their_own_are_not_looked_at():
                 check_finite({**fine, "broken": broken}.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few_families(FAMILIES))
 def test_what_transformers_saved_loads_in_every_family(tmp_path, family):
     """Tied weights, buffers that are not saved and converted experts are no faults."""
     model = tiny_model(FAMILIES[family])

@@ -21,6 +21,7 @@ from l2r.hf.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
 from l2r.runs.router_names import PAPER_ROUTERS
 from tests.processes import script
+from tests.tiers import few
 
 SIZES = {
     "vocab_size": 120,
@@ -42,6 +43,7 @@ def build(kind="l2r_sips", seed=0, **options):
     return L2rOlmoeForCausalLM(config).eval()
 
 
+@pytest.mark.slow("a fresh process")
 def test_a_fresh_process_loads_the_same_logits(tmp_path):
     for kind in PAPER_ROUTERS:
         model = build(kind)
@@ -168,7 +170,7 @@ def test_gradient_checkpointing_keeps_the_routers_auxiliary_gradient():
     assert grads[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("kind", PAPER_ROUTERS)
+@pytest.mark.parametrize("kind", few(PAPER_ROUTERS, ("linear", "l2r_sips"), "trainings"))
 def test_a_tiny_model_overfits_one_batch(kind):
     model = build(kind).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

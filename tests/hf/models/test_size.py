@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
@@ -51,6 +52,7 @@ def test_a_vit_counts_only_its_sparse_blocks():
     assert size.linear_routers == 4 * 16
 
 
+@pytest.mark.slow("every recipe")
 def test_every_olmoe_recipe_is_counted_at_full_size(l2r):
     code, out, _ = l2r("params", "--recipes", "olmoe-1b-7b", "--json")
     rows = {row["recipe"]: row for row in json.loads(out)}

@@ -16,7 +16,7 @@ from transformers import (
 from l2r import capture
 from l2r.hf.checkpoints import load_image_classifier
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
-from l2r.hf.models.size import vit_s_costs
+from l2r.hf.models.size import vit_cost, vit_s_costs
 from l2r.hf.models.vit import L2rViTModel
 from l2r.moe import MoELayer
 from l2r.runs.router_names import PAPER_ROUTERS
@@ -235,3 +235,8 @@ def test_full_size_counts_equal_the_formula(kind, costs):
     combine = BLOCKS * TOKENS * 2 * K * D
     extra = BLOCKS * TOKENS * (K - 1) * 2 * 2 * D * F
     assert cost.flops - (dense.flops + extra + cost.router_flops) in (0, combine)
+
+
+def test_routers_counted_alone_are_those_of_the_whole_model(costs):
+    whole = vit_cost(L2rViTConfig(num_labels=1000, router={"kind": "xmoe"}))
+    assert costs["xmoe"] == whole

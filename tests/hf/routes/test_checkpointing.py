@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from l2r import record, replay
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.routes.models import drawn_for, family_model, token_ids
+from tests.tiers import few_families
 
 BATCHES = 3
 
@@ -56,7 +57,7 @@ def assert_close(ours, theirs):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-hooks", "reentrant"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "phimoe"])
+@pytest.mark.parametrize("name", few_families(name for name in FAMILIES if name != "phimoe"))
 def test_micro_batches_in_flight_are_recomputed_with_their_own_routes(name, reentrant):
     model, batches, routes = setup(name, swapped=False)
     expected = expected_gradients(model, batches, routes)

@@ -12,6 +12,7 @@ from tests.hf.families import TINY, tiny_model
 from tests.hf.routes.by_hand import weights_by_hand
 from tests.hf.routes.made import drawn
 from tests.hf.swap.test_selections import passed_to, settings_of
+from tests.tiers import few_families
 
 TOKENS = 24
 
@@ -31,7 +32,7 @@ def bound(reference, terms):
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["stock", "swapped"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_gradients_of_the_router_equal_a_reference_that_gathers_by_hand(name, swapped):
     model = tiny_model(FAMILIES[name])
     site = router_sites(model)[0]
@@ -68,7 +69,7 @@ def test_gradients_of_the_router_equal_a_reference_that_gathers_by_hand(name, sw
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_weighing_its_own_choice_gives_a_family_its_own_weights(name):
     model = tiny_model(FAMILIES[name])
     site = router_sites(model)[0]

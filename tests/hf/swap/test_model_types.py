@@ -28,6 +28,7 @@ from l2r.hf.models import (
 from l2r.hf.swap import auto, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.tiers import few_families
 
 CONFIG = L2RConfig(rank=2, heads=4)
 
@@ -47,7 +48,7 @@ def own(**options):
     return L2rOlmoeForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_an_auto_class_opens_the_routers_that_were_saved(name, tmp_path):
     model = swapped(name)
     model.save_pretrained(tmp_path / "swapped")
@@ -63,7 +64,7 @@ def test_an_auto_class_opens_the_routers_that_were_saved(name, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_the_familys_own_class_refuses_the_folder_and_names_the_package(name, tmp_path):
     model = tiny_model(FAMILIES[name])
     stock = type(model)
@@ -192,6 +193,7 @@ print("\n" + json.dumps(messages))
 """
 
 
+@pytest.mark.slow("fresh processes")
 def test_without_the_package_every_loader_stops_and_names_it(tmp_path):
     swapped("mixtral").save_pretrained(tmp_path)
     done = subprocess.run(

@@ -10,6 +10,7 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import new_router, old_weight, router_sites
 from l2r.routers.selection import Selection
 from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.tiers import few_families
 
 EXPERTS, TOKENS = 8, 300
 # Logits of every size: usual ones, and sigmoids so small that what is added to their sum counts.
@@ -44,7 +45,7 @@ def settings_of(router: nn.Module) -> list[dict[str, object]]:
     return [{}, scaled, *[{name: value} for name, values in there.items() for value in values]]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_a_family_keeps_its_choice_and_its_weights(name):
     model = tiny_model(FAMILIES[name])
     site = router_sites(model)[0]

@@ -27,6 +27,7 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.hf.family_check import compiles, generates, keeps_rule
+from tests.tiers import few_families
 
 MAIN = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 CONFIG = L2RConfig(rank=2, heads=4)
@@ -54,7 +55,7 @@ def test_router_logits_of_our_own_olmoe_are_recorded_once_after_a_swap(warm):
     assert len(model(sample_tokens(), output_router_logits=True).router_logits) == 2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_a_linear_router_with_the_old_weights_gives_the_old_outputs(name):
     assert keeps_rule(tiny_model(FAMILIES[name]))
 
@@ -288,6 +289,7 @@ def test_generation_with_the_cache_equals_generation_without(name):
     assert generates(swapped(name))
 
 
+@pytest.mark.slow("a compiler")
 @pytest.mark.parametrize("name", MAIN)
 def test_one_graph_under_torch_compile(name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # checks are not traceable

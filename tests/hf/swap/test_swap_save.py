@@ -32,6 +32,7 @@ def logits(model):
     return model(sample_tokens(), use_cache=False).logits
 
 
+@pytest.mark.slow("a fresh process")
 def test_a_fresh_process_gives_the_same_outputs_after_swap_train_step_and_generation():
     names = ["mixtral", "deepseek_v3", "gpt_oss"]
     results = list(check_families(names))

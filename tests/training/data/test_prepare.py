@@ -110,6 +110,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("killed processes")
 def test_killed_twice_and_resumed_gives_the_same_bytes(
     documents, write_shard, tokenizer_file, tmp_path
 ):

@@ -64,6 +64,7 @@ def harness(model, olmoe_tokenizer, tmp_path_factory):
     )
 
 
+@pytest.mark.slow("another program")
 @pytest.mark.parametrize(("name", "metric"), [("piqa", "acc_norm"), ("boolq", "acc")])
 def test_accuracy_and_error_agree_with_the_harness(model, harness, name, metric):
     ours = evaluate_tasks(model, None, name, limit=DOCUMENTS)[name]

@@ -79,12 +79,13 @@ def make_plan(
 
     Raises ValueError, in one line, for what does not fit or cannot be cut.
     """
-    planner = _Planner(recipe, given, report if simulated else None)
     every = FORMS if recipe.task == "language" else FORMS[:2]
     names = every if gpus > 1 else FORMS[:1]
     if parallel is not None and parallel not in names:
         where = f"for {recipe.task} on {gpus} GPUs" if gpus > 1 else "on one GPU"
         raise ValueError(f"parallel must be one of {', '.join(names)} {where}; got {parallel!r}")
+    Cut(names[0], gpus, recipe.training.global_batch, 1, checkpointing=False)  # or says why not
+    planner = _Planner(recipe, given, report if simulated else None)
     # Of a form that was not asked for, the formula is enough.
     forms = [planner.best(n, gpus, simulated=parallel in (None, n)) for n in names]
     fitting = [c for c in forms if c.peak <= given.gpu.usable]
@@ -142,8 +143,7 @@ class _Planner:
             for size in self.micro_batches(gpus)
             for checkpointing in (False, True)
         ]
-        if not every:  # says why
-            Cut(parallel, gpus, batch, 1, checkpointing=False)
+        if not every:
             raise ValueError(
                 f"global_batch / gpus must be even with mixup or cutmix; got {batch} / {gpus}"
             )

@@ -59,14 +59,22 @@ class VitCost(NamedTuple):
 
 def vit_cost(config: L2rViTConfig) -> VitCost:
     """Count a model on the meta device: nothing is allocated, so the full size takes a second."""
-    with torch.device("meta"):
-        model = L2rViTForImageClassification._from_config(config, attn_implementation="eager")
-        side = config.image_size
-        height, width = (side, side) if isinstance(side, int) else side
-        image = torch.empty(1, config.num_channels, height, width, dtype=torch.bfloat16)
-    flops = forward_flops(model, {"pixel_values": image})
+    model = _on_meta(config)
+    flops = forward_flops(model, {"pixel_values": _one_image(config)})
     router_flops = sum(flops[n] for n, m in model.named_modules() if isinstance(m, Router))
     return VitCost(model_size(model), flops[""], router_flops)
+
+
+def _on_meta(config: L2rViTConfig) -> L2rViTForImageClassification:
+    with torch.device("meta"):
+        return L2rViTForImageClassification._from_config(config, attn_implementation="eager")
+
+
+def _one_image(config: L2rViTConfig) -> Tensor:
+    side = config.image_size
+    height, width = (side, side) if isinstance(side, int) else side
+    shape = (1, config.num_channels, height, width)
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
@@ -87,11 +95,28 @@ def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, i
 
 
 def vit_s_costs() -> dict[str, VitCost]:
-    """The paper's ViT-S, dense and with every router of the paper."""
-    configs = {"dense": L2rViTConfig(num_labels=1000, moe_layers=[])}
+    """The paper's ViT-S, dense and with every router of the paper.
+
+    Beside their routers the models are one: the linear one is counted whole, of the others the
+    routers.
+    """
+    linear = vit_cost(L2rViTConfig(num_labels=1000, router={"kind": "linear"}))
+    costs = {"dense": vit_cost(L2rViTConfig(num_labels=1000, moe_layers=[])), "linear": linear}
     for kind in router_names():
-        configs[kind] = L2rViTConfig(num_labels=1000, router={"kind": kind})
-    return {name: vit_cost(config) for name, config in configs.items()}
+        config = L2rViTConfig(num_labels=1000, router={"kind": kind})
+        model, tokens = _on_meta(config), _tokens(config)
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        x = torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16, device="meta")
+        router_flops = sum(forward_flops(router, {"x": x})[""] for router in routers)
+        flops = linear.flops - linear.router_flops + router_flops
+        costs[kind] = VitCost(model_size(model), flops, router_flops)
+    return costs
+
+
+def _tokens(config: L2rViTConfig) -> int:
+    """Patches of an image and the class token."""
+    *_, height, width = _one_image(config).shape
+    return 1 + (height // config.patch_size) * (width // config.patch_size)
 
 
 def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:

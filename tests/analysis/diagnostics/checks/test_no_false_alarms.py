@@ -12,6 +12,7 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.hf.families import tiny_model
+from tests.tiers import few_families
 
 
 def statuses(model, batch=None, **options):
@@ -91,7 +92,7 @@ def test_wrappers_and_batches_of_a_data_loader_are_taken():
     assert unwell(torch.compile(with_loss(), backend="eager"), batch) == {}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_no_family_is_at_fault(name):
     """Of new models, in both precisions; loads are skipped, since no text is given."""
     for dtype in (torch.float32, torch.bfloat16):

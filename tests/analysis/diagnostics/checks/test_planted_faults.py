@@ -5,6 +5,7 @@ table of families; their swapped forms are fitted, so that nothing is wrong with
 """
 
 import copy
+import functools
 import math
 import sys
 from dataclasses import replace
@@ -22,9 +23,11 @@ from l2r.hf.swap.swap import replace_routers
 from l2r.routers import Router
 from l2r.training.fit import FitOptions
 from tests.hf.families import tiny_model
+from tests.tiers import few
 
 NAMES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = [f"{how} {name}" for name in NAMES for how in ("stock", "swapped")]
+FEW = ("stock deepseek_v3", "swapped mixtral")
 AttentionInterface.register("l2r_test_without_masks", sdpa_attention_forward)
 
 
@@ -33,9 +36,9 @@ def text(seed=1):
     return torch.randint(3, 64, (4, 64), generator=generator)
 
 
-@pytest.fixture(scope="module")
-def models():
-    return {kind: build(*kind.split()) for kind in KINDS}
+@functools.cache
+def healthy(kind):
+    return build(*kind.split())
 
 
 def build(how, name):
@@ -52,9 +55,9 @@ def build(how, name):
 
 
 @pytest.fixture
-def planted(models, request):
+def planted(request):
     """A copy of a healthy model."""
-    return copy.deepcopy(models[request.param])
+    return copy.deepcopy(healthy(request.param))
 
 
 def routers(model):
@@ -212,10 +215,10 @@ def check(model, **options):
     return {found.check: found for found in check_model(model, {"input_ids": text()}, **options)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_model_is_silent(models, kind):
+@pytest.mark.parametrize("kind", few(KINDS, FEW, "every family"))
+def test_a_healthy_model_is_silent(kind):
     """And stays as it was: weights, gradients, mode."""
-    model = models[kind]
+    model = healthy(kind)
     model.zero_grad()  # of the fit
     modes = [module.training for module in model.modules()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -236,7 +239,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("planted", "name"), CASES, indirect=["planted"])
+IS_FEW = lambda case: case[0] in FEW  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("planted", "name"), few(CASES, IS_FEW, "every family"), indirect=["planted"]
+)
 def test_a_planted_fault_is_named(planted, name):
     plant, caught_by, status = {**EVERYWHERE, **WITH_A_LOSS, **WITH_A_BIAS}[name]
     plant(planted)
@@ -260,9 +268,9 @@ def test_padding_that_counts_in_the_balance_loss_is_named(planted, monkeypatch):
     assert found["loss"].status == "ok"  # of a batch without padding
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "stock" in kind])
-def test_a_swap_without_a_fit_is_named(models, kind, tmp_path):
+@pytest.mark.parametrize("kind", few([k for k in KINDS if "stock" in k], FEW, "every family"))
+def test_a_swap_without_a_fit_is_named(kind):
     """In the process that swapped, and of a copy that remembers nothing."""
-    model = replace_routers(copy.deepcopy(models[kind]), L2RConfig(rank=2, heads=4))
+    model = replace_routers(copy.deepcopy(healthy(kind)), L2RConfig(rank=2, heads=4))
     for each in (model, copy.deepcopy(model)):
         assert check(each)["trained"].status == "warning"

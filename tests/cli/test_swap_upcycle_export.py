@@ -153,6 +153,7 @@ def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
     assert "--tokens 3000 --updates 4 --train-steps 2" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow("fits twice")
 @pytest.mark.parametrize("command", ["upcycle", "swap"])
 def test_a_fit_with_layers_on_disk_writes_what_it_writes_in_memory(
     l2r, checkpoint, text_folder, tmp_path, command

@@ -42,7 +42,7 @@ def narrow(l2r, tmp_path, monkeypatch):
         ("plan", "olmoe-1b-7b/l2r-sips", "--no-simulate"),
         ("doctor",),
         ("data", "plan"),
-        ("bench", "memory", "--quick"),
+        pytest.param(("bench", "memory", "--quick"), marks=pytest.mark.slow("a benchmark")),
         ("bench", "moe", "--quick", "--seconds", 0.01),
         ("evidence", "decision", "--judge-only", "--results", RESULTS),
         ("evidence", "screen", "--judge-only", "--results", RESULTS),

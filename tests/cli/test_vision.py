@@ -17,6 +17,11 @@ SHORT = [
     "evaluation.batch_size=30",
     "evaluation.max_batches=2",
     "checkpoint.every=2",
+    "model.hidden_size=32",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "model.intermediate_size=32",
+    "model.moe_layers=[1]",
 ]
 
 

@@ -118,6 +118,7 @@ def test_a_folder_of_runs_is_not_watched(l2r, going):
     assert "--watch follows one run" in line and "which holds 1" in line
 
 
+@pytest.mark.slow("a chain of commands")
 def test_the_command_under_the_table_fills_the_columns_of_routing(
     l2r, finished, text_folder, tmp_path
 ):

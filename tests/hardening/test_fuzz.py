@@ -112,6 +112,7 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow("many cases")
 @fuzz
 @given(words=st.lists(WORDS, max_size=5))
 def test_command_lines(words, capsys, monkeypatch, tmp_path_factory):
@@ -194,6 +195,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow("many cases")
 @fuzz
 @given(file=st.integers(0, 2), **DAMAGE)
 def test_model_checkpoints(file, how, position, byte, model_folder, tmp_path_factory):

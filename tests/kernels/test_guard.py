@@ -85,6 +85,7 @@ def failing(problem: Exception):
     return Kernel()
 
 
+@pytest.mark.slow("Triton's interpreter")
 def test_right_kernels_are_believed_after_one_comparison_per_kind_of_call(monkeypatch):
     asked = []
     compare = guard.compare

@@ -12,6 +12,7 @@ from l2r.kernels import dispatch, operation, plain, tracing
 from l2r.kernels.contract import Score, Tensors, inputs_of
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
+from tests.tiers import few
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
@@ -22,15 +23,19 @@ SCORE = Score("sips")
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        "project",
-        "project without a gain",
-        "score",
-        "score with |q|",
-        "select",
-        "project and score",
-        "all",
-    ],
+    few(
+        [
+            "project",
+            "project without a gain",
+            "score",
+            "score with |q|",
+            "select",
+            "project and score",
+            "all",
+        ],
+        ["select", "all"],
+        "every stage",
+    ),
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.15's own
 @pytest.mark.parametrize("name", BACKENDS)
@@ -101,6 +106,7 @@ def test_routers_give_the_plain_result(name: str, kind: str, dtype: torch.dtype)
     assert error(found.logits, wanted.logits.double()) <= 2 * FP32
 
 
+@pytest.mark.slow("Triton's interpreter")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_learned_temperature_and_batch_norm_use_the_steps(name: str) -> None:
     for options in ({"learn_temperature": True, "temperature": 0.5}, {"query_norm": "batchnorm"}):

@@ -56,6 +56,7 @@ def test_a_planted_difference_is_found_at_the_promised_rate():
     assert abs(found - 0.8) < bound(0.8)
 
 
+@pytest.mark.slow("a simulation")
 def test_holm_finds_a_planted_difference_among_three_at_least_as_often_as_said():
     seeds = 6
     planted = detectable(SD, seeds, ALPHA / 3)
@@ -66,16 +67,19 @@ def test_holm_finds_a_planted_difference_among_three_at_least_as_often_as_said()
     assert share(draw, lambda verdict: verdict[0] == "better") > 0.8 - bound(0.8)
 
 
+@pytest.mark.slow("a simulation")
 def test_without_a_difference_three_contrasts_rarely_find_one():
     found = share(lambda g: list(g.normal(0, SD, (3, 6))), lambda v: "better" in v or "worse" in v)
     assert found < ALPHA + bound(ALPHA)
 
 
+@pytest.mark.slow("a simulation")
 def test_a_difference_of_the_margin_is_rarely_called_equivalent():
     found = share(lambda g: list(g.normal(MARGIN, 0.3 * SD, (3, 6))), lambda v: "equivalent" in v)
     assert found < ALPHA + bound(ALPHA)
 
 
+@pytest.mark.slow("a simulation")
 def test_adding_seeds_until_the_interval_is_narrow_keeps_the_error():
     """With the deviation of all seeds it does not: 0.090 in 200,000 trials of these."""
     least, most, narrow, trials = 3, 10, 0.01, 1500

@@ -19,6 +19,7 @@ JUDGE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow("every published study")
 @pytest.mark.parametrize("name", STUDIES)
 def test_results_are_of_the_plan_as_it_stands_and_the_page_is_what_they_come_to(name, tmp_path):
     registered = read_plan(name)

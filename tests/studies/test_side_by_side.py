@@ -46,6 +46,7 @@ def test_a_bad_run_is_one_line_and_the_last_gets_all_threads(tmp_path, capsys):
     assert [(tmp_path / word).read_text() for word in ("one", "three")] == ["1", "2"]
 
 
+@pytest.mark.slow("fresh processes")
 def test_what_a_run_raises_comes_out_when_the_other_has_saved(tmp_path):
     with pytest.raises(ModuleNotFoundError) as error:
         together(tmp_path, "wait 1", "raise", "three")

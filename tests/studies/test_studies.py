@@ -106,6 +106,7 @@ def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_
     assert [(j.seeds, j.verdict) for j in judged] == [(1, "undecided")] * 2
 
 
+@pytest.mark.slow("whole trainings")
 def test_an_untrained_model_makes_no_contrast_better(tiny_changes, tmp_path):
     """At a rate of 1e-12 every measure of the weights is that of step 0, and no verdict is won."""
     better = {"larger": ("routing_gain", "load_entropy", "stability", "cosine_variance")}
@@ -532,6 +533,7 @@ def test_the_page_says_when_the_stopping_rule_asks_for_more_seeds(tmp_path):
         assert (words in text.read_text()) is more, (half_width, seeds)
 
 
+@pytest.mark.slow("whole trainings")
 def test_images_are_measured_by_the_same_names(tmp_path):
     changes = ["training.epochs=null", "training.steps=2", "training.global_batch=16"]
     changes += ["training.micro_batch=16", "data.workers=0", "evaluation.max_batches=1"]

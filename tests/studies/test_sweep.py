@@ -114,6 +114,7 @@ def test_bad_grids_are_refused_in_one_line_before_training(axes, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow("a chain of trainings")
 def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     capsys, tiny_changes, tmp_path, monkeypatch
 ):

@@ -106,6 +106,7 @@ def halves(data, step):
     ]
 
 
+@pytest.mark.slow("two processes")
 def test_gradients_equal_those_of_one_process(start, ran):
     root, tokens = start
     found = torch.load(f"{ran[1]}.pt")

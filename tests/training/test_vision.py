@@ -176,6 +176,7 @@ def test_a_run_that_dies_resumes_to_the_same_bits(after, workers, unbroken, tmp_
     assert records(unbroken) == records(tmp_path / "run")
 
 
+@pytest.mark.slow("whole trainings")
 def test_accumulation_does_not_change_training(tmp_path):
     # RMSNorm, since BatchNorm's statistics are those of a micro-batch.
     changes = [*MIXED, "losses.balance_scope=step", "router.query_norm=rmsnorm"]
@@ -256,6 +257,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow("whole trainings")
 def test_an_image_folder_trains_and_broken_files_are_named_and_counted(folder, tmp_path):
     lines = []
     changes = [

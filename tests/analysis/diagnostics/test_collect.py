@@ -173,6 +173,7 @@ def test_layers_sample_the_same_tokens():
     assert positions[0] == positions[1]
 
 
+@pytest.mark.usefixtures("coarse")
 def test_diagnosis_is_plain_data_and_saves(tmp_path):
     records = collect_records(ours(heads=4), batches(), domains=DOMAINS, sample=40)
     diagnosis = diagnose_layers(records, domains=DOMAINS, settings=DiagnosisSettings(certify=4))

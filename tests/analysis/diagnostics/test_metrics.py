@@ -185,6 +185,7 @@ def _rows_that_ignore_domains(generator, *, rows=124, length=40, experts=8, k=2,
     return indices, domain, row
 
 
+@pytest.mark.slow("a simulation")
 def test_chance_level_counts_rows_and_not_tokens():
     """Experts that ignore domains stay inside the interval of chance, 95 of 100 times."""
     generator = torch.Generator().manual_seed(2)

@@ -104,6 +104,7 @@ def test_what_the_routers_own_rounding_can_change_is_not_certified():
     assert (held[16.0] == 1).float().mean() > 0.5
 
 
+@pytest.mark.slow("a search")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("linear", {}), ("l2r_sips", {"rank": 4, "heads": 3}), ("l2r_sips", {"rank": 2, "heads": 3})],

@@ -119,6 +119,7 @@ def test_command_prints_records_and_writes_a_page(l2r, tmp_path: Path) -> None:
     assert "Performance" in (tmp_path / "memory.html").read_text()
 
 
+@pytest.mark.slow("timed runs")
 def test_a_report_shows_benchmarks_and_refuses_other_files(tmp_path: Path) -> None:
     save_bench(run_bench("scaling", QUICK).as_dict(), tmp_path)
     section = bench_section(read_bench(tmp_path / "scaling.json"))

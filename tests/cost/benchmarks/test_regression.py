@@ -77,6 +77,7 @@ def test_every_timed_contender_has_its_turns(name):
         assert group["base"] in group["seconds"]
 
 
+@pytest.mark.slow("timed runs")
 def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_path, monkeypatch):
     asked = ("bench", "moe", "--quick", "--seconds", "0.02")
     first = l2r(*asked, "--out", tmp_path)

@@ -108,6 +108,7 @@ def test_shards_keep_their_files_and_the_index_says_where_everything_is(config, 
     assert all(ours[name].dtype == theirs[name].dtype for name in ours)
 
 
+@pytest.mark.slow("three swaps, written twice")
 def test_a_swapped_checkpoint_and_one_of_ours_are_swapped_again(tmp_path):
     first, _ = both(_stock(tmp_path), tmp_path / "first")
     assert_same(*both(first, tmp_path / "again", XMoEConfig(rank=4), layers=[1]))

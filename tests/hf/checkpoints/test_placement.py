@@ -134,6 +134,7 @@ def test_a_checkpoint_larger_than_memory_is_swapped_as_one_that_fits(
     assert all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0])
 
 
+@pytest.mark.usefixtures("coarse")
 def test_a_checkpoint_larger_than_memory_is_diagnosed_as_one_that_fits(
     folder, little_memory, l2r, tmp_path, monkeypatch
 ):

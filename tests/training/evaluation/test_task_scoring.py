@@ -56,6 +56,7 @@ def test_requests_are_build_tasks_own(model):
     assert build_requests(task, READER, limit=3).samples == whole.samples[:6]
 
 
+@pytest.mark.slow("another library")
 def test_long_contexts_are_cut_as_build_task_cuts_them():
     (task,) = select_tasks("mmlu_humanities")
     whole = build_task("mmlu_humanities_mc_5shot", READER, model_ctx_len=2048)

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from routing_cases import TOLERANCE, Case, error, leaves, route
+from tests.tiers import few
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +13,6 @@ from l2r.kernels import dispatch, operation, plain, tracing
 from l2r.kernels.contract import Score, Tensors, inputs_of
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
-from tests.tiers import few
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]

@@ -1,10 +1,30 @@
 """A diagnosis: what the routers of one checkpoint do, as numbers per layer and arrays for figures.
 
 Two files, written by compare and sweep into run folders and by diagnose into folders of
-its own; docs/diagnostics.md lists what is in them:
+its own; docs/diagnostics.md defines the numbers:
 
 diagnosis.json         schema, info, layers, mean; null for a number that is not finite
-diagnosis.safetensors  arrays named ``<layer>.<array>``
+diagnosis.safetensors  arrays named ``<layer>.<array>``, listed below
+
+Shape letters: N experts, K experts chosen per token, H anchors per expert, R rank, W rows and
+S tokens of a row in the log, M sampled tokens, D hidden size, G grid points a side, C certified.
+
+top1, topk, importance [N]      use of each expert per token
+usage_by_domain [domains, N]    assignments
+experts [W, S, K]               experts of each token of the log, the heaviest first; -1: no token
+coactivation [N, N]             P(E_j given E_i)
+vocabulary_input, vocabulary_next, vocabulary_predicted [N]
+                                mean share of the words whose main expert it is; NaN: none
+frequency [5, 4]                by bin: tokens, mean occurrences, load entropy, margin / spread
+sample_x [M, D], sample_query [M, R]
+                                router inputs and queries (no query where q is x)
+sample_first, sample_domain [M] first expert, domain
+anchors [N, H, R], anchor_wins [N, H]
+                                of L2R routers
+plane_axis [G], plane_first [G, G]
+                                rank 2: first expert at (q2, q1)
+certified_top1, certified_topk, found_top1, found_topk [C]
+                                radii of the first C sampled tokens
 """
 
 import dataclasses

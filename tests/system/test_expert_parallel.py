@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(
     reason="this transformers has no all-to-all for experts, which came with 5.23",
 )
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "others" / "train_ep.py"
 LENGTH, STEPS, BATCH = 32, 2, 4
 
-# Appended to the script of the docs, in the same two processes: what they compute and hold.
+# Appended to the script, in the same two processes: what they compute and hold.
 GRADIENTS = """
 model = l2r.load_pretrained(start, distributed_config=layout).train()
 rows = data.rows(data.batch(0, batch, 0, rank=rank, world_size=world))["input_ids"]
@@ -76,16 +76,12 @@ def run_script(path, *arguments):
 
 @pytest.fixture(scope="module")
 def ran(start, tmp_path_factory):
-    """Standard output of the docs' script on two ranks, and the folder it wrote to."""
+    """Standard output of the script on two ranks, and the folder it wrote to."""
     root, tokens = start
-    block = re.search(
-        r"<!-- not run: runs under torchrun .*? -->\n```python\n(.*?)```",
-        DOCS.read_text(),
-        flags=re.S,
-    )
-    assert block is not None and block.group(1).endswith(END)
-    script, out, output = root / "train_ep.py", root / "out", root / "output"
-    script.write_text(block.group(1).removesuffix(END) + GRADIENTS + END)
+    text = SCRIPT.read_text()
+    assert text.endswith(END)
+    script, out, output = root / SCRIPT.name, root / "out", root / "output"
+    script.write_text(text.removesuffix(END) + GRADIENTS + END)
     arguments = [root / "start", tokens, out, LENGTH, STEPS, BATCH]
     on_ranks(2, output, Running, run_script, str(script), *map(str, arguments))
     return (output / "0" / "out.txt").read_text(), out

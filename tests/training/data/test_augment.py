@@ -84,6 +84,27 @@ def test_color_operations_equal_pillows(name, sign):
         assert np.abs(got[row] - expected).max() <= TOLERANCE.get(name, 1) + 0.01, name
 
 
+def test_a_channel_of_one_value_has_no_contrast_to_stretch():
+    """As in pillow; white beside red would turn cyan and black."""
+    pixels = torch.full((1, 3, 6, 6), 255, dtype=torch.uint8)
+    pixels[0, 1:, 2:4, 2:4] = 10
+    out = OPERATIONS["auto_contrast"](pixels / 255, torch.ones(1), torch.ones(1))
+    image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+    expected = np.asarray(ImageOps.autocontrast(image), dtype=np.float64)
+    got = (out[0] * 255).permute(1, 2, 0).numpy()
+    assert np.abs(got - expected).max() <= TOLERANCE["auto_contrast"] + 0.01
+
+
+@pytest.mark.parametrize("level", [0.0, 0.002, 0.004, 0.3, 0.9, 1.0])
+def test_solarize_inverts_the_bytes_that_pillow_inverts(level):
+    """At level 0 none: white is not turned into black."""
+    pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    out = OPERATIONS["solarize"](pixels / 255, torch.tensor([level]), torch.ones(1))
+    image = Image.fromarray(pixels[0, 0].numpy())
+    expected = np.asarray(ImageOps.solarize(image, 256 - int(256 * level)))
+    assert np.array_equal((out[0, 0] * 255).round().numpy(), expected)
+
+
 def test_solarize_add_brightens_the_dark_half_only():
     x = torch.tensor([0.0, 0.2, 0.49, 0.5, 0.9]).view(1, 1, 1, 5)
     out = OPERATIONS["solarize_add"](x, torch.tensor([0.5]), torch.ones(1)).flatten()

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
+from l2r.training.data.image_facts import image_facts
 from l2r.training.data.image_sources import (
     ImageSource,
     folder_images,
@@ -20,6 +21,36 @@ from l2r.training.data.image_sources import (
     read_idx,
 )
 from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop, read_ahead
+
+UNDO = {  # by EXIF orientation: from the image that is shown to the one that is stored
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def big_endian_tiff(values):
+    """A TIFF file of 16 bits of gray, the high byte first."""
+    height, width = values.shape
+    data = values.astype(">u2").tobytes()
+    entries = [  # tag, type (3: 16 bits, on the left), value
+        (256, 4, width),
+        (257, 4, height),
+        (258, 3, 16 << 16),  # bits
+        (259, 3, 1 << 16),  # not compressed
+        (262, 3, 1 << 16),  # 0 is black
+        (273, 4, 8),  # where the pixels begin
+        (277, 3, 1 << 16),  # numbers a pixel
+        (278, 4, height),
+        (279, 4, len(data)),
+    ]
+    table = b"".join(struct.pack(">HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    head = b"MM\0*" + struct.pack(">I", 8 + len(data))
+    return head + data + struct.pack(">H", len(entries)) + table + struct.pack(">I", 0)
 
 
 def write_idx(path, array):
@@ -334,3 +365,56 @@ def test_a_hidden_folder_is_no_class_and_a_class_without_images_is_named(folder)
     (folder / "train" / "heic" / "1.heic").write_bytes(b"of another kind")
     with pytest.raises(ValueError, match=r"heic must hold images \(\.bmp"):
         open_images(str(folder))
+
+
+@pytest.mark.parametrize("name", ["phone.jpg", "phone.png", "phone.webp", "phone.tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_read_as_it_is_shown(tmp_path, name, orientation):
+    """Cameras store the sensor's rows, and in EXIF how to turn them."""
+    (tmp_path / "a").mkdir()
+    shown = Image.new("RGB", (48, 64), (64, 64, 64))  # no overshoot that would be cut
+    shown.paste((192, 192, 192), (0, 0, 24, 24))  # at the top on the left
+    stored, exif = shown.transpose(UNDO[orientation]) if orientation > 1 else shown, Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "a" / name, exif=exif)
+    source = folder_images(tmp_path)
+    facts = image_facts(source)
+    assert (facts.width, facts.height) == (48, 64)
+    images = ImageDataset(source, size=32, crop=CenterCrop(share=1.0))
+    with Image.open(tmp_path / "a" / name) as image:
+        box = (0, 8, 48, 56)
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        expected = np.asarray(upright.resize((32, 32), Image.Resampling.BICUBIC, box=box))
+    got = images.rows(np.array([0])).pixels[0].permute(1, 2, 0).numpy()
+    # Columns and rows are rounded in turn, in another order: half a step each, the first by weights
+    # of 1.25 together.
+    assert np.abs(got.astype(int) - expected).max() <= 2
+
+
+def test_a_crop_of_a_turned_photo_has_the_aspect_that_was_asked_for(tmp_path):
+    """Twice as wide as tall, as shown: all of it is the white half."""
+    (tmp_path / "a").mkdir()
+    shown = Image.new("RGB", (40, 80), (0, 0, 0))
+    shown.paste((255, 255, 255), (0, 30, 40, 50))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    shown.transpose(UNDO[6]).save(tmp_path / "a" / "x.png", exif=exif)
+    crop = RandomCrop(scale=(0.25, 0.25), aspect=(2.0, 2.0))
+    images = ImageDataset(folder_images(tmp_path), size=8, crop=crop)
+    pixels = images.rows(np.zeros(20, dtype=int), np.arange(20)).pixels.float() / 255
+    # The crop is 20 rows of 80 and all columns: no row of it mixes white and black.
+    assert (pixels.std(dim=3) < 0.01).all()
+
+
+def test_sixteen_bits_of_gray_are_gray_in_any_order_of_bytes(tmp_path):
+    values = np.arange(16, dtype=np.uint16).reshape(4, 4) * 17 * 257
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "deep.tif"
+    path.write_bytes(big_endian_tiff(values))
+    source = folder_images(tmp_path)
+    with source.open(0) as image:
+        assert image.mode == "I;16B"
+    assert not image_facts(source).color
+    images = ImageDataset(source, size=4, channels=1, crop=CenterCrop(share=1.0))
+    expected = torch.arange(16, dtype=torch.uint8).view(4, 4) * 17
+    assert (images.rows(np.array([0])).pixels == expected).all()

@@ -7,12 +7,12 @@ from statistics import median_low
 
 import numpy as np
 
-from l2r.training.data.image_sources import UNREADABLE, ImageSource
+from l2r.training.data.image_sources import UNREADABLE, ImageSource, shown_size
 from l2r.training.data.images import ImageDataset
 from l2r.training.data.shuffling import epoch_order
 
 MOST = 1000  # images that are looked at, drawn from everywhere
-_GRAY = frozenset({"1", "L", "LA", "La", "I", "I;16", "F"})  # pillow's modes
+_GRAY = frozenset({"1", "L", "LA", "La", "I", "F"})  # pillow's modes, besides those of 16 bits
 _BATCH = 64
 
 
@@ -32,8 +32,8 @@ def image_facts(source: ImageSource) -> ImageFacts:
     for index in _sample(len(source.labels)):
         try:
             with source.open(index) as image:
-                sizes.append(image.size)
-                color |= image.mode not in _GRAY
+                sizes.append(shown_size(image))
+                color |= image.mode.partition(";")[0] not in _GRAY
         except UNREADABLE:
             continue
     if not sizes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
-from PIL import Image
+from PIL import ExifTags, Image
 
 from l2r.training.data.shuffling import epoch_order
 
@@ -23,6 +23,23 @@ FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 # What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+SIDEWAYS = frozenset(  # what turns rows into columns
+    {
+        Image.Transpose.TRANSPOSE,
+        Image.Transpose.TRANSVERSE,
+        Image.Transpose.ROTATE_90,
+        Image.Transpose.ROTATE_270,
+    }
+)
+_TURNS = {  # by the orientation that EXIF gives
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _HELD_OUT = 0.2  # of each class, where the source has no validation part
 _IDX_BYTE = 0x08
 _IDX_MOST = 1 << 32  # bytes, all of them in memory: 90 times Fashion-MNIST
@@ -56,6 +73,22 @@ class ImageSource:
     def subset(self, indices: Int[np.ndarray, " m"]) -> "ImageSource":
         """Some of the images, in the order of ``indices``."""
         return ImageSource([self.items[i] for i in indices], self.labels[indices], self.classes)
+
+
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """What makes the image that is shown of the one that is stored, by the camera's EXIF.
+
+    None where nothing does; pillow turns TIFF by itself.
+    """
+    if "exif" not in image.info:
+        return None
+    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+
+
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of the image that is shown."""
+    width, height = image.size
+    return (height, width) if turn_of(image) in SIDEWAYS else (width, height)
 
 
 def in_bytes(image: Image.Image) -> Image.Image:

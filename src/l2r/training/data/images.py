@@ -13,7 +13,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from l2r.training.data.image_sources import UNREADABLE, ImageSource, in_bytes
+from l2r.training.data.image_sources import (
+    SIDEWAYS,
+    UNREADABLE,
+    ImageSource,
+    in_bytes,
+    shown_size,
+    turn_of,
+)
 from l2r.training.data.shuffling import batch_indices, epoch_order, uniform_draws
 
 _ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
@@ -157,12 +164,17 @@ class ImageDataset(Dataset[ImageBatch]):
         """Pixels, or None for an image that cannot be decoded."""
         try:
             with self.source.open(index) as image:
-                return self._scaled(image, self.crop.box(*image.size, draws))
+                turn, box = turn_of(image), self.crop.box(*shown_size(image), draws)
+                if turn in SIDEWAYS:  # of the stored image; no crop prefers a side
+                    box = (box[1], box[0], box[3], box[2])
+                return self._scaled(image, box, turn)
         except UNREADABLE:
             return None
 
-    def _scaled(self, image: Image.Image, box: Box) -> UInt8[np.ndarray, "S S C"]:
-        """Crop and scale with antialiasing; a JPEG is decoded at the smallest scale that does."""
+    def _scaled(
+        self, image: Image.Image, box: Box, turn: Image.Transpose | None
+    ) -> UInt8[np.ndarray, "S S C"]:
+        """Crop, scale with antialiasing, turn; a JPEG is decoded at the least scale that does."""
         full_width, full_height = image.size
         shrink = min((box[2] - box[0]) / self.size, (box[3] - box[1]) / self.size)
         mode = _MODES[self.channels]
@@ -175,6 +187,8 @@ class ImageDataset(Dataset[ImageBatch]):
         size = (self.size, self.size)
         if converted.size != size or area != (0, 0, *size):
             converted = converted.resize(size, Image.Resampling.BICUBIC, box=area)
+        if turn is not None:
+            converted = converted.transpose(turn)
         pixels = np.asarray(converted, dtype=np.uint8)
         return pixels[:, :, None] if self.channels == 1 else pixels
 

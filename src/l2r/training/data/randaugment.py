@@ -65,6 +65,18 @@ def _factor(adjust: Callable[[Tensor, Tensor], Tensor]) -> Operation:
     return lambda images, level, sign: adjust(images, 1 + 0.9 * level * sign)
 
 
+def _auto_contrast(images: Tensor, _: Tensor, __: Tensor) -> Tensor:
+    """Stretch each channel to [0, 1]; kornia's turns a channel of one value black."""
+    lowest, highest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    return torch.where(lowest < highest, normalize_min_max(images), images)
+
+
+def _solarize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
+    """Invert the brightest floor(256 level) of the 256 bytes; none at level 0."""
+    darkest = 256 - torch.floor(256 * level)
+    return solarize(images, (darkest - 0.5) / 255)  # between two bytes
+
+
 def _solarize_add(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
     """Brighten the dark half only; kornia's additions touch the whole image and invert."""
     added = (images + level.view(-1, 1, 1, 1) * (110 / 255)).clamp_max(1)
@@ -97,7 +109,7 @@ def _angle(amount: Tensor) -> Tensor:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "auto_contrast": lambda images, level, sign: normalize_min_max(images),
+    "auto_contrast": _auto_contrast,
     "equalize": lambda images, level, sign: equalize(images),
     "invert": lambda images, level, sign: 1 - images,
     "rotate": _geometric(
@@ -111,7 +123,7 @@ OPERATIONS: dict[str, Operation] = {
     "posterize": lambda images, level, sign: posterize(
         images, (4 - torch.floor(4 * level)).clamp_min(1).to(torch.int32)
     ),
-    "solarize": lambda images, level, sign: solarize(images, 1 - level),
+    "solarize": _solarize,
     "solarize_add": _solarize_add,
     "color": _factor(adjust_saturation_with_gray_subtraction),
     "contrast": _factor(adjust_contrast_with_mean_subtraction),

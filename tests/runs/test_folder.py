@@ -1,11 +1,13 @@
 """The run folder: records up to a damaged one, checkpoints that are whole, what is finished."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from l2r.runs.folder import RunFolder, find_runs
+from l2r.runs.reading import parse_json
 
 RECORDS = [{"kind": "train", "step": n, "ce": float(n), "load": [0.5, None]} for n in (1, 2, 3)]
 
@@ -49,6 +51,18 @@ def test_records_are_of_a_kind_and_read_again_once_there_are_more(run: RunFolder
     run.append_metrics(more)
     (read,) = run.read_metrics("validation")
     assert read["step"] == 3 and read["ce/mean"] != read["ce/mean"]
+
+
+def test_every_line_is_json_and_what_is_not_finite_is_read_as_nan(run: RunFolder) -> None:
+    """Python alone reads NaN and Infinity; a resumed run writes its records again."""
+    more = {"kind": "validation", "step": 3, "ce": math.inf, "load": [1.0, math.nan]}
+    run.append_metrics(more)
+    for _ in range(2):
+        for line in run.metrics.read_bytes().splitlines():
+            parse_json(line)  # refuses both
+        (read,) = run.read_metrics("validation")
+        assert math.isnan(read["ce"]) and read["load"][0] == 1.0 and math.isnan(read["load"][1])
+        run.cut_metrics(3)
 
 
 @pytest.mark.parametrize("step", [0, 2, 9])

@@ -1,10 +1,16 @@
 """Two gloo processes give what one process gives."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from l2r.runs.folder import RunFolder
+from l2r.training import loop
+from l2r.training.health import NonFiniteError
+from l2r.training.language import LanguageTask
+from l2r.training.recipes.load import load_recipe
 from tests.processes import Running, command, in_turn, on_ranks
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
@@ -79,3 +85,35 @@ def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):
     broken.model.rmdir()
     two = launch(2, tmp_path / "two", tiny_changes, "training.parallel=fsdp2")
     assert_same(one, two)
+
+
+def overflow_on_the_second_rank(folder, changes):
+    """A run whose loss is infinite at step 2, on one rank; print how it ends."""
+    loss, batches, at = LanguageTask.loss, LanguageTask.micro_batches, [0]
+
+    def noted(task, step, ranks):
+        at[0] = step
+        return batches(task, step, ranks)
+
+    def infinite(*given):
+        bad = at[0] == 2 and os.environ["RANK"] == "1"
+        return loss(*given) * (float("inf") if bad else 1.0)
+
+    LanguageTask.micro_batches, LanguageTask.loss = noted, staticmethod(infinite)
+    try:
+        loop.train(load_recipe("demo/l2r-sips", changes), folder, show_progress=False)
+    except NonFiniteError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_loss_that_overflows_on_one_rank_is_explained_on_all(parallel, tiny_changes, tmp_path):
+    """None waits for one that has left, and none does a forward that the others do not share."""
+    cut = [f"training.parallel={parallel}", "training.micro_batch=2", "training.log_every=4"]
+    changes = [*tiny_changes, *cut, "evaluation.every=0", "checkpoint.every=0"]
+    output = tmp_path / "output"
+    given = (str(tmp_path / "run"), changes)
+    on_ranks(2, output, Running, overflow_on_the_second_rank, *given)
+    for rank in range(2):
+        said = (output / str(rank) / "out.txt").read_text().strip()
+        assert said == "step 2: loss is inf; every module output is finite, the loss is not"

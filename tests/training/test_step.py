@@ -11,7 +11,7 @@ from l2r.routers import Router
 from l2r.training import loop, monitor
 from l2r.training import step as training_step
 from l2r.training.bias_balance import BiasBalance
-from l2r.training.health import explain_gradient
+from l2r.training.health import NonFiniteError, explain_gradient
 from l2r.training.language import LanguageTask
 from l2r.training.optimizer import build_optimizer
 from l2r.training.ranks import Ranks
@@ -95,6 +95,40 @@ def test_what_a_step_draws_at_random_is_drawn_once(start):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_bad_step_is_taken_again_with_what_it_drew(start, steps):
+    """Its own dropout makes it overflow, no other one, and two more draws follow."""
+    torch.manual_seed(1)
+    draws = [float(torch.rand(())) for _ in range(10)]
+
+    def drop(module, inputs, output):
+        return output * (math.inf if float(torch.rand(())) == draws[1] else 1)
+
+    step = start("training.micro_batch=8")
+    step.model.get_input_embeddings().register_forward_hook(drop)
+    torch.manual_seed(1)
+    for number in range(steps):
+        step.take(number, 1e-3, summarize=False)
+    with pytest.raises(NonFiniteError, match=r"step 1: loss is nan; .* output: model.embed_tokens"):
+        step.check()
+
+
+def test_a_bad_step_is_taken_again_with_its_own_biases(start):
+    """Selection biases stop where the weights do, and so does the choice that led there."""
+    step = start("losses.bias_speed=0.5", recipe="zoo/sigmoid")
+    held = step.bias_balance.routers
+    biases = {name: router.selection.held_bias(router) for name, router in held.items()}
+    kept: dict = {}
+    step.take(0, 1e-3, summarize=False)
+    loss, step.task.loss = step.task.loss, lambda *given: loss(*given) * math.inf
+    for number in (1, 2):
+        kept[number] = {name: bias.clone() for name, bias in biases.items()}
+        step.take(number, 1e-3, summarize=False)
+    assert any(bool(bias.any()) for bias in kept[1].values())
+    for name, bias in biases.items():
+        assert torch.equal(bias, kept[1][name])
+
+
 def test_the_seed_of_the_recipe_draws_the_rows(start):
     rows = {}
     for seed in (0, 5):
@@ -151,7 +185,7 @@ def test_biases_move_by_the_loads_of_all_ranks(start):
     mine, theirs = torch.zeros(8), torch.zeros(8)
     mine[0], theirs[1] = 1.0, 3.0
     balance.add({name: [mine]})
-    balance.step(SimpleNamespace(sum=lambda load: load + theirs))
+    balance.step(SimpleNamespace(sum=lambda load: load + theirs), torch.tensor(False))
     assert router.e_score_correction_bias[:3].tolist() == [-0.5, -0.5, 0.5]
     assert not balance.loads
 
@@ -191,10 +225,10 @@ def test_the_first_gradient_that_is_not_finite_is_named(start):
     names = [name for name, _ in model.named_parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert "every gradient is finite" in explain_gradient(model, 3, math.inf)
+    assert "every gradient is finite" in explain_gradient(model, 3, math.inf, ONE)
     model.get_parameter(names[4]).grad[..., 0] = math.nan
     model.get_parameter(names[2]).grad = None
-    assert explain_gradient(model, 3, math.nan).endswith(f"non-finite gradient: {names[4]}")
+    assert explain_gradient(model, 3, math.nan, ONE).endswith(f"non-finite gradient: {names[4]}")
 
 
 def test_a_task_says_how_many_tokens_it_has(start):

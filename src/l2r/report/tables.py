@@ -88,7 +88,7 @@ class Table:
     def to_markdown(self) -> str:
         """Markdown table, for pages of the documentation."""
         head, *rows = (
-            f"| {' | '.join(map(_one_cell, row))} |"
+            f"| {' | '.join(map(one_cell, row))} |"
             for row in (self.columns, *([self.show(value) for value in row] for row in self.rows))
         )
         return "\n".join([head, f"|{' --- |' * len(self.columns)}", *rows]) + "\n"
@@ -103,11 +103,6 @@ class Table:
             if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)
         return best
-
-
-def _one_cell(text: str) -> str:
-    """Text that neither ends a cell of a Markdown table nor its row."""
-    return " ".join(text.split("\n")).replace("|", "\\|")
 
 
 def prose(text: str) -> str:

@@ -3,7 +3,7 @@
 recipe.yaml          every field of the recipe, written out
 environment.json     versions, hardware, command, sizes of the model, a checksum of its text
 metrics.jsonl        one JSON object a line, ``kind`` train (one step), train_mean (all since the
-                     last one), validation or tasks
+                     last one), validation or tasks; null is a number that is not finite
 checkpoints/step-N/  safetensors shards and state.json, complete when the name has no dot
 model/               Hugging Face export of the final weights, with tokenizer and model card
 model-ema/           the same of their moving average, where the recipe keeps one
@@ -17,7 +17,7 @@ tensorboard/         the same numbers as metrics.jsonl; wandb/ where that is the
 loggers.json         logger -> what it calls this run, of wandb and trackio
 """
 
-import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ from l2r.runs.atomic import (
     write_json,
     write_text,
 )
+from l2r.runs.plain_json import plain_json
 from l2r.runs.reading import parse_json, read_json, read_yaml
 
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
@@ -107,7 +108,7 @@ class RunFolder:
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged.
+        """Records of metrics.jsonl in order, up to a line that a crash cut or damaged; null is NaN.
 
         The file is parsed again only after it has changed. Records are not to be changed.
         """
@@ -145,17 +146,17 @@ class RunFolder:
                 break
             if not _is_record(record):
                 break
-            records.append(record)
+            records.append({name: _number(value) for name, value in record.items()})
         return records
 
     def cut_metrics(self, step: int) -> None:
         """Drop records after ``step``: a resumed run writes them again."""
-        lines = [json.dumps(r) + "\n" for r in self.read_metrics() if r["step"] <= step]
+        lines = [_line(record) for record in self.read_metrics() if record["step"] <= step]
         write_text(self.metrics, "".join(lines))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Add one record and hand it to the operating system."""
-        append_text(self.metrics, json.dumps(record) + "\n")
+        """Add one record and hand it to the operating system; null is what is not finite."""
+        append_text(self.metrics, _line(record))
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run, or an empty dictionary where there is none."""
@@ -190,6 +191,17 @@ def _is_record(record: dict[str, Any]) -> bool:
     flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
     numeric = all(n is None or isinstance(n, int | float) for n in flat)
     return numeric and type(record.get("step")) is int and isinstance(record.get("kind"), str)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return plain_json(record, indent=None) + "\n"
+
+
+def _number(value: Any) -> Any:
+    """A value of a record with NaN in place of null."""
+    if isinstance(value, list):
+        return [_number(part) for part in value]
+    return math.nan if value is None else value
 
 
 def find_runs(path: str | Path) -> list[RunFolder]:

@@ -32,11 +32,13 @@ class BiasBalance:
                 self.loads[name] = self.loads[name] + load if name in self.loads else load
 
     @torch.no_grad()
-    def step(self, ranks: Ranks) -> None:
-        """Move the biases and reset the counts."""
+    def step(self, ranks: Ranks, halted: Tensor) -> None:
+        """Move the biases, unless the flag ``halted`` says not to, and reset the counts."""
         for name, load in self.loads.items():
             router = self.routers[name]
             bias = router.selection.held_bias(router)
             assert bias is not None, name
+            before = bias.clone()
             update_selection_bias(bias, ranks.sum(load), speed=self.speed)
+            bias.copy_(torch.where(halted, before, bias))
         self.loads.clear()

@@ -1,24 +1,28 @@
 """Find where a NaN or an infinity came from: the first module, or the first gradient."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l2r.routers.observe import Hook, hooked
+from l2r.training.ranks import Ranks
 
 
 class NonFiniteError(ValueError):
     """Training met a NaN or an infinity; the message names the step, the layer and the cause."""
 
 
-def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: Tensor) -> str:
-    """Run the forward again and name the first parameter or module output that is not finite."""
-    head = f"step {step}: loss is {float(loss.detach())}"
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(_local(parameter)).all()):
-            return f"{head}; parameter {name} is not finite"
+def explain_loss(
+    model: nn.Module, forward: Callable[[], Tensor], step: int, ranks: Ranks
+) -> str | None:
+    """Run the forward to a loss; where it is not finite name the first parameter or module output.
+
+    None where it is finite on every rank. The ranks, which share a forward, call this together.
+    """
+    parameter = ranks.least(_first_bad(model.named_parameters()))
     first_bad: list[str] = []
 
     def hook_for(name: str) -> Hook:
@@ -30,18 +34,30 @@ def explain_loss(model: nn.Module, forward: Callable[[], Any], step: int, loss: 
 
     hooks = {module: hook_for(name) for name, module in model.named_modules() if name}
     with torch.no_grad(), hooked(hooks):
-        forward()
-    return (
-        f"{head}; {first_bad[0] if first_bad else 'every module output is finite, the loss is not'}"
-    )
+        loss = float(forward())
+    cause = first_bad[0] if first_bad else "every module output is finite, the loss is not"
+    if parameter is not None:
+        cause = f"parameter {parameter[1]} is not finite"
+    own = None if math.isfinite(loss) else (ranks.rank, f"step {step}: loss is {loss}; {cause}")
+    bad = ranks.least(own)
+    return None if bad is None else bad[1]
 
 
-def explain_gradient(model: nn.Module, step: int, norm: float) -> str:
-    """Name the first parameter whose gradient is not finite."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(_local(parameter.grad)).all()):
-            return f"step {step}: gradient norm is {norm}; first non-finite gradient: {name}"
-    return f"step {step}: gradient norm is {norm}; it overflowed, every gradient is finite"
+def explain_gradient(model: nn.Module, step: int, norm: float, ranks: Ranks) -> str:
+    """Name the first parameter whose gradient is not finite. The ranks call this together."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    bad = ranks.least(_first_bad(gradients))
+    if bad is None:
+        return f"step {step}: gradient norm is {norm}; it overflowed, every gradient is finite"
+    return f"step {step}: gradient norm is {norm}; first non-finite gradient: {bad[1]}"
+
+
+def _first_bad(tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str] | None:
+    """Place and name of the first that is not finite in this rank's part of it."""
+    for place, (name, tensor) in enumerate(tensors):
+        if not bool(torch.isfinite(_local(tensor)).all()):
+            return place, name
+    return None
 
 
 def _floats(output: Any) -> list[Tensor]:

@@ -103,6 +103,25 @@ def same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[device] if on_gpu else [])
 
 
+RandomState = tuple[bytes, ...]
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Random state of the CPU, and of a GPU."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return tuple(bytes(state.numpy()) for state in states)
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Go back to a random state."""
+    cpu, *gpu = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
+    torch.set_rng_state(cpu)
+    for part in gpu:
+        torch.cuda.set_rng_state(part, device)
+
+
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Put running statistics back after a forward that does not count."""

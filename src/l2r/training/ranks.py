@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 _groups = itertools.count()
+Value = TypeVar("Value", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class Ranks:
         if self.world == 1:
             return flag
         return bool(self.sum(torch.tensor(int(flag))).item())  # on the CPU: no GPU is waited for
+
+    def least(self, value: Value | None) -> Value | None:
+        """The least value that a rank has, None where none has one. Every rank must call this."""
+        if self.world == 1:
+            return value
+        values: list[Value | None] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return min((one for one in values if one is not None), default=None)
 
     def wait(self) -> None:
         """Barrier."""

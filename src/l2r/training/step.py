@@ -2,7 +2,8 @@
 
 Nothing in a step waits for the device unless its numbers are asked for. A gradient that is not
 finite sets a flag there, with which AdamW leaves weights and slots as they are from then on.
-``check`` reads it when numbers are read anyway, and takes that step again to say what went wrong.
+``check`` reads it when numbers are read anyway, and takes that step again, with what it drew at
+random, to say what went wrong.
 """
 
 from typing import Any
@@ -23,7 +24,15 @@ from l2r.training.objective import (
     layer_usage,
     routing_summary,
 )
-from l2r.training.parallel import accumulate, autocast_to, same_draws, unchanged_buffers
+from l2r.training.parallel import (
+    RandomState,
+    accumulate,
+    autocast_to,
+    random_state,
+    same_draws,
+    set_random_state,
+    unchanged_buffers,
+)
 from l2r.training.ranks import Ranks
 from l2r.training.recipes.load import AnyRecipe
 from l2r.training.task import Batch, Task
@@ -47,21 +56,25 @@ class TrainingStep:
         self.average = WeightAverage(model, decay) if decay else None
         self.mean_loss = MeanLoss(ranks)
         self._first_bad = torch.full((), -1, device=ranks.device)  # number of a step
+        # By step, before it, where it is not that before the last; since the last check.
+        self._random: dict[int, RandomState] = {}
 
     def take(self, step: int, rate: float, *, summarize: bool) -> dict[str, Any]:
         """One optimizer step at a learning rate; its losses and routing numbers, if asked."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self._keep_random_state(step)
         totals, summary = self._gradients(step, summarize=summarize)
         self.mean_loss.add(totals["ce"])
         norm = self._clip()
         bad = (self._first_bad < 0) & ~torch.isfinite(norm)
         self._first_bad = torch.where(bad, step, self._first_bad)
-        self.optimizer.found_inf = (self._first_bad >= 0).float()  # type: ignore[attr-defined]
+        halted = self._first_bad >= 0
+        self.optimizer.found_inf = halted.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         constrain(self.model)
         if self.bias_balance is not None:
-            self.bias_balance.step(self.ranks)
+            self.bias_balance.step(self.ranks, halted)
         if self.average is not None:
             self.average.update(self.model, step)
         if not summarize:
@@ -72,13 +85,22 @@ class TrainingStep:
     def check(self) -> None:
         """Raise NonFiniteError if some step had a loss or gradient that is not finite.
 
-        Its weights are still there: it is computed again and names the layer and the cause.
+        Its weights and biases are still there: it is computed again and names the layer and the
+        cause. All ranks call this together.
         """
         step = int(self._first_bad)
         if step < 0:
+            self._random.clear()
             return
+        set_random_state(self._random[max(n for n in self._random if n <= step)], self.ranks.device)
         self._gradients(step, explain=True)
-        raise NonFiniteError(explain_gradient(self.model, step, float(self._clip())))
+        norm = float(self._clip())
+        raise NonFiniteError(explain_gradient(self.model, step, norm, self.ranks))
+
+    def _keep_random_state(self, step: int) -> None:
+        state = random_state(self.ranks.device)
+        if not self._random or state != next(reversed(self._random.values())):
+            self._random[step] = state
 
     def _gradients(
         self, step: int, *, summarize: bool = False, explain: bool = False
@@ -92,10 +114,10 @@ class TrainingStep:
         total_loads: Loads = {}
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
+            if explain:
+                self._explain_loss(step, batch, usage)
             with accumulate(self.model, last=last):
                 loss, losses, loads = self._loss(batch, usage)
-                if explain and not bool(torch.isfinite(loss)):
-                    raise NonFiniteError(self._explain_loss(step, batch, loss))
                 # A loss that is not finite must leave a gradient that no rank takes for one.
                 finite = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
                 (loss / len(batches) * finite).backward()  # type: ignore[no-untyped-call]
@@ -123,9 +145,16 @@ class TrainingStep:
                 self.bias_balance.add(loads)
         return loss, {"ce": task_loss.detach(), **parts_of_extra}, loads
 
-    def _explain_loss(self, step: int, batch: Batch, loss: Tensor) -> str:
-        with autocast_to(self.recipe.training.precision, self.ranks.device):
-            return explain_loss(self.model, lambda: self._task_loss(batch), step, loss)
+    def _explain_loss(self, step: int, batch: Batch, usage: list[Tensor] | None) -> None:
+        """Raise NonFiniteError, on every rank, where the loss of a rank is not finite.
+
+        The ranks look first and go back after that: one that left the others in their backward
+        would be waited for.
+        """
+        with same_draws(self.ranks.device), unchanged_buffers(self.model):
+            cause = explain_loss(self.model, lambda: self._loss(batch, usage)[0], step, self.ranks)
+        if cause is not None:
+            raise NonFiniteError(cause)
 
     def _task_loss(self, batch: Batch) -> Tensor:
         return self.task.loss(self.model, batch, self.recipe.training.loss_chunk)

@@ -176,6 +176,14 @@ def test_frequency_dependence_equals_a_loop_and_knows_its_ends():
     assert of.frequency_dependence(words, first, 0 * alike, EXPERTS).margin == 0
 
 
+def test_one_expert_has_all_of_every_load():
+    """As an even load has: 1, without a warning of 0 / 0."""
+    words = np.arange(20).reshape(4, 5) % 3
+    first, margin = np.zeros((4, 5), int), np.zeros((4, 5))
+    found = of.frequency_dependence(words, first, margin, 1)
+    assert (found.bins[:, 2] == 1).all() and found.margin == 0
+
+
 def test_domain_specialization_is_the_largest_share_of_a_domain():
     generator = torch.Generator().manual_seed(0)
     indices = torch.rand(300, EXPERTS, generator=generator).topk(K, dim=1).indices

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from l2r import L2RConfig
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
-from l2r.hf.models.card import CARD, is_untouched
+from l2r.hf.models.card import CARD, is_untouched, table
 from l2r.hf.models.vit import L2rViTForImageClassification
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
@@ -125,3 +125,9 @@ def test_code_that_is_not_in_the_folder_is_not_promised(tmp_path):
     model.config.auto_map = {"AutoModelForCausalLM": "modeling.Model"}  # loaded from an export
     model.save_pretrained(tmp_path)
     assert read(tmp_path).data.library_name == "l2r-moe"
+
+
+def test_no_name_breaks_a_row_of_a_card():
+    """Names of domains are names of folders, which may have any of these."""
+    shown = table([("a|b", "c\nd"), ("plain", 1234)], ("fact", "value"))
+    assert shown.splitlines()[2:] == ["| a\\|b | c d |", "| plain | 1,234 |"]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from l2r.analysis.diagnostics.choice_log import Choices, Experts, Words
-from l2r.stats.agreement import entropy, information, table
+from l2r.stats.agreement import entropy, information, normalized_entropy, table
 from l2r.stats.chance import DRAWS, by_chance, summary
 from l2r.stats.statistics import Interval
 
@@ -160,8 +160,9 @@ def path_information(
 
 class Frequency(NamedTuple):
     """bins [B, 4]: from rare words to frequent ones, of as many tokens each: tokens, mean
-    occurrences of their words, entropy of the load of their first experts over log N, mean margin
-    over spread. margin: rank correlation of a token's margin and its word's occurrences."""
+    occurrences of their words, entropy of the load of their first experts over log N (1 for one
+    expert), mean margin over spread. margin: rank correlation of a token's margin and its word's
+    occurrences."""
 
     bins: Float[np.ndarray, "B 4"]
     margin: float
@@ -177,7 +178,7 @@ def frequency_dependence(
     rows = []
     for part in np.array_split(often.argsort(kind="stable"), BINS):
         load = np.bincount(chosen[part], minlength=num_experts)
-        even = entropy(load) / np.log2(num_experts) if part.size else np.nan
+        even = normalized_entropy(load) if part.size else np.nan
         rows.append([part.size, _mean(often[part]), even, _mean(gaps[part])])
     return Frequency(np.array(rows, float), _correlation(_ranks(often), _ranks(gaps)))
 

@@ -17,6 +17,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from l2r.routers import Router
 from l2r.runs.atomic import write_text
+from l2r.runs.markdown import one_cell
 
 CARD = "README.md"
 _MARK = "<!-- Written by l2r-moe; kept as it is once its text has another sum than {sum} -->\n"
@@ -123,7 +124,7 @@ def table(rows: Sequence[tuple[str, Any]], head: tuple[str, str]) -> str:
         (n, f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if type(v) is int else v)
         for n, v in rows
     ]
-    lines = [f"| {name} | {value} |" for name, value in shown]
+    lines = [f"| {one_cell(name)} | {one_cell(str(value))} |" for name, value in shown]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines])
 
 

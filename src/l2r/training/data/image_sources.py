@@ -82,7 +82,7 @@ def turn_of(image: Image.Image) -> Image.Transpose | None:
     """
     if "exif" not in image.info:
         return None
-    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def shown_size(image: Image.Image) -> tuple[int, int]:

@@ -1,0 +1,6 @@
+"""Markdown tables, whatever stands in their cells."""
+
+
+def one_cell(text: str) -> str:
+    """Text that neither ends a cell of a Markdown table nor its row."""
+    return " ".join(text.splitlines()).replace("|", "\\|")

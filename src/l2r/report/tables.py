@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from l2r.runs.markdown import one_cell
+
 NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
 
 

@@ -9,7 +9,7 @@ from l2r.cli.options import AsJson, Device, Open
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="router|memory|scaling|moe|step|inference")],
+    name: Annotated[str, typer.Argument(help="router|memory|scaling|moe|step|inference|routes")],
     device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="Time for one group of contenders.")] = 4.0,
     clock: Annotated[str, typer.Option(help="wall, or cpu for processor time.")] = "wall",
@@ -25,7 +25,7 @@ def bench(
     open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time what this machine does: router, memory, scaling, moe, step or inference.
+    """Time what this machine does: router, memory, scaling, moe, step, inference or routes.
 
     Contenders take turns; medians, ranges and ratios. A wrong result gets no speed. --compare tests
     the ratios of all turns against those of an earlier run.

@@ -4,7 +4,7 @@ import importlib
 
 from l2r.cost.benchmarks.results import Bench, BenchSettings
 
-BENCHES = ("router", "memory", "scaling", "moe", "step", "inference")
+BENCHES = ("router", "memory", "scaling", "moe", "step", "inference", "routes")
 
 
 def run_bench(name: str, settings: BenchSettings) -> Bench:

@@ -14,7 +14,7 @@ from torch import Tensor
 from l2r.kernels.contract import SCORINGS, Options, Tensors, all_tensors, inputs_of
 
 DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_LAYOUT = ("TD", "RD", "D", "NHR", "T", "TR", "TN", "T", "TK", "TK", "T")
+_LAYOUT = ("TD", "RD", "D", "NHR", "T", "TR", "TN", "TK", "T", "TK", "TK", "T")
 _LABELS = tuple("projection" if name == "weight" else name for name in Tensors._fields)
 _RESULTS = {"rstd": torch.float32, "weights": torch.float32, "indices": torch.int64}
 _RESULTS["lse"] = torch.float32
@@ -68,9 +68,14 @@ def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
     if not (logits is None if top_k is None else 1 <= top_k <= experts):
         return False
     device = first.device  # type: ignore[union-attr]
-    for tensor in (weight, gain, anchors, rho_hat):
+    routes = given.routes
+    for tensor in (weight, gain, anchors, rho_hat, routes):
         if tensor is not None and tensor.device != device:
             return False
+    if routes is not None and not (
+        routes.shape == (tokens, top_k) and routes.dtype is torch.int64
+    ):
+        return False
     return rho_hat is None or (query is not None and rho_hat.shape == (tokens,))
 
 
@@ -81,6 +86,10 @@ def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
         raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k={top_k}")
     if given.gain is not None and given.weight is not None:
         _same_dtype("gain", given.gain, given.weight.dtype)
+    if given.routes is not None:
+        if sizes["K"] != top_k:
+            raise ValueError(f"routes must have top_k={top_k} columns; got {sizes['K']}")
+        _same_dtype("routes", given.routes, torch.int64)
     return sizes
 
 
@@ -93,7 +102,7 @@ def check_operation(given: Tensors, options: Options, backend: str) -> None:
         raise ValueError(f"backend must be one of cpu, triton; got {backend!r}")
     if given.rho_hat is not None and scoring != "sips":
         raise ValueError(f"rho_hat must be None for scoring={scoring!r}, which never reads it")
-    for label, tensor in zip(_LABELS, inputs_of(given), strict=False):
+    for label, tensor in zip(_LABELS, inputs_of(given)._replace(routes=None), strict=False):
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise ValueError(f"{label} must be of {allowed}; got {tensor.dtype}")
@@ -166,13 +175,23 @@ def check_indices(tensors: Tensors) -> None:
 
     What is on a GPU is not read: its kernels compare indices and never follow one.
     """
-    indices, logits = tensors.indices, tensors.logits
-    if indices is None or logits is None or not indices.is_cpu or not indices.numel():
+    if tensors.indices is not None and tensors.logits is not None:
+        _check_range("indices", tensors.indices, tensors.logits.shape[1])
+
+
+def check_routes(routes: Tensor, experts: int) -> None:
+    """Raise ValueError for a route to no expert. What is on a GPU is not read."""
+    given = routes[routes[:, 0] >= 0] if routes.is_cpu else routes
+    _check_range("routes", given, experts)
+
+
+def _check_range(name: str, indices: Tensor, experts: int) -> None:
+    if not indices.is_cpu or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
-    if low < 0 or high >= logits.shape[1]:
+    if low < 0 or high >= experts:
         got = low if low < 0 else high
-        raise ValueError(f"indices must be between 0 and {logits.shape[1] - 1}; got {got}")
+        raise ValueError(f"{name} must be between 0 and {experts - 1}; got {got}")
 
 
 def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
@@ -190,6 +209,7 @@ def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
         ("query", given.rho_hat, "rho_hat", query is not None),
         ("anchors", query, "query", x is not None or anchors is not None),
         ("x or query", anchors, "anchors", x is not None or query is not None),
+        ("top_k", given.routes, "routes", top_k is not None),
     ]
     for wanted, tensor, name, present in rules:
         if tensor is not None and not present:

@@ -58,6 +58,8 @@ class Tensors(NamedTuple):
     project: x [T, D], weight [R, D], maybe gain [D] to query [T, R] and, with a gain, rstd [T],
     one over the RMS of every token. score: query, anchors [N, H, R], maybe rho_hat [T] to logits
     [T, N]. select: logits to weights and indices [T, K] and lse [T], the log-sum-exp of the logits.
+    With routes [T, K], int64, nothing is chosen: they are the indices, but for tokens whose first
+    is negative.
 
     ``Inputs`` and ``Results`` name those that may be one or the other; query and logits are both.
     """
@@ -69,6 +71,7 @@ class Tensors(NamedTuple):
     rho_hat: Tensor | None = None
     query: Tensor | None = None
     logits: Tensor | None = None
+    routes: Tensor | None = None
     rstd: Tensor | None = None
     weights: Tensor | None = None
     indices: Tensor | None = None
@@ -85,6 +88,7 @@ class Inputs(NamedTuple):
     rho_hat: Tensor | None = None
     query: Tensor | None = None
     logits: Tensor | None = None
+    routes: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -132,7 +136,7 @@ class Backend(Protocol):
 def inputs_of(tensors: Tensors) -> Inputs:
     """Return the inputs among the tensors of a call, or among their gradients."""
     t = tensors
-    return Inputs(t.x, t.weight, t.gain, t.anchors, t.rho_hat, t.query, t.logits)
+    return Inputs(t.x, t.weight, t.gain, t.anchors, t.rho_hat, t.query, t.logits, t.routes)
 
 
 def results_of(done: Tensors, given: Tensors) -> Results:
@@ -152,6 +156,7 @@ def all_tensors(inputs: Inputs, results: Results = NO_RESULTS) -> Tensors:
         rho_hat=inputs.rho_hat,
         query=results.query if inputs.query is None else inputs.query,
         logits=results.logits if inputs.logits is None else inputs.logits,
+        routes=inputs.routes,
         rstd=results.rstd,
         weights=results.weights,
         indices=results.indices,
@@ -211,7 +216,8 @@ def empty_results(given: Tensors, options: Options) -> Tensors:
         weights = empty(tokens, top_k, like=logits, dtype=torch.float32)
         indices = empty(tokens, top_k, like=logits, dtype=torch.int64)
         lse = empty(tokens, like=logits, dtype=torch.float32) if save else None
-    return Tensors(x, weight, gain, anchors, rho_hat, query, logits, rstd, weights, indices, lse)
+    inputs = (x, weight, gain, anchors, rho_hat, query, logits, given.routes)
+    return Tensors(*inputs, rstd, weights, indices, lse)
 
 
 def empty_grads(tensors: Tensors, options: Options) -> Tensors:

@@ -3,13 +3,13 @@
 Shape letters: T tokens, R rank, N experts, H anchors.
 """
 
-from collections.abc import Iterable
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from l2r.kernels import cpu_blocks as blocks
+from l2r.kernels.checks import check_routes
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
@@ -28,6 +28,7 @@ from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_sta
 # ctypes' own structures.
 _sizes, _score = Struct("6q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
+_NO_EXPERT = 2  # what the compiled code returns for a route to no expert
 _MAX_RANK = 64  # above, the products of torch are faster
 _MAX_HALF_NUMBERS = 2**21  # of x in half precision, above which its copy in fp32 is slower
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
@@ -83,6 +84,7 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     logits = empty(tokens, experts, like=anchors)
     weights = empty(tokens, top_k, like=logits)
     indices = empty(tokens, top_k, like=logits, dtype=torch.int64)
+    routes = given.routes
     scoring, *constants = options.score
     failure = kernels.l2r_forward(
         _sizes(*sizes, top_k),
@@ -93,15 +95,19 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
             *inputs[:2],
             inputs[2] if gain is not None else 0,
             keys,
-            *(0, 0, logits.data_ptr(), 0, weights.data_ptr(), indices.data_ptr(), 0),
+            *(0, 0, logits.data_ptr(), 0 if routes is None else routes.data_ptr()),
+            *(0, weights.data_ptr(), indices.data_ptr(), 0),
         ),
     )
     if failure:
-        raise _no_memory(sizes)
+        raise _failed(failure, sizes, routes)
     return Tensors(given.x, weight, gain, anchors, logits=logits, weights=weights, indices=indices)
 
 
-def _no_memory(sizes: Iterable[int]) -> MemoryError:
+def _failed(code: int, sizes: tuple[int, ...], routes: Tensor | None) -> Exception:
+    """The error for what the compiled code returned."""
+    if code == _NO_EXPERT and routes is not None:
+        check_routes(routes, sizes[3])
     return MemoryError(f"the router's kernel ran out of memory for T D R N H {list(sizes)}")
 
 
@@ -158,7 +164,7 @@ def _run(name: str, sizes: Sizes, options: Options, *tensors: Tensors) -> None:
         ],
     )
     if failure:
-        raise _no_memory(sizes)
+        raise _failed(failure, sizes, tensors[0].routes)
 
 
 def _unreadable(tensor: Tensor, tensors: Tensors) -> int:

@@ -4,17 +4,22 @@ import torch
 from torch import Tensor
 
 from l2r.functional import best_experts
+from l2r.kernels.checks import check_routes
 from l2r.kernels.contract import Options, Tensors, first_input
 
 
 def select(given: Tensors, options: Options) -> Tensors:
-    """Softmax weights and indices of the top-k logits, and their log-sum-exp where it is saved."""
+    """Softmax weights and indices of the top-k logits or of given routes; lse where it is saved."""
     wide = first_input(given).float()
-    indices = _best(wide, options.top_k)
-    weights = torch.softmax(wide, dim=1).gather(1, indices)
+    probs, indices = torch.softmax(wide, dim=1), _best(wide, options.top_k)
     lse = None
     if options.save:  # log sum exp = logit - log prob, exact for the most probable expert
-        lse = (wide.gather(1, indices[:, :1]) - weights[:, :1].log()).squeeze(1)
+        first = indices[:, :1]
+        lse = (wide.gather(1, first) - probs.gather(1, first).log()).squeeze(1)
+    if given.routes is not None:
+        check_routes(given.routes, wide.shape[1])
+        indices = torch.where(given.routes[:, :1] < 0, indices, given.routes)
+    weights = probs.gather(1, indices)
     if options.normalize:
         weights = weights / weights.sum(dim=1, keepdim=True)
     return given._replace(weights=weights, indices=indices, lse=lse)

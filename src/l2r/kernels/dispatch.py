@@ -26,6 +26,7 @@ from l2r.kernels.tracing import traced, transformed
 # Of a selection alone that has a gradient; for fewer torch's own derivatives are faster on a CPU.
 _MIN_LOGITS = 2**13
 
+followed = plain.followed
 linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
 
 
@@ -55,13 +56,17 @@ def anchor_logits(
 
 
 def softmax_top_k(
-    logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
+    logits: Float[Tensor, "T N"],
+    top_k: int,
+    *,
+    normalize: bool = False,
+    routes: Int[Tensor, "T K"] | None = None,
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
-    """Softmax over experts and the k largest; see ``plain.softmax_top_k``."""
-    results = _fused(Tensors(logits=logits), DEFAULTS, top_k, normalize)
+    """Softmax over experts and the k largest, or those given; see ``plain.softmax_top_k``."""
+    results = _fused(Tensors(logits=logits, routes=routes), DEFAULTS, top_k, normalize)
     if results is not None:
         return results.weights, results.indices
-    indices = best_experts(logits, top_k)
+    indices = followed(best_experts(logits, top_k), routes)
     weights = functional.expert_weights(
         functional.routing_probs(logits), indices, normalize=normalize
     )
@@ -90,11 +95,12 @@ def route(
     *,
     top_k: int,
     normalize: bool = False,
+    routes: Int[Tensor, "T K"] | None = None,
 ) -> Routed:
     """The whole router in one pass; see ``plain.route``."""
-    results = _fused(Tensors(x, *parts), score, top_k, normalize)
+    results = _fused(Tensors(x, *parts, routes=routes), score, top_k, normalize)
     if results is None:
-        return plain.route(x, parts, score, top_k=top_k, normalize=normalize)
+        return plain.route(x, parts, score, top_k=top_k, normalize=normalize, routes=routes)
     return results.logits, results.weights, results.indices
 
 
@@ -136,7 +142,9 @@ def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bo
     check(given, top_k)
     first, present = first_input(given), [tensor for tensor in given if tensor is not None]
     name, watched = _named_for(first), traced(*present)
-    if name is None or not DTYPES.issuperset([tensor.dtype for tensor in present]):
+    if name is None or not DTYPES.issuperset(
+        [tensor.dtype for tensor in present if tensor is not given.routes]
+    ):
         return None
     if torch.compiler.is_exporting() if watched else transformed():
         return None

@@ -18,13 +18,13 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from l2r._version import __version__
-from l2r.functional import routing_probs, select_experts
+from l2r.functional import expert_weights, routing_probs
 from l2r.kernels import plain
 from l2r.kernels.contract import Backend, Options, Tensors, first_input, inputs_of, sizes_of
 
@@ -78,17 +78,21 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
     def draw(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=draws, device="cpu").to(device, dtype)
 
-    given = {}
+    given, routes = {}, None
     for name, tensor in inputs_of(like)._asdict().items():
-        if tensor is not None:
+        if name == "routes" and tensor is not None:
+            order = torch.rand(_TOKENS, sizes_of(like).experts, generator=draws).argsort(dim=1)
+            routes = order[:, : options.top_k].contiguous().to(device)
+            routes[::3] = -1  # these choose
+        elif tensor is not None:
             tokens = [_TOKENS] if name in _BY_TOKEN else []
             given[name] = draw(torch.Size([*tokens, *tensor.shape[len(tokens) :]]), tensor.dtype)
     if "weight" in given:
         given["weight"] /= given["weight"].shape[1] ** 0.5  # queries near 1
     exact = {name: tensor.double().cpu().requires_grad_() for name, tensor in given.items()}
 
-    done = kernels.forward(Tensors(**given), options._replace(save=True))
-    made = _plain(Tensors(**exact), options, done.indices)
+    done = kernels.forward(Tensors(**given, routes=routes), options._replace(save=True))
+    made = _plain(Tensors(**exact, routes=routes), options, done.indices)
     best = made.pop("best", None)
     up = {n: draw(value.shape, getattr(done, n).dtype) for n, value in made.items()}
     grads = kernels.backward(done, Tensors(**up), options._replace(need_x=True))
@@ -115,10 +119,11 @@ def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str,
         logits = plain.anchor_logits(query, given.anchors, options.score, given.rho_hat)
         made = {"logits": logits}
     if chosen is not None and logits is not None:
-        probs, top_k, normalize = routing_probs(logits), options.top_k, options.normalize
-        weights = probs.gather(1, chosen.cpu())
-        made["weights"] = weights / weights.sum(1, keepdim=True) if normalize else weights
-        made["best"] = select_experts(probs.detach(), top_k, normalize=normalize)[0]
+        rule: Any = {"normalize": options.normalize}
+        made["weights"] = expert_weights(routing_probs(logits), chosen.cpu(), **rule)
+        routes = None if given.routes is None else given.routes.cpu()
+        best, _ = plain.softmax_top_k(logits.detach(), options.top_k, routes=routes, **rule)
+        made["best"] = best
     return made
 
 
@@ -169,7 +174,7 @@ def _kind(tensors: Tensors, options: Options) -> tuple[object, ...]:
     parameters = (t.weight, t.gain, t.anchors, t.rho_hat)
     dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
     sizes = sizes_of(tensors)._replace(tokens=0)
-    rule = (options.score.scoring, options.top_k, options.normalize)
+    rule = (options.score.scoring, options.top_k, options.normalize, t.routes is None)
     return (first.device, first.dtype, *dtypes, *sizes, *rule)
 
 

@@ -99,7 +99,7 @@ def _setup(ctx: Any, inputs: Inputs, results: Results, outputs: Iterable[Tensor 
     ctx.mark_non_differentiable(
         *[tensor for tensor in outputs if tensor is not None and id(tensor) not in differentiable]
     )
-    ctx.save_for_backward(*all_tensors(inputs, results))
+    ctx.save_for_backward(*all_tensors(inputs._replace(routes=None), results))
 
 
 def _facts(tensors: Tensors) -> list[Any]:
@@ -136,7 +136,7 @@ class _Eager(Function):
         given = Inputs(*inputs)
         results = _forward(all_tensors(given), options, name)
         _setup(ctx, given, results, results)
-        ctx.given = _facts(all_tensors(given, results))
+        ctx.given = _facts(all_tensors(given._replace(routes=None), results))
         return tuple(results)
 
     @staticmethod

@@ -3,18 +3,19 @@
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 """
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.functional import (
-    best_experts,  # noqa: F401  the plain form of dispatch.best_experts
+    best_experts,
     cosine_scores,
     dot_scores,
+    expert_weights,
     low_rank_query,
     pool_anchors,
     rms_norm,
     routing_probs,
-    select_experts,
     sips_scores,
 )
 from l2r.kernels.contract import DEFAULTS, Score
@@ -62,10 +63,23 @@ def anchor_logits(
 
 
 def softmax_top_k(
-    logits: Float[Tensor, "T N"], top_k: int, *, normalize: bool = False
+    logits: Float[Tensor, "T N"],
+    top_k: int,
+    *,
+    normalize: bool = False,
+    routes: Int[Tensor, "T K"] | None = None,
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
-    """Softmax over experts and the k largest, Eq. 2 and 3; the logits decide which they are."""
-    return select_experts(routing_probs(logits), top_k, normalize=normalize, ranking=logits)
+    """Softmax over experts and the k largest, Eq. 2 and 3; the logits decide which they are.
+
+    ``routes`` are the experts instead, for all tokens but those whose first is negative.
+    """
+    indices = followed(best_experts(logits, top_k), routes)
+    return expert_weights(routing_probs(logits), indices, normalize=normalize), indices
+
+
+def followed(own: Int[Tensor, "T K"], routes: Int[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
+    """The experts of ``routes``, and a token's own choice where its first is negative."""
+    return own if routes is None else torch.where(routes[:, :1] < 0, own, routes)
 
 
 def route_logits(
@@ -83,10 +97,11 @@ def route(
     *,
     top_k: int,
     normalize: bool = False,
+    routes: Int[Tensor, "T K"] | None = None,
 ) -> Routed:
     """A whole anchor router: query, logits over the temperature, softmax and top-k.
 
-    The fused forms read x once and hold no [T, N, H] tensor.
+    The fused forms read x once and hold no [T, N, H] tensor. ``routes``: see ``softmax_top_k``.
     """
     logits = route_logits(x, parts, score)
-    return logits, *softmax_top_k(logits, top_k, normalize=normalize)
+    return logits, *softmax_top_k(logits, top_k, normalize=normalize, routes=routes)

@@ -22,7 +22,7 @@ def forward_in_stages(
         stage = Tensors(anchors=given.anchors, query=done.query, rho_hat=given.rho_hat)
         done = done._replace(logits=forward(stage, early).logits)
     if options.top_k:
-        chosen = forward(Tensors(logits=done.logits), options)
+        chosen = forward(Tensors(logits=done.logits, routes=given.routes), options)
         done = done._replace(weights=chosen.weights, indices=chosen.indices, lse=chosen.lse)
     return done
 

@@ -121,17 +121,21 @@ class Router(nn.Module):
         del x
         return None
 
-    def forward(self, x: Float[Tensor, "*B D"], bias: Tensor | None = None) -> RouterOutput:
+    def forward(
+        self, x: Float[Tensor, "*B D"], bias: Tensor | None = None, routes: Tensor | None = None
+    ) -> RouterOutput:
         """Route every token of x; leading dimensions are flattened to T.
 
-        ``bias`` [N] is what some model families pass for their selection.
+        ``bias`` [N] is what some model families pass for their selection. ``routes`` [T, K],
+        int64, are experts to weigh in place of the router's choice, for softmax top-k alone; a
+        token whose first is negative chooses. Raises ValueError for another selection.
         """
         if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
             pass
         if autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
-                return self._inside_holders(self._route, x, bias)
-        return self._inside_holders(self._route, x, bias)
+                return self._inside_holders(self._route, x, bias, routes)
+        return self._inside_holders(self._route, x, bias, routes)
 
     def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
         """Weights and indices [T, K] for whoever needs no logits, which a router may leave out."""
@@ -164,12 +168,24 @@ class Router(nn.Module):
             inner = partial(holder, run=inner)
         return inner(x)
 
-    def _route(self, x: Tensor, bias: Tensor | None) -> RouterOutput:
+    def _route(self, x: Tensor, bias: Tensor | None, routes: Tensor | None) -> RouterOutput:
         flat, selection = self._prepare(x), self.selection
+        if routes is not None and not selection.fused:
+            raise ValueError(f"routes need a softmax top-k selection; got {selection}")
         parts = self.kernel_weights(flat)
         if parts is not None and selection.fused:
             logits, weights, indices = dispatch.route(
-                flat, parts, self.score, top_k=self.top_k, normalize=selection.normalize
+                flat,
+                parts,
+                self.score,
+                top_k=self.top_k,
+                normalize=selection.normalize,
+                routes=routes,
+            )
+        elif routes is not None:
+            logits = self._logits(flat, parts)
+            weights, indices = dispatch.softmax_top_k(
+                logits, self.top_k, normalize=selection.normalize, routes=routes
             )
         else:
             logits = self._logits(flat, parts)

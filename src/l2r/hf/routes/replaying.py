@@ -26,6 +26,7 @@ from l2r.hf.routes.layers import (
 from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
 from l2r.hf.swap.sites import Site
+from l2r.routers import Router
 from l2r.routers.observe import routed
 
 Weights = Literal["live", "recorded"]
@@ -130,23 +131,39 @@ class Replay:
         router, forward, selection = site.router, site.router.forward, check_weighable(site)
         small = np.int16 if self._routes.fingerprint.num_experts <= 1 << 15 else np.int32
         experts = with_none(self._routes.experts[:, place].astype(small)).to(self._device)
+        fused = weights == "live" and isinstance(router, Router) and selection.fused
+        fused = fused and type(router).forward is Router.forward
         recorded = None
         if weights == "recorded" and self._routes.weights is not None:
             recorded = with_none(self._routes.weights[:, place]).to(self._device)
 
-        def replaying(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            logits, own_weights, own = routed(router, output)
+        def read_rows(tokens: int) -> _Rows | None:
+            """Rows of the routes of a call of this router; None where it is not replayed."""
             rows = self._rows
             if rows is None:
                 rows = self._recomputed_rows(layer.layer)
-            if rows is None:
-                return output
-            if rows.of.shape[0] != own.shape[0]:
+            if rows is not None and rows.of.shape[0] != tokens:
                 raise ValueError(
                     f"the router of layer {layer.layer} must see the {rows.of.shape[0]} inputs of "
-                    f"the model; it saw {own.shape[0]}"
+                    f"the model; it saw {tokens}"
                 )
+            return rows
+
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            """The router's own call with the experts given: it chooses for tokens without any."""
+            x = args[0] if args else kwargs["x"]
+            rows = read_rows(x.shape[:-1].numel())
+            if rows is None:
+                return forward(*args, **kwargs)
+            chosen = experts.to(x.device).index_select(0, rows.of.to(x.device))
+            return forward(*args, **kwargs, routes=chosen.to(torch.int64))
+
+        def replaying(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            logits, own_weights, own = routed(router, output)
+            rows = read_rows(own.shape[0])
+            if rows is None:
+                return output
             at = rows.of.to(own.device)
             chosen = experts.to(own.device).index_select(0, at).to(own.dtype)
             unrouted = None if rows.complete else chosen[:, :1] == NO_ROUTE
@@ -166,7 +183,7 @@ class Replay:
             values = (logits, weighed, chosen)
             return type(output)(*values) if hasattr(output, "_fields") else values
 
-        return replaying
+        return gathering if fused else replaying
 
     def _carrying(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointing function whose recomputation has the rows of its forward."""

@@ -98,9 +98,11 @@ inline bool any_reaches(const float* logits, int64_t count, float bound) {
   return reached != 0;
 }
 
-// The K largest, smallest index first among equals, NaN as -inf; returns the log-sum-exp.
-inline float select(const float* logits, const Sizes& s, bool normalize, float* weights,
-                    int64_t* indices, float* probs) {
+// The K largest, smallest index first among equals, NaN as -inf, or the K of a route; returns the
+// log-sum-exp. One sum for both, so that the weights of an own choice that returns are equal to the
+// bit.
+inline float select(const float* logits, const int64_t* route, const Sizes& s, bool normalize,
+                    float* weights, int64_t* indices, float* probs) {
   const int64_t n = s.experts, k = s.top_k;
   float top = logits[0], total = 0.0f;
 #pragma omp simd reduction(max : top)
@@ -122,8 +124,14 @@ inline float select(const float* logits, const Sizes& s, bool normalize, float* 
     weights[place] = value;
     indices[place] = i;
   };
-  const float bound = n < kManyExperts ? -HUGE_VALF : reached_by_top_k(logits, n, k);
-  if (bound > -HUGE_VALF) {
+  const bool chooses = !route || route[0] < 0;
+  const float bound = !chooses || n < kManyExperts ? -HUGE_VALF : reached_by_top_k(logits, n, k);
+  if (!chooses) {
+    for (int64_t j = 0; j < k; ++j) {
+      indices[j] = route[j];
+      weights[j] = logits[route[j]];
+    }
+  } else if (bound > -HUGE_VALF) {
     for (int64_t first = 0; first < n; first += kSpread) {
       const int64_t end = std::min(first + kSpread, n);
       if (!any_reaches(logits + first, end - first, bound)) continue;
@@ -177,8 +185,9 @@ void forward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool nor
           pool(a + t * block.rank, length[t], keys, s, c, row, logits + t * s.experts);
         if (!in.weights) continue;
         const int64_t place = (first + t) * s.top_k;
-        const float total = select(logits + t * s.experts, s, normalize_weights,
-                                   in.weights + place, in.indices + place, row);
+        const float total = select(logits + t * s.experts, in.routes ? in.routes + place : nullptr,
+                                   s, normalize_weights, in.weights + place, in.indices + place,
+                                   row);
         if (in.lse) in.lse[first + t] = total;
       }
     }
@@ -205,11 +214,23 @@ void forward(const Sizes& s, const Score& c, int32_t threads, bool normalize_wei
       float* logits = in.logits + t * s.experts;
       if (in.anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, logits);
       if (!in.weights) continue;
-      const float total = select(logits, s, normalize_weights, in.weights + t * s.top_k,
-                                 in.indices + t * s.top_k, work);
+      const int64_t place = t * s.top_k;
+      const float total = select(logits, in.routes ? in.routes + place : nullptr, s,
+                                 normalize_weights, in.weights + place, in.indices + place, work);
       if (in.lse) in.lse[t] = total;
     }
   }
+}
+
+// Whether a route names no expert, which would be read past the logits.
+bool names_no_expert(const int64_t* routes, const Sizes& s) {
+  bool outside = false;
+  for (int64_t t = 0; routes && t < s.tokens; ++t) {
+    const int64_t* route = routes + t * s.top_k;
+    for (int64_t j = 0; route[0] >= 0 && j < s.top_k; ++j)
+      outside |= route[j] < 0 || route[j] >= s.experts;
+  }
+  return outside;
 }
 
 }  // namespace
@@ -220,10 +241,11 @@ extern "C" {
 // given:
 //   project: x, weight, maybe gain       -> query, rstd
 //   score:   anchors and the query       -> logits
-//   select:  weights not null, logits    -> weights, indices, lse
-// Not 0 where memory ran out.
+//   select:  weights not null, logits, maybe routes -> weights, indices, lse
+// 1 where memory ran out, 2 where a route names no expert.
 int32_t l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
                     int32_t normalize_weights, const Tensors* tensors) {
+  if (names_no_expert(tensors->routes, *sizes)) return 2;
   try {
     const auto run = sizes->in_blocks() ? forward_in_blocks : forward;
     run(*sizes, *score, threads, normalize_weights, *tensors);

@@ -81,7 +81,9 @@ struct Score {
 // A call's tensors or their gradients, in the order of Tensors in contract.py; null: not there.
 struct Tensors {
   float *x, *weight, *gain, *anchors, *rho_hat;  // no rho_hat comes here
-  float *query, *logits, *rstd, *weights;
+  float *query, *logits;
+  const int64_t* routes;  // experts [T, K] to weigh; a token whose first is negative chooses
+  float *rstd, *weights;
   int64_t* indices;
   float* lse;
 };

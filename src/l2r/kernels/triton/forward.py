@@ -82,8 +82,23 @@ def take_best(logits, free, experts, N):
 
 @triton.jit
 @no_type_check
+def take(ranking, free, given, call, rows, experts, k, T):
+    """``take_best``, or the logit and the expert of a token's route where it has one."""
+    best, choice, free = take_best(ranking, free, experts, call.N)
+    if given.routes is not None:
+        route = given.routes + rows * call.K
+        follows = tl.load(route, mask=rows < T, other=-1) >= 0
+        expert = tl.load(route + k, mask=rows < T, other=0).to(tl.int32)
+        logit = tl.sum(tl.where(experts[None, :] == expert[:, None], ranking, 0.0), 1)
+        best = tl.where(follows, logit, best)
+        choice = tl.where(follows, expert, choice)
+    return best, choice, free
+
+
+@triton.jit
+@no_type_check
 def select_block(logits, given, call, rows, experts, T):
-    """Write the K largest probabilities and their experts; returns the log-sum-exp [BT].
+    """Write the K largest probabilities, or those of given routes; returns the log-sum-exp [BT].
 
     NaN ranks as -inf, and makes the log-sum-exp and so all weights NaN.
     """
@@ -97,7 +112,7 @@ def select_block(logits, given, call, rows, experts, T):
     row = rows * call.K
     chosen_sum = tl.zeros(rows.shape, tl.float32)
     for k in range(call.K):
-        best, choice, free = take_best(ranking, free, experts, call.N)
+        best, choice, free = take(ranking, free, given, call, rows, experts, k, T)
         weight = tl.exp(best - lse)
         chosen_sum += weight
         tl.store(given.indices + row + k, choice.to(tl.int64), mask=rows < T)
@@ -106,7 +121,7 @@ def select_block(logits, given, call, rows, experts, T):
     if call.NORMALIZE:
         free = tl.broadcast_to(inside, logits.shape)
         for k in range(call.K):
-            best, choice, free = take_best(ranking, free, experts, call.N)
+            best, choice, free = take(ranking, free, given, call, rows, experts, k, T)
             tl.store(given.weights + row + k, tl.exp(best - lse) / chosen_sum, mask=rows < T)
     return lse
 

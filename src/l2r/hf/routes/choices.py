@@ -30,9 +30,9 @@ class Choices:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, *, weights: bool = False) -> None:
-        self.fingerprint = fingerprint_of(model, tokenizer)
-        self._notes_weights = weights
         self._layers = routed_layers(model)
+        self.fingerprint = fingerprint_of(model, tokenizer, layers=self._layers)
+        self._notes_weights = weights
         self._chosen = [_Chosen() for _ in self._layers]
         self._open = False
 

@@ -1,7 +1,7 @@
 """The routed layers of a model, ours or of a supported family, and its fingerprint."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +46,15 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
     return [by_layer[index] for index in sorted(by_layer)]
 
 
-def fingerprint_of(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
+def fingerprint_of(
+    model: nn.Module, tokenizer: Any = None, *, layers: Sequence[RoutedLayer] | None = None
+) -> Fingerprint:
     """Fingerprint of a model's routes.
 
-    ``tokenizer`` has ``get_vocab()``; None leaves it open. Raises ValueError as ``routed_layers``
+    ``layers`` are its ``routed_layers`` where the caller has them. ``tokenizer`` has ``get_vocab()``; None leaves it open. Raises ValueError as ``routed_layers``
     and where the routers of two layers differ in their experts or k.
     """
-    layers = routed_layers(model)
+    layers = routed_layers(model) if layers is None else layers
     sizes = {layer.layer: layer.sites[0].sizes for layer in layers}
     kinds = {(size["num_experts"], size["top_k"]) for size in sizes.values()}
     if len(kinds) > 1:

@@ -25,7 +25,7 @@ from l2r.hf.routes.layers import (
 )
 from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
-from l2r.hf.swap.sites import Site
+from l2r.hf.swap.sites import Site, modules_by_path
 from l2r.routers import Router
 from l2r.routers.observe import routed
 
@@ -51,14 +51,14 @@ class Replay:
             raise ValueError(f"weights must be live or recorded; got weights={weights!r}")
         if weights == "recorded" and routes.weights is None:
             raise ValueError("weights='recorded' needs routes of record(model, weights=True)")
-        routes.fingerprint.check(fingerprint_of(model, tokenizer))
+        layers = routed_layers(model)
+        routes.fingerprint.check(fingerprint_of(model, tokenizer, layers=layers))
         self._routes = routes
         self._reading = Reading(routes)
         self._rows: _Rows | None = None  # of the call that runs
         self._first_node = 0
         self._spans: list[tuple[range, _Rows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
-        layers = routed_layers(model)
         self._device = next(layers[0].sites[0].router.parameters()).device
         self._forwards = {
             (site.router, "forward"): self._replaying(place, layer, site, weights)
@@ -67,7 +67,7 @@ class Replay:
         }
         self._checkpoints = {
             (module, name): self._carrying(vars(module)[name])
-            for module in model.modules()
+            for _, module in modules_by_path(model)
             for name in _CHECKPOINTS
             if callable(vars(module).get(name))
         }

@@ -13,7 +13,7 @@ all() { # THREADS CLOCK FOLDER
   export OMP_NUM_THREADS=$1
   mkdir -p "$RESULTS/$3"
   for job in "router --seconds 8 --compiled" memory "scaling --seconds 6" "moe --seconds 6" \
-    "step --seconds 8" "inference --seconds 10"; do
+    "step --seconds 8" "inference --seconds 10" "routes --seconds 20"; do
     # shellcheck disable=SC2086
     "$PYTHON" -m l2r bench $job --clock "$2" --out "$RESULTS/$3" >"$RESULTS/$3/${job%% *}.txt"
   done

@@ -1,4 +1,4 @@
-"""Given experts are weighed by the kernels: float64 plain code's numbers, own choices to the bit."""
+"""The kernels weigh given experts: float64 plain code's numbers, own choices to the bit."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_routes_that_do_not_fit_the_call_are_refused() -> None:
     inputs, routes = case.inputs("cpu"), drawn(case)
     for wrong, match in (
         (routes[:5], r"routes must be \[6"),
-        (routes[:, :1], "routes must have top_k=2 columns; got 1"),
+        (routes[:, :1], r"routes must be \[6, 2\]; got \[6, 1\]"),
         (routes.int(), "routes must be of torch.int64"),
         (routes[0], r"routes must be \[6"),
     ):

@@ -39,7 +39,7 @@ def check(given: Tensors, top_k: int | None) -> None:
 def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
     """Return whether ``walk`` would find nothing."""
     x, weight, gain, anchors, query = given.x, given.weight, given.gain, given.anchors, given.query
-    rho_hat, logits = given.rho_hat, given.logits
+    rho_hat, logits, routes = given.rho_hat, given.logits, given.routes
     starts = (x is None) + (query is None) + (logits is None) == 2
     if not starts or (x is None) is not (weight is None):
         return False
@@ -68,13 +68,10 @@ def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
     if not (logits is None if top_k is None else 1 <= top_k <= experts):
         return False
     device = first.device  # type: ignore[union-attr]
-    routes = given.routes
     for tensor in (weight, gain, anchors, rho_hat, routes):
         if tensor is not None and tensor.device != device:
             return False
-    if routes is not None and not (
-        routes.shape == (tokens, top_k) and routes.dtype is torch.int64
-    ):
+    if routes is not None and not (routes.dtype is torch.int64 and routes.shape == (tokens, top_k)):
         return False
     return rho_hat is None or (query is not None and rho_hat.shape == (tokens,))
 
@@ -87,8 +84,6 @@ def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
     if given.gain is not None and given.weight is not None:
         _same_dtype("gain", given.gain, given.weight.dtype)
     if given.routes is not None:
-        if sizes["K"] != top_k:
-            raise ValueError(f"routes must have top_k={top_k} columns; got {sizes['K']}")
         _same_dtype("routes", given.routes, torch.int64)
     return sizes
 
@@ -176,32 +171,22 @@ def check_indices(tensors: Tensors) -> None:
     What is on a GPU is not read: its kernels compare indices and never follow one.
     """
     if tensors.indices is not None and tensors.logits is not None:
-        _check_range("indices", tensors.indices, tensors.logits.shape[1])
+        check_range("indices", tensors.indices, tensors.logits.shape[1])
 
 
-def check_routes(routes: Tensor, experts: int) -> None:
-    """Raise ValueError for a route to no expert. What is on a GPU is not read."""
-    given = routes[routes[:, 0] >= 0] if routes.is_cpu else routes
-    _check_range("routes", given, experts)
-
-
-def _check_range(name: str, indices: Tensor, experts: int) -> None:
+def check_range(name: str, indices: Tensor, experts: int) -> None:
+    """Raise ValueError for an index of no expert. What is on a GPU is not read."""
     if not indices.is_cpu or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= experts:
-        got = low if low < 0 else high
-        raise ValueError(f"{name} must be between 0 and {experts - 1}; got {got}")
+        wrong = low if low < 0 else high
+        raise ValueError(f"{name} must be between 0 and {experts - 1}; got {wrong}")
 
 
 def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
-    x, weight, anchors, query, logits = (
-        given.x,
-        given.weight,
-        given.anchors,
-        given.query,
-        given.logits,
-    )
+    x, weight, anchors, query = given.x, given.weight, given.anchors, given.query
+    logits = given.logits
     rules: list[tuple[str, Any, str, bool]] = [
         ("x", weight, "projection", x is not None),
         ("x", given.gain, "gain", x is not None),
@@ -223,7 +208,7 @@ def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
             raise ValueError(f"{name} must not be given with {other}, from which it is made")
     if x is None and query is None and logits is None:
         raise ValueError("x, query or logits must be given; got None")
-    sizes = _sizes(given, {})
+    sizes = _sizes(given, {"K": top_k} if top_k else {})
     if top_k is not None and "N" not in sizes:
         raise ValueError(f"anchors must be given with x and top_k={top_k}; got None")
     if top_k is None and logits is not None:

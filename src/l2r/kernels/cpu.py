@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from l2r.kernels import cpu_blocks as blocks
-from l2r.kernels.checks import check_routes
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
@@ -21,6 +20,7 @@ from l2r.kernels.contract import (
     first_input,
     sizes_of,
 )
+from l2r.kernels.cpu_selection import check_routes
 from l2r.kernels.native.build import library
 from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_stage
 

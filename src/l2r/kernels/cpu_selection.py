@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from l2r.functional import best_experts
-from l2r.kernels.checks import check_routes
+from l2r.kernels.checks import check_range
 from l2r.kernels.contract import Options, Tensors, first_input
 
 
@@ -50,3 +50,9 @@ def select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor
         grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_().mul_(-total)
     grad.scatter_add_(1, indices, chosen)
     return grad if up.logits is None else grad.add_(up.logits)
+
+
+def check_routes(routes: Tensor, experts: int) -> None:
+    """Raise ValueError for a route to no expert. What is on a GPU is not read."""
+    if routes.is_cpu:
+        check_range("routes", routes[routes[:, 0] >= 0], experts)

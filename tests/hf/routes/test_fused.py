@@ -1,4 +1,4 @@
-"""Routers whose selection is fused replay in the call that makes the logits; opening is one walk."""
+"""Routers with a fused selection replay in the call that makes the logits; opening is one walk."""
 
 import numpy as np
 import pytest

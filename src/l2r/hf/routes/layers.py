@@ -51,7 +51,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Fingerprint of a model's routes.
 
-    ``layers`` are its ``routed_layers`` where the caller has them. ``tokenizer`` has ``get_vocab()``; None leaves it open. Raises ValueError as ``routed_layers``
+    ``layers`` are its ``routed_layers`` where the caller has them. ``tokenizer`` has
+    ``get_vocab()``; None leaves it open. Raises ValueError as ``routed_layers``
     and where the routers of two layers differ in their experts or k.
     """
     layers = routed_layers(model) if layers is None else layers

@@ -1,44 +1,31 @@
-"""Let a model take recorded experts.
-
-Shape letters: T inputs of a router, N experts, K experts chosen per token, R rows of the routes.
-"""
+"""Let a model take recorded experts."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 
-from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.backward_pass import in_backward, next_number, outside_of_graphs, running_number
 from l2r.hf.routes.calls import read_inputs
 from l2r.hf.routes.layers import (
     RoutedLayer,
-    check_weighable,
     fingerprint_of,
     replaced_functions,
     routed_layers,
 )
 from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
+from l2r.hf.routes.taken import Rows, gathering, gathers, taking
 from l2r.hf.swap.sites import Site, modules_by_path
-from l2r.routers import Router
-from l2r.routers.observe import routed
 
 Weights = Literal["live", "recorded"]
 # What a module calls to run a part of itself again in the backward pass.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-
-
-class _Rows(NamedTuple):
-    """Row of the routes of each input of a call; complete: every input has a route."""
-
-    of: Int[Tensor, " T"]
-    complete: bool
 
 
 class Replay:
@@ -55,9 +42,9 @@ class Replay:
         routes.fingerprint.check(fingerprint_of(model, tokenizer, layers=layers))
         self._routes = routes
         self._reading = Reading(routes)
-        self._rows: _Rows | None = None  # of the call that runs
+        self._rows: Rows | None = None  # of the call that runs
         self._first_node = 0
-        self._spans: list[tuple[range, _Rows]] = []  # nodes of the graph of a call, its rows
+        self._spans: list[tuple[range, Rows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
         self._device = next(layers[0].sites[0].router.parameters()).device
         self._forwards = {
@@ -93,7 +80,7 @@ class Replay:
         """Find the rows of the routes that a call reads."""
         rows = self._reading.rows(read_inputs(model, args, kwargs))
         complete = bool((rows < len(self._routes.experts)).all())
-        self._rows = _Rows(torch.from_numpy(rows).to(self._device), complete)
+        self._rows = Rows(torch.from_numpy(rows).to(self._device), complete)
         self._first_node = next_number()
 
     @outside_of_graphs
@@ -109,7 +96,7 @@ class Replay:
         self._rows = None
 
     @contextmanager
-    def during(self, rows: _Rows) -> Iterator[None]:
+    def during(self, rows: Rows) -> Iterator[None]:
         """Run a part of a call again, in the backward pass, inside the ``replay`` block or after.
 
         One at a time: the backward pass has a thread for each device.
@@ -128,62 +115,25 @@ class Replay:
     def _replaying(
         self, place: int, layer: RoutedLayer, site: Site, weights: Weights
     ) -> Callable[..., Any]:
-        router, forward, selection = site.router, site.router.forward, check_weighable(site)
         small = np.int16 if self._routes.fingerprint.num_experts <= 1 << 15 else np.int32
         experts = with_none(self._routes.experts[:, place].astype(small)).to(self._device)
-        fused = weights == "live" and isinstance(router, Router) and selection.fused
-        fused = fused and type(router).forward is Router.forward
-        recorded = None
         if weights == "recorded" and self._routes.weights is not None:
             recorded = with_none(self._routes.weights[:, place]).to(self._device)
+            return taking(site, experts, recorded, partial(self._rows_of, layer.layer))
+        take = gathering if gathers(site) else taking
+        return take(site, experts, None, partial(self._rows_of, layer.layer))
 
-        def read_rows(tokens: int) -> _Rows | None:
-            """Rows of the routes of a call of this router; None where it is not replayed."""
-            rows = self._rows
-            if rows is None:
-                rows = self._recomputed_rows(layer.layer)
-            if rows is not None and rows.of.shape[0] != tokens:
-                raise ValueError(
-                    f"the router of layer {layer.layer} must see the {rows.of.shape[0]} inputs of "
-                    f"the model; it saw {tokens}"
-                )
-            return rows
-
-        def gathering(*args: Any, **kwargs: Any) -> Any:
-            """The router's own call with the experts given: it chooses for tokens without any."""
-            x = args[0] if args else kwargs["x"]
-            rows = read_rows(x.shape[:-1].numel())
-            if rows is None:
-                return forward(*args, **kwargs)
-            chosen = experts.to(x.device).index_select(0, rows.of.to(x.device))
-            return forward(*args, **kwargs, routes=chosen.to(torch.int64))
-
-        def replaying(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            logits, own_weights, own = routed(router, output)
-            rows = read_rows(own.shape[0])
-            if rows is None:
-                return output
-            at = rows.of.to(own.device)
-            chosen = experts.to(own.device).index_select(0, at).to(own.dtype)
-            unrouted = None if rows.complete else chosen[:, :1] == NO_ROUTE
-            if unrouted is not None:
-                chosen = torch.where(unrouted, own, chosen)
-            if recorded is not None:
-                weighed = recorded.to(own.device).index_select(0, at).to(own_weights.dtype)
-                if unrouted is not None:
-                    weighed = torch.where(unrouted, own_weights, weighed)
-            elif _known_equal(chosen, own):
-                return output
-            else:
-                # Weights of the router itself where it chose the same: equal to the bit.
-                same = (chosen == own).all(dim=1, keepdim=True)
-                live = selection.weigh(router, logits, chosen).to(own_weights.dtype)
-                weighed = torch.where(same, own_weights, live)
-            values = (logits, weighed, chosen)
-            return type(output)(*values) if hasattr(output, "_fields") else values
-
-        return gathering if fused else replaying
+    def _rows_of(self, layer: int, tokens: int) -> Rows | None:
+        """Rows of the routes of a router's call with so many inputs; None where it is its own."""
+        rows = self._rows
+        if rows is None:
+            rows = self._recomputed_rows(layer)
+        if rows is not None and rows.of.shape[0] != tokens:
+            raise ValueError(
+                f"the router of layer {layer} must see the {rows.of.shape[0]} inputs of "
+                f"the model; it saw {tokens}"
+            )
+        return rows
 
     def _carrying(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointing function whose recomputation has the rows of its forward."""
@@ -202,7 +152,7 @@ class Replay:
         return carrying
 
     @outside_of_graphs
-    def _recomputed_rows(self, layer: int) -> _Rows | None:
+    def _recomputed_rows(self, layer: int) -> Rows | None:
         """Rows of the call whose backward pass runs; None for one from before the block."""
         if in_backward():
             number = running_number()
@@ -255,11 +205,3 @@ def replay(
         raise ValueError(
             "replay must see a call of the model that it got; it saw none that succeeded"
         )
-
-
-def _known_equal(chosen: Tensor, own: Tensor) -> bool:
-    """Whether both are equal, where it costs little to know: no graph to break, no device to ask.
-
-    Most steps of one token are; the rest of a replay takes longer than the comparison.
-    """
-    return not torch.compiler.is_compiling() and chosen.is_cpu and torch.equal(chosen, own)

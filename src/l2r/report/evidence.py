@@ -72,7 +72,11 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     arms = arm_table(study)
     sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
     size = size_plot(study)
-    sections.append(Section("Arms", parts=[arms] if size is None else [size, arms]))
+    if size is None:
+        sections.append(Section("Arms", parts=[arms]))
+    else:
+        text = "Bars of the figure end at the smallest and the largest loss of an arm's seeds."
+        sections.append(Section("Arms", text, [size, arms]))
     if study.results:
         text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
         drawn, ran = len(arms_of_curves(study)), len(arms.rows)

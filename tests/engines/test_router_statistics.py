@@ -48,6 +48,7 @@ def train(model, tmp_path, *, before=lambda trainer: None, every=None, **options
     return trainer, writer
 
 
+@pytest.mark.slow("trainings by another library")
 @pytest.mark.parametrize(
     "build",
     [olmoe, swapped_mixtral, lambda: tiny_model(FAMILIES["mixtral"]).train()],
@@ -88,6 +89,7 @@ def test_the_numbers_are_of_all_micro_batches_and_of_real_tokens(tmp_path):
     assert {k: v for k, v in log.items() if "router/" in k} == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow("trainings by another library")
 @pytest.mark.parametrize(("micro_batches", "logged"), [(1, [2, 4]), (3, [1, 2])])
 def test_lines_of_whole_epochs_have_them_too(micro_batches, logged, tmp_path):
     options = {"logging_strategy": "epoch", "logging_steps": 0, "max_steps": -1}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from routing_cases import Case, double, error, leaves, route
+from tests.tiers import few
 
 from l2r.kernels import cpu, guard, plain
 from l2r.kernels.contract import Options, Score, Tensors
@@ -11,7 +12,7 @@ from l2r.kernels.dispatch import implementation
 EPS = 0.7  # queries and anchors of unit size: half of them below it
 
 
-@pytest.mark.parametrize("form", ["compiled", "blocks", "triton"])
+@pytest.mark.parametrize("form", few(["compiled", "blocks", "triton"], ["blocks"], "compilers"))
 @pytest.mark.parametrize("scoring", ["cosine", "sips"])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_vectors_shorter_than_eps_have_the_gradient_of_a_constant_divisor(

@@ -73,6 +73,7 @@ def values(gap=0.0, before=0.0):
     return value
 
 
+@pytest.mark.slow("whole trainings")
 def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_path, monkeypatch):
     plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
     places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)

@@ -56,6 +56,7 @@ def test_two_ranks_equal_one_under_ddp_and_fsdp2(norm, tiny_changes, tmp_path):
         assert_same(one, two)
 
 
+@pytest.mark.slow("two processes")
 def test_the_same_ranks_train_twice(tiny_changes, tmp_path):
     """A script under torchrun may train one model after another."""
     train = ["train", "demo/l2r-sips", *tiny_changes, "training.steps=1", "training.micro_batch=4"]

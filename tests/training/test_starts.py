@@ -82,6 +82,7 @@ def test_selection_biases_do_not_depend_on_how_a_step_is_cut(tiny_changes, tmp_p
 BIASED = ["router.selection_bias=true", "losses.bias_speed=0.001", "losses.balance=0"]
 
 
+@pytest.mark.slow("whole trainings")
 @pytest.mark.parametrize("kind", ["l2r_sips", "product_keys"])
 def test_the_bias_of_any_router_is_saved_loaded_and_resumed_to_the_same_bits(
     kind, tiny_changes, tmp_path

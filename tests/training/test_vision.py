@@ -154,6 +154,7 @@ def test_exported_models_have_the_recorded_accuracy(unbroken):
     assert model.config.id2label[7] == "7"
 
 
+@pytest.mark.slow("trainings that die")
 @pytest.mark.parametrize(("after", "workers"), [(1, 0), (3, 2), (5, 0)])
 def test_a_run_that_dies_resumes_to_the_same_bits(after, workers, unbroken, tmp_path):
     def dying(step):

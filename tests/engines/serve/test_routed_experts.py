@@ -161,6 +161,7 @@ def test_an_echo_leaves_them_as_they_are(client):
         assert echoed[name] == plain[name]
 
 
+@pytest.mark.slow("long prompts")
 @pytest.mark.parametrize("batching", [False, True])
 def test_layers_without_a_router_many_experts_and_long_prompts(long_folder, batching):
     """Prompts beyond what one step takes are cut, and begin as others did that are cached."""

@@ -45,6 +45,7 @@ def ran(tmp_path_factory):
     return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))[0]
 
 
+@pytest.mark.slow("two processes")
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=["stock", "swapped"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks_replay_their_halves(kind, number, ran):

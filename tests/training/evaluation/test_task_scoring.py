@@ -35,6 +35,7 @@ def own_and_library(model, name, limit):
     return dataset, ours, metric
 
 
+@pytest.mark.slow("another library")
 @pytest.mark.parametrize("name", ["piqa", "boolq", "hellaswag", "sciq", "mmlu_social_sciences"])
 def test_scores_and_accuracy_are_the_librarys_on_full_logits(model, name):
     dataset, ours, metric = own_and_library(model, name, limit=10)

@@ -11,8 +11,9 @@ from PIL import Image
 from l2r.analysis.diagnostics.routing_gain import spread
 from l2r.analysis.run_inputs import open_run, validation_subject
 from l2r.training import loop
+from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_sources import open_images
-from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.data.images import ImageDataset
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.rows import balanced_rows
 from l2r.training.data.token_writer import write_token_files

@@ -9,7 +9,7 @@ import pytest
 from l2r.runs.folder import RunFolder, find_runs
 from l2r.runs.reading import parse_json
 
-RECORDS = [{"kind": "train", "step": n, "ce": float(n), "load": [0.5, None]} for n in (1, 2, 3)]
+RECORDS = [{"kind": "train", "step": n, "ce": float(n), "load": [0.5, math.nan]} for n in (1, 2, 3)]
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_sources import open_images
-from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.data.images import ImageDataset
 from l2r.training.image_input import ImageInput, open_image_input
 from l2r.training.recipes.vision_schema import ImageSection
 

@@ -17,7 +17,8 @@ from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.training import loop
 from l2r.training.average import WeightAverage
 from l2r.training.data.augment import augment
-from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.data.crops import CenterCrop
+from l2r.training.data.images import ImageDataset
 from l2r.training.data.shuffling import batch_indices
 from l2r.training.evaluation.accuracy import evaluate_accuracy
 from l2r.training.objective import auxiliary_losses

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from l2r.runs.folder import RunFolder
+from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_sources import ImageSource, open_images
-from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices, standardize
+from l2r.training.data.images import ImageDataset, sample_indices, standardize
 from l2r.training.recipes.load import load_recipe
 from l2r.training.recipes.vision_schema import ImageSection, VisionRecipe
 

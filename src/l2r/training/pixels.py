@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_facts import ImageFacts, image_facts, mean_and_deviation
 from l2r.training.data.image_sources import ImageSource, open_images
-from l2r.training.data.images import CenterCrop, ImageDataset
+from l2r.training.data.images import ImageDataset
 from l2r.training.recipes.changes import BUILT_IN_IMAGES
 from l2r.training.recipes.load import AnyRecipe
 from l2r.training.recipes.vision_schema import VisionRecipe, VitSection

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.training.data.augment import augment
+from l2r.training.data.crops import CenterCrop, RandomCrop
 from l2r.training.data.image_sources import open_images
-from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop
+from l2r.training.data.images import ImageDataset, ImageLoader
 from l2r.training.evaluation.accuracy import evaluate_accuracy
 from l2r.training.pixels import read_pixels
 from l2r.training.ranks import Ranks

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from l2r.training.data.crops import CenterCrop, RandomCrop
 from l2r.training.data.image_facts import image_facts
 from l2r.training.data.image_sources import (
     ImageSource,
@@ -20,7 +21,7 @@ from l2r.training.data.image_sources import (
     open_images,
     read_idx,
 )
-from l2r.training.data.images import CenterCrop, ImageDataset, ImageLoader, RandomCrop, read_ahead
+from l2r.training.data.images import ImageDataset, ImageLoader, read_ahead
 
 UNDO = {  # by EXIF orientation: from the image that is shown to the one that is stored
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_sources import ImageSource
-from l2r.training.data.images import CenterCrop, ImageDataset, sample_indices
+from l2r.training.data.images import ImageDataset, sample_indices
 from l2r.training.evaluation.accuracy import evaluate_accuracy
 
 

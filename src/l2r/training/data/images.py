@@ -4,7 +4,6 @@ import itertools
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from l2r.training.data.crops import Box, CenterCrop, RandomCrop
 from l2r.training.data.image_sources import (
     SIDEWAYS,
     UNREADABLE,
@@ -23,51 +23,10 @@ from l2r.training.data.image_sources import (
 )
 from l2r.training.data.shuffling import batch_indices, epoch_order, uniform_draws
 
-_ATTEMPTS = 10  # crops tried before falling back to the whole image, as in torchvision
+_IN_A_ROW = 10  # images that cannot be read before the data are refused
 _MODES = {1: "L", 3: "RGB"}
-Box = tuple[int | float, int | float, int | float, int | float]
 # Which images, and in training their positions in the stream.
 Places = tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomCrop:
-    """Random resized crop: its share of the area and its aspect (width / height), as ranges."""
-
-    draws: ClassVar[int] = 2 * _ATTEMPTS + 2
-    scale: tuple[float, float] = (0.08, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-
-    def box(self, width: int, height: int, draws: Float[np.ndarray, " D"]) -> Box:
-        """(left, top, right, bottom); the middle of a wide or tall image if no try fits."""
-        low, high = np.log(self.aspect)
-        for attempt in range(_ATTEMPTS):
-            share = self.scale[0] + (self.scale[1] - self.scale[0]) * draws[2 * attempt]
-            aspect = np.exp(low + (high - low) * draws[2 * attempt + 1])
-            wide = round(float(np.sqrt(share * width * height * aspect)))
-            tall = round(float(np.sqrt(share * width * height / aspect)))
-            if 0 < wide <= width and 0 < tall <= height:
-                left = int(draws[-2] * (width - wide + 1))
-                top = int(draws[-1] * (height - tall + 1))
-                return (left, top, left + wide, top + tall)
-        wide = min(width, round(height * self.aspect[1]))
-        tall = min(height, round(width / self.aspect[0]))
-        left, top = (width - wide) // 2, (height - tall) // 2
-        return (left, top, left + wide, top + tall)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CenterCrop:
-    """The central square whose side is this share of the shorter side."""
-
-    draws: ClassVar[int] = 0
-    share: float = 0.875
-
-    def box(self, width: int, height: int, draws: Float[np.ndarray, " D"]) -> Box:
-        """(left, top, right, bottom); nothing is random."""
-        side = min(width, height) * self.share
-        left, top = (width - side) / 2, (height - side) / 2
-        return (left, top, left + side, top + side)
 
 
 @dataclass(frozen=True)
@@ -138,7 +97,7 @@ class ImageDataset(Dataset[ImageBatch]):
         draws = uniform_draws(places, self.crop.draws, seed=self.seed, purpose="crop")
         pixels, labels, kept, skipped = [], [], [], []
         for row, index in enumerate(indices):
-            for attempt in range(_ATTEMPTS):
+            for attempt in range(_IN_A_ROW):
                 chosen = (int(index) + attempt) % len(self)
                 image = self._read(chosen, draws[row])
                 if image is not None:
@@ -150,7 +109,7 @@ class ImageDataset(Dataset[ImageBatch]):
                 if not training:
                     break
             else:
-                raise ValueError(f"{_ATTEMPTS} images in a row are unreadable: {skipped[-1]}")
+                raise ValueError(f"{_IN_A_ROW} images in a row are unreadable: {skipped[-1]}")
         shape = (0, self.size, self.size, self.channels)
         stack = np.stack(pixels) if pixels else np.empty(shape, dtype=np.uint8)
         tensor = torch.from_numpy(stack).permute(0, 3, 1, 2).contiguous()

@@ -54,14 +54,16 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     script(tmp_path, code, HF_HUB_OFFLINE="1").succeed()
 
 
-def test_a_router_in_a_file_of_one_s_own_is_trained_as_the_page_says(tmp_path, monkeypatch):
-    """Its command, for two steps, in a folder with the page's first block."""
+def test_a_router_in_a_file_of_one_s_own_is_trained_as_the_page_says(
+    tmp_path, monkeypatch, tiny_changes
+):
+    """Its command, for a few steps on little text, in a folder with the page's first block."""
     page = (ROOT / "docs" / "add-a-router.md").read_text()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_router.py").write_text(BLOCK.findall(page)[0][1])
     (variables, words), *_ = re.findall(r"^(L2R_IMPORT=\S+) l2r (train .+)$", page, re.M)
-    short = ["training.steps=2", "--out", "run"]
-    command(tmp_path / "out", *words.split(), *short, **dict([variables.split("=")])).succeed()
+    words = [*words.split(), *tiny_changes, "--out", "run"]
+    command(tmp_path / "out", *words, **dict([variables.split("=")])).succeed()
     recipe = (tmp_path / "run" / "recipe.yaml").read_text()
     assert "kind: bilinear" in recipe and "rank: 4" in recipe
 

@@ -25,7 +25,10 @@ CASES = [
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.fixture(params=["compiled", "blocks", "triton"])
+TRITON = pytest.param("triton", marks=pytest.mark.slow("Triton's interpreter"))
+
+
+@pytest.fixture(params=["compiled", "blocks", TRITON])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Backend of each form; the C++ form where a compiler is found."""
     if request.param == "compiled" and library() is None:

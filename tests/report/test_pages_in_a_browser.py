@@ -79,6 +79,7 @@ def test_the_explorer_waits_for_room(open_tab, pages):
     assert errors == []
 
 
+@pytest.mark.slow("a page of every kind")
 def test_a_page_says_its_verdict_first_and_what_it_cannot_say(pages):
     for name in set(PAGES) - {"text", "explorer"}:
         text = pages[name].read_text()

@@ -3,12 +3,15 @@
 import gzip
 import json
 
+import pytest
+
 from l2r.runs.folder import RunFolder
 from l2r.training.data.corpus import CorpusOptions, build_corpus
 from l2r.training.data.manifest import read_manifest
 from l2r.training.data.token_writer import write_token_files
 
 
+@pytest.mark.slow("several commands")
 def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
     l2r, tiny_changes, text_folder, tmp_path
 ):

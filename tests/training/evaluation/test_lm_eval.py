@@ -77,6 +77,7 @@ def test_accuracy_and_error_agree_with_the_harness(model, harness, name, metric)
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.slow("another program")
 def test_log_likelihoods_agree_with_the_harness(model, harness, name):
     from l2r.training.evaluation.task_scoring import score_batch
 

@@ -48,6 +48,7 @@ def test_one_token_and_more_than_the_context_are_routed(l2r, checkpoint, tmp_pat
     assert text.startswith("a b c d") and text.count("g") == context
 
 
+@pytest.mark.slow("two diagnoses")
 def test_the_choices_are_those_of_a_diagnosis_of_the_same_tokens(l2r, checkpoint, tmp_path):
     """A row of 16 tokens of a diagnosis, read again as a text of one's own."""
     (tmp_path / "data").mkdir()

@@ -289,6 +289,7 @@ def on_a_rank(folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow("two processes")
 def test_two_ranks_take_the_mean_over_all_micro_batches(tmp_path):
     on_ranks(2, tmp_path / "output", Running, on_a_rank, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -104,6 +104,7 @@ def test_landscapes_hold_every_rule():
 
 
 @pytest.mark.parametrize("decisions", [["topk"], ["top1", "topk"]])
+@pytest.mark.slow("whole pages")
 def test_a_page_of_infinite_radii_is_the_same_from_its_files(tmp_path, decisions):
     """Where tokens go to all experts no change flips the set; with one expert, nor the first."""
     made = made_diagnosis()

@@ -117,6 +117,7 @@ def test_gradients_equal_those_of_one_process(start, ran):
         torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-8, rtol=1e-4)
 
 
+@pytest.mark.slow("two processes")
 def test_the_script_of_the_docs_trains_as_one_process_does(start, ran):
     root, tokens = start
     model = load_pretrained(root / "start").train()

@@ -14,6 +14,7 @@ from l2r.training.recipes.load import load_recipe
 TASKS = ["evaluation.tasks=[mmlu,piqa]", "evaluation.task_limit=3", "training.steps=4"]
 
 
+@pytest.mark.slow("trainings with every task")
 def test_accuracies_are_recorded_and_leave_the_run_as_it_is(tiny_changes, tmp_path):
     for name, changes in (("with", TASKS), ("without", TASKS[2:])):
         recipe = load_recipe("demo/l2r-sips", [*tiny_changes, *changes])

@@ -70,6 +70,7 @@ def test_the_fit_recovers_decisions_and_perplexity(trained):
     assert perplexity(model, batches(4, seed=2)) == pytest.approx(ppl["fitted"])
 
 
+@pytest.mark.slow("a fit to convergence")
 def test_a_linear_router_recovers_the_old_one_almost_exactly(trained):
     model = copy.deepcopy(trained)
     options = FitOptions(updates=8, lr=0.05)

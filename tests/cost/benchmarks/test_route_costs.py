@@ -3,6 +3,7 @@
 import statistics
 
 import numpy as np
+import pytest
 
 from l2r.cost.benchmarks import run_bench
 from l2r.cost.benchmarks.results import BenchSettings
@@ -12,6 +13,7 @@ from l2r.hf.routes import Fingerprint, Routes
 FORMS = {"plain", "second plain", "record", "replay own", "replay other"}
 
 
+@pytest.mark.slow("every model of a benchmark")
 def test_every_model_is_timed_plain_recorded_and_replayed() -> None:
     found = run_bench("routes", BenchSettings(seconds=0.001, quick=True))
     names = {record["size"] for record in found.records}

@@ -182,6 +182,7 @@ def test_prompts_longer_than_the_cache_do_not_end_batching(folder):
 
 
 @MODES
+@pytest.mark.slow("a server under load")
 def test_many_clients_get_the_answers_of_one(batching, folder):
     prompts = ["Question", "what is", "Answer: yes", "no", "the", "or", "is the answer", "what"]
     with serving(folder, continuous_batching=batching) as client, ThreadPoolExecutor(8) as pool:

@@ -135,6 +135,7 @@ def test_a_checkpoint_larger_than_memory_is_swapped_as_one_that_fits(
 
 
 @pytest.mark.usefixtures("coarse")
+@pytest.mark.slow("two diagnoses of a whole model")
 def test_a_checkpoint_larger_than_memory_is_diagnosed_as_one_that_fits(
     folder, little_memory, l2r, tmp_path, monkeypatch
 ):

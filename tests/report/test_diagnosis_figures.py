@@ -93,6 +93,20 @@ def test_robustness_bars_carry_the_intervals_that_there_are():
     assert bars[0].error_y.array is None
 
 
+def test_bars_that_do_not_differ_stand_on_zero():
+    """One checkpoint has nothing to differ from: no axis from 0.30019 to 0.30041."""
+
+    def lowest(*gains: float) -> float:
+        views = {
+            f"run {n}": Diagnosis({"model": {"routing_gain": gain}}, [{}], {})
+            for n, gain in enumerate(gains)
+        }
+        return routing.gain_bars(views).layout.yaxis.range[0]
+
+    assert lowest(0.3) == lowest(0.3, 0.3) == 0.0
+    assert 0.2 < lowest(0.3, 0.31) < 0.3
+
+
 def test_landscapes_hold_every_rule():
     axis = np.linspace(-1, 1, 5)
     grids = {name: RNG.normal(size=(5, 5)) for name in ("a", "b", "c", "d", "e")}

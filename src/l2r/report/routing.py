@@ -98,14 +98,15 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
 def _reach(values: Sequence[float], error: Mapping[str, Any] | None) -> list[float] | None:
     """Ends of an axis on which the bars differ visibly: from 0 where they differ by a fifth.
 
-    Where all are closer than that, the axis begins below the least.
+    Where all are closer than that, the axis begins below the least; where nothing differs, at 0.
     """
     if not values:
         return None
     up = max(error["array"]) if error else 0.0
     low, high = min(values), max(values)
     spread = max(high - low, 2 * up, 1e-3 * abs(high), 1e-9)
-    start = low - spread if low > 0 and high - low < 0.2 * high else min(0.0, low - 0.2 * spread)
+    near = low > 0 and max(high - low, up) > 0 and high - low < 0.2 * high
+    start = low - spread if near else min(0.0, low - 0.2 * spread)
     return [start, high + up + 0.25 * (high + up - start)]
 
 

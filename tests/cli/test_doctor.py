@@ -53,6 +53,7 @@ def test_an_extra_is_checked_by_its_own_requirements(monkeypatch):
     assert "datasets" not in row.detail and "tokenizers" not in row.detail
 
 
+@pytest.mark.slow("every package")
 def test_a_missing_package_is_named_with_an_extra_that_installs_it():
     """Every module that an extra brings, by the name it is imported under."""
     wanted = {

@@ -142,6 +142,7 @@ def test_diagnose_reads_image_classifiers_and_draws_patches(l2r, compared, tmp_p
     assert "Routing gain" in page and "Agreement of routers" in page and "Vocabulary" not in page
 
 
+@pytest.mark.slow("a diagnosis per checkpoint")
 def test_saturation_over_the_checkpoints_of_a_run(l2r, compared, tmp_path):
     root, _ = compared
     short = ["--instances", 20, "--sample", 64, "--certify", 0, "--gain", 0]

@@ -98,7 +98,7 @@ def test_logits_alone_weigh_given_experts(name: str, normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", TRITON])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.15's own
 def test_the_registered_operation_passes_opcheck(backend: str, top_k: int) -> None:
     case = Case(6, 12, 5, 2, 2, 2)

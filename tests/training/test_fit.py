@@ -111,6 +111,7 @@ def test_routers_without_a_predecessor_in_memory_are_not_fitted(swapped, tmp_pat
         fit_routers(swapped, data)
 
 
+@pytest.mark.slow("two fits")
 def test_a_second_swap_is_fitted_to_the_routers_that_were_trained(trained, swapped):
     """A router that was never fitted has nothing to teach; one that was fitted has."""
     first = [site.router for site, _ in unfitted_sites(swapped)]

@@ -192,6 +192,7 @@ def test_a_finished_run_does_nothing_more(unbroken, tiny_changes):
     assert (unbroken / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow("several trainings")
 def test_accumulation_does_not_change_training_with_step_statistics(tiny_changes, tmp_path):
     scope = "losses.balance_scope=step"
     run(tmp_path / "whole", tiny_changes, scope)

@@ -20,6 +20,7 @@ def bias(folder, layer=0) -> torch.Tensor:
     return weights[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
 
 
+@pytest.mark.slow("two trainings")
 def test_training_starts_from_the_model_of_another_run(tiny_changes, tmp_path):
     run(tmp_path / "first", tiny_changes, "training.steps=20", "optimizer.lr=0.01")
     start = f"model.init_from={tmp_path / 'first'}"
@@ -30,6 +31,7 @@ def test_training_starts_from_the_model_of_another_run(tiny_changes, tmp_path):
     assert abs(found - last) < 0.5 * (fresh - last)
 
 
+@pytest.mark.slow("a fit and a training")
 def test_training_starts_from_an_upcycled_model(l2r, tiny_changes, text_folder, tmp_path):
     run(tmp_path / "linear", tiny_changes, recipe="demo/linear")
     code, _, err = l2r(

@@ -118,6 +118,7 @@ def test_a_hub_id_gives_the_weights_of_its_revision_and_no_code(hub):
     assert (local_checkpoint(NAME, code=True) / "modeling_strange.py").is_file()
 
 
+@pytest.mark.slow("two commands on a whole model")
 def test_a_filled_cache_is_read_offline_and_once(hub, monkeypatch):
     expected = logits(l2r.load_pretrained(NAME))
     downloaded = list(hub.asked)

@@ -188,7 +188,7 @@ def test_a_stopped_cell_goes_on_from_its_last_step(tiny_changes, tmp_path, monke
     assert [ce for _, ce in result.curve] == pytest.approx([ce for _, ce in other.curve], rel=1e-6)
 
 
-@pytest.mark.slow("a training of its own")
+@pytest.mark.slow("a whole training")
 def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_path, monkeypatch):
     plan = Registered(Plan.model_validate(plan_of(tiny_changes)), "small", "d", "c", "registered")
     places, cells = Places(tmp_path / "results", tmp_path / "runs"), plan.plan.cells(1)

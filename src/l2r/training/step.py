@@ -56,7 +56,7 @@ class TrainingStep:
         self.average = WeightAverage(model, decay) if decay else None
         self.mean_loss = MeanLoss(ranks)
         self._first_bad = torch.full((), -1, device=ranks.device)  # number of a step
-        # By step, before it, where it is not that before the last; since the last check.
+        # Random state before a step, where it had changed; since the last check.
         self._random: dict[int, RandomState] = {}
 
     def take(self, step: int, rate: float, *, summarize: bool) -> dict[str, Any]:

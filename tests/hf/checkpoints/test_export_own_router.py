@@ -65,7 +65,7 @@ assert issubclass(Base, torch.nn.Module)
 """
 
 
-@pytest.mark.slow("a process of its own")
+@pytest.mark.slow("a fresh process")
 def test_what_may_be_imported_opens_without_this_package(swapped, tmp_path):
     model = swapped(ALLOWED).eval()
     folder = export_remote_code(model, tmp_path / "out")

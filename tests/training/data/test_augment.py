@@ -85,7 +85,7 @@ def test_color_operations_equal_pillows(name, sign):
 
 
 def test_a_channel_of_one_value_has_no_contrast_to_stretch():
-    """As in pillow; white beside red would turn cyan and black."""
+    """A constant channel stays as it is, as in pillow: a white channel does not become black."""
     pixels = torch.full((1, 3, 6, 6), 255, dtype=torch.uint8)
     pixels[0, 1:, 2:4, 2:4] = 10
     out = OPERATIONS["auto_contrast"](pixels / 255, torch.ones(1), torch.ones(1))
@@ -97,7 +97,7 @@ def test_a_channel_of_one_value_has_no_contrast_to_stretch():
 
 @pytest.mark.parametrize("level", [0.0, 0.002, 0.004, 0.3, 0.9, 1.0])
 def test_solarize_inverts_the_bytes_that_pillow_inverts(level):
-    """At level 0 none: white is not turned into black."""
+    """Level 0 inverts no byte: white stays white."""
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     out = OPERATIONS["solarize"](pixels / 255, torch.tensor([level]), torch.ones(1))
     image = Image.fromarray(pixels[0, 0].numpy())

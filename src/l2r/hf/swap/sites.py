@@ -79,7 +79,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What ``named_modules`` gives, in its order, without a generator in each generator.
+    """Paths and modules in the order of ``named_modules``, without its nested generators.
 
     A fifth of the time; routes are recorded and replayed in blocks that open in every step.
     """

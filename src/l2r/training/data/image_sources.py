@@ -23,7 +23,7 @@ FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 # What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-SIDEWAYS = frozenset(  # what turns rows into columns
+SIDEWAYS = frozenset(  # transposes that exchange width and height
     {
         Image.Transpose.TRANSPOSE,
         Image.Transpose.TRANSVERSE,
@@ -76,9 +76,9 @@ class ImageSource:
 
 
 def turn_of(image: Image.Image) -> Image.Transpose | None:
-    """What makes the image that is shown of the one that is stored, by the camera's EXIF.
+    """Transpose that turns the stored image into the shown one, by the camera's EXIF.
 
-    None where nothing does; pillow turns TIFF by itself.
+    None where the two are equal; pillow turns TIFF by itself.
     """
     if "exif" not in image.info:
         return None

@@ -87,7 +87,7 @@ class Launch(NamedTuple):
 
 def launches(case: Case) -> list[Launch]:
     """What a forward and a backward of the case launch, in their order."""
-    from l2r.kernels.contract import Options, Score, Tensors
+    from l2r.kernels.contract import Options, ScoreConstants, Tensors
     from l2r.kernels.triton import launch
 
     tokens, hidden, experts, rank = case.tokens, case.hidden, case.experts, case.rank
@@ -101,7 +101,7 @@ def launches(case: Case) -> list[Launch]:
                 gain=torch.empty(hidden) if case.gain else None,
                 anchors=torch.empty(experts, case.heads, rank),
             )
-        options = Options(Score(case.scoring), case.top_k, save=True, need_x=True)
+        options = Options(ScoreConstants(case.scoring), case.top_k, save=True, need_x=True)
         done = launch.forward(given, options)
         assert done.logits is not None and done.weights is not None
         logits = torch.empty_like(done.logits) if rank else None

@@ -1,12 +1,12 @@
 """L2R: low-rank and Lipschitz-controlled routing for mixture-of-experts in PyTorch.
 
 Every name below is imported on first use, so that ``import l2r`` needs neither torch nor time. It
-does one thing: transformers' Auto classes learn our model types (``auto_classes``).
+does one thing: transformers' Auto classes learn our model types (``transformers_hook``).
 """
 
 from typing import TYPE_CHECKING
 
-from l2r import auto_classes
+from l2r import transformers_hook
 from l2r.imports import Missing, lazy_names
 
 if TYPE_CHECKING:
@@ -37,4 +37,4 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy_names(__name__, stand_in=Missing)
 
-auto_classes.register()
+transformers_hook.register()

@@ -91,10 +91,10 @@ def test_every_import_from_l2r_leads_somewhere(place):
 
 def test_a_deleted_name_is_noticed():
     text = """
-import l2r.routers.rules, l2r.routers.selection
+import l2r.routers.rules, l2r.routers.selection_rule
 from l2r import Router, RouterConfig, build_router, gone
 def inside():
-    from l2r.routers import Router, selection, rules
+    from l2r.routers import Router, selection_rule, rules
     from l2r.engines.olmo_core import L2RRouterConfig, L2RRouter
     from olmo_core.nothing import nobody
 """

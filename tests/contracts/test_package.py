@@ -137,7 +137,7 @@ def test_version_is_the_changelogs_newest():
 
 
 def test_a_router_file_stays_small():
-    shared = {"__init__.py", "base.py", "config.py", "registry.py", "selection.py"}
+    shared = {"__init__.py", "base.py", "config.py", "registry.py", "selection_rule.py"}
     for path in (ROOT / "src" / "l2r" / "routers").glob("*.py"):
         lines = [n for n in path.read_text().splitlines() if n.strip()]
         assert path.name in shared or len(lines) <= 125, (path.name, len(lines))

@@ -11,7 +11,7 @@ import pytest
 from l2r import build_router
 from l2r.engines.engine import ENGINES, engine_router, require, selecting_as
 from l2r.routers import RouterConfig
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 8, "num_experts": 4, "top_k": 2}

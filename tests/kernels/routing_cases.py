@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.kernels import dispatch, plain
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.dispatch import implementation
 from l2r.routers import RouterOutput
 
@@ -61,9 +61,9 @@ class Case:
         """Keyword arguments of ``route``."""
         return {"score": self.score(), "top_k": self.top_k, "normalize": self.normalize}
 
-    def score(self) -> Score:
+    def score(self) -> ScoreConstants:
         """Constants that are not the defaults."""
-        return Score(self.scoring, gamma=1.3, beta=0.8, p=3.0, scale=1 / self.temperature)
+        return ScoreConstants(self.scoring, gamma=1.3, beta=0.8, p=3.0, scale=1 / self.temperature)
 
     def tolerance(self, query: Tensor) -> float:
         """A query near zero has no direction: its rounding is divided by |q|."""

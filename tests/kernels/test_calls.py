@@ -12,7 +12,7 @@ from routing_cases import Case
 from torch import Tensor
 
 from l2r.kernels import checks, cpu, dispatch
-from l2r.kernels.contract import Inputs, Results, Score, Tensors, all_tensors
+from l2r.kernels.contract import Inputs, Results, ScoreConstants, Tensors, all_tensors
 from l2r.kernels.native.build import library
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -119,10 +119,14 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, stages, selects
         lambda t: dispatch.routing_query(t["x"], t["weight"], t["gain"].to("meta")),
         lambda t: dispatch.routing_query(t["x"], torch.randn(0, 8)),
         lambda t: dispatch.routing_query(torch.randn(3, 0), torch.randn(2, 0)),
-        lambda t: dispatch.anchor_logits(t["query"], torch.randn(0, 2, 2), Score("sips")),
-        lambda t: dispatch.anchor_logits(t["query"], torch.randn(4, 0, 2), Score("sips")),
-        lambda t: dispatch.anchor_logits(torch.randn(3, 0), torch.randn(4, 2, 0), Score("sips")),
-        lambda t: dispatch.anchor_logits(t["query"], t["anchors"], Score("sips"), torch.randn(2)),
+        lambda t: dispatch.anchor_logits(t["query"], torch.randn(0, 2, 2), ScoreConstants("sips")),
+        lambda t: dispatch.anchor_logits(t["query"], torch.randn(4, 0, 2), ScoreConstants("sips")),
+        lambda t: dispatch.anchor_logits(
+            torch.randn(3, 0), torch.randn(4, 2, 0), ScoreConstants("sips")
+        ),
+        lambda t: dispatch.anchor_logits(
+            t["query"], t["anchors"], ScoreConstants("sips"), torch.randn(2)
+        ),
         lambda t: dispatch.softmax_top_k(torch.randn(3, 0), 1),
         lambda t: dispatch.softmax_top_k(torch.randn(40, 500), 0),
         lambda t: dispatch.softmax_top_k(torch.randn(40, 500), -1),
@@ -130,7 +134,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, stages, selects
         lambda t: dispatch.softmax_top_k(torch.randn(2, 40, 500), 2),
         lambda t: dispatch.softmax_top_k(torch.randn(20000), 2),
         lambda t: dispatch.route_logits(
-            t["x"], (t["weight"], t["gain"].double(), t["anchors"]), Score("sips")
+            t["x"], (t["weight"], t["gain"].double(), t["anchors"]), ScoreConstants("sips")
         ),
     ],
 )
@@ -198,7 +202,7 @@ def test_sizes_beyond_the_gpu_kernels_run_plain_code_and_are_refused_by_the_oper
     monkeypatch.setattr(dispatch, "run", lambda *call: launched.append(call) or call[2])
     tensors = everything(case)
     parts = (tensors["weight"], None, tensors["anchors"])
-    assert dispatch.route_logits(tensors["x"], parts, Score()).shape == (1, case.experts)
+    assert dispatch.route_logits(tensors["x"], parts, ScoreConstants()).shape == (1, case.experts)
     assert not launched
     name, most = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}[letter]
     with pytest.raises(ValueError, match=f"{name} must be <= {most} for triton; got"):
@@ -263,7 +267,7 @@ def test_indices_changed_behind_autograd_are_refused():
     inputs = CASE.inputs("cpu")
     x, *parts = inputs.values()
     x.requires_grad_()
-    _, weights, indices = dispatch.route(x, tuple(parts), Score("sips"), top_k=2)
+    _, weights, indices = dispatch.route(x, tuple(parts), ScoreConstants("sips"), top_k=2)
     indices.numpy()[:] = 10**6
     with pytest.raises(ValueError, match="indices must be between 0 and 3; got 1000000"):
         weights.sum().backward()
@@ -275,7 +279,7 @@ def test_memory_that_was_given_back_is_not_read():
     x, *parts = CASE.inputs("cpu").values()
     parts[1].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="gain must have memory; got a freed storage"):
-        dispatch.route(x, tuple(parts), Score("sips"), top_k=2)
+        dispatch.route(x, tuple(parts), ScoreConstants("sips"), top_k=2)
 
 
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -285,7 +289,7 @@ def test_the_compiled_code_reports_that_memory_ran_out(name):
     spare = torch.zeros(1)
     anchors = cpu._pointers(*[spare.data_ptr() if f == "anchors" else 0 for f in Tensors._fields])
     sizes = cpu._sizes(0, 1, 2**30, 2**15, 2**10, 0)
-    score = cpu._score(2, *Score()[1:])
+    score = cpu._score(2, *ScoreConstants()[1:])
     more = [anchors] * (1 if name == "l2r_forward" else 3)
     assert getattr(library(), name)(sizes, score, 1, 0, *more) != 0
 
@@ -295,8 +299,8 @@ def test_expanded_and_strided_memory_is_read_right():
     row = torch.randn(1, 8)
     parts = (tensors["weight"].t().contiguous().t(), None, tensors["anchors"][:1].expand(4, -1, -1))
     dense = (tensors["weight"], None, parts[2].contiguous())
-    found = dispatch.route(row.expand(3, -1), parts, Score("sips"), top_k=4)
-    wanted = dispatch.route(row, dense, Score("sips"), top_k=4)
+    found = dispatch.route(row.expand(3, -1), parts, ScoreConstants("sips"), top_k=4)
+    wanted = dispatch.route(row, dense, ScoreConstants("sips"), top_k=4)
     assert torch.equal(found[0], wanted[0].expand(3, -1))
     assert found[2].tolist() == [[0, 1, 2, 3]] * 3
 
@@ -304,7 +308,7 @@ def test_expanded_and_strided_memory_is_read_right():
 def test_an_empty_batch_has_empty_results_and_zero_gradients():
     x, weight, gain, anchors = Case(0, 8, 4, 2, 2, 2).inputs("cpu").values()
     leaves = [tensor.requires_grad_() for tensor in (weight, gain, anchors)]
-    logits, weights, indices = dispatch.route(x, tuple(leaves), Score("sips"), top_k=2)
+    logits, weights, indices = dispatch.route(x, tuple(leaves), ScoreConstants("sips"), top_k=2)
     assert (logits.shape, weights.shape, indices.shape) == ((0, 4), (0, 2), (0, 2))
     (logits.sum() + weights.sum()).backward()
     assert all(leaf.grad.abs().sum() == 0 for leaf in leaves)

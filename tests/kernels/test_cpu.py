@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from routing_cases import STEPS, Case, cases, check_logits, check_route, leaves, route
 
 from l2r.kernels import cpu
-from l2r.kernels.contract import Score, Sizes, Tensors
+from l2r.kernels.contract import ScoreConstants, Sizes, Tensors
 from l2r.kernels.native.build import library
 
 quick = settings(
@@ -96,7 +96,7 @@ def test_same_numbers_every_time(form: str, threads: int, rank: int) -> None:
 def test_nan_input_stays_in_its_token(form: str, rank: int) -> None:
     inputs = Case(10, 12, 7, 2, rank, 3).inputs("cpu")
     inputs["x"][2] = float("nan")
-    routed = route(inputs, score=Score("sips"), top_k=3)
+    routed = route(inputs, score=ScoreConstants("sips"), top_k=3)
     assert bool(((routed.indices >= 0) & (routed.indices < 7)).all())
     assert bool(torch.isnan(routed.logits[2]).all())
     assert not bool(torch.isnan(routed.logits[[0, 1, 3, 4]]).any())
@@ -139,24 +139,24 @@ def test_sizes_that_do_not_fit_are_refused(
     inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
     inputs[name] = torch.randn(shape, requires_grad=grad)
     with pytest.raises(ValueError, match=message):
-        route(inputs, score=Score("sips"), top_k=2)
+        route(inputs, score=ScoreConstants("sips"), top_k=2)
 
 
 def test_more_choices_than_experts_are_refused(unchecked: None) -> None:
     with pytest.raises(ValueError, match="top_k must be between 1 and 4"):
-        route(Case(3, 8, 4, 2, 2, 2).inputs("cpu"), score=Score("sips"), top_k=5)
+        route(Case(3, 8, 4, 2, 2, 2).inputs("cpu"), score=ScoreConstants("sips"), top_k=5)
 
 
 def test_a_strided_gain_is_read_right() -> None:
     inputs = Case(3, 8, 4, 2, 2, 2).inputs("cpu")
     strided = {**inputs, "gain": torch.stack([inputs["gain"], inputs["gain"]], 1)[:, 0]}
-    found, wanted = (route(i, score=Score("sips"), top_k=2) for i in (strided, inputs))
+    found, wanted = (route(i, score=ScoreConstants("sips"), top_k=2) for i in (strided, inputs))
     assert torch.equal(found.logits, wanted.logits)
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     ours = leaves(Case(3, 8, 4, 2, 2, 2).inputs("cpu"))
-    routed = route(ours, score=Score("sips"), top_k=2)
+    routed = route(ours, score=ScoreConstants("sips"), top_k=2)
     (grad,) = torch.autograd.grad(routed.logits.sin().sum(), [ours["x"]], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
         grad.square().sum().backward()
@@ -167,7 +167,7 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 def test_a_long_query_changes_nothing_in_the_rest_of_its_block(scoring: str) -> None:
     """Its exponentials need a maximum, those of the others do not."""
     inputs = Case(40, 30, 20, 3, 8, 2, scoring=scoring).inputs("cpu")
-    options = {"score": Score(scoring), "top_k": 2}
+    options = {"score": ScoreConstants(scoring), "top_k": 2}
     loud = {**inputs, "x": inputs["x"].clone(), "gain": None}
     quiet = {**inputs, "gain": None}
     loud["x"][7] *= 1e4

@@ -11,7 +11,7 @@ from l2r.kernels.contract import Tensors, inputs_of
 from l2r.kernels.dispatch import implementation
 from l2r.kernels.native.build import library
 from l2r.routers import build_router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 CASES = [
     Case(13, 24, 9, 3, 2, 3),

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from l2r.kernels import dispatch, operation, plain, tracing
-from l2r.kernels.contract import Score, Tensors, inputs_of
+from l2r.kernels.contract import ScoreConstants, Tensors, inputs_of
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router
 
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
 CASE = Case(6, 12, 5, 2, 2, 2)
 FP32 = TOLERANCE[torch.float32]  # twice: both sides are rounded; four times more for gradients
-SCORE = Score("sips")
+SCORE = ScoreConstants("sips")
 
 
 @pytest.mark.parametrize(

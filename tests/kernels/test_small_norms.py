@@ -6,7 +6,7 @@ from routing_cases import Case, double, error, leaves, route
 from tests.tiers import few
 
 from l2r.kernels import cpu, guard, plain
-from l2r.kernels.contract import Options, Score, Tensors
+from l2r.kernels.contract import Options, ScoreConstants, Tensors
 from l2r.kernels.dispatch import implementation
 
 EPS = 0.7  # queries and anchors of unit size: half of them below it
@@ -23,7 +23,7 @@ def test_vectors_shorter_than_eps_have_the_gradient_of_a_constant_divisor(
     inputs = Case(12, 10, 6, heads, 3, 2, gain=False).inputs("cpu")
     inputs["x"] *= torch.linspace(0.05, 1.5, 12)[:, None]
     inputs["anchors"] *= torch.linspace(0.05, 1.5, 6)[:, None, None]
-    score = Score(scoring, gamma=1.3, beta=0.8, p=3.0, eps=EPS)
+    score = ScoreConstants(scoring, gamma=1.3, beta=0.8, p=3.0, eps=EPS)
     exact = double(inputs)
     query = plain.routing_query(exact["x"], exact["projection"])
     for vectors in (query, exact["anchors"]):
@@ -74,7 +74,7 @@ def test_the_guard_takes_an_error_under_its_limit_and_none_above(dtype, part):
 
     if dtype is not torch.float32:
         given = Tensors(*[tensor.to(dtype) for tensor in given[:4]])
-    options = Options(Score("sips"), top_k=3)
+    options = Options(ScoreConstants("sips"), top_k=3)
     under, above = (guard.compare(Scaled(share * limit), given, options) for share in (0.6, 1.6))
     assert under.reason == "" and 0.3 < under.error < 1
     assert above.reason.startswith("differs from plain code by") and above.error > 1

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from l2r.functional import best_experts, select_experts
 from l2r.kernels import cpu, dispatch, plain
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.dispatch import implementation
 from l2r.kernels.native.build import library
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 # From numpy, in the interpreter: rows of -inf and NaN are what is asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -147,7 +147,7 @@ def test_experts_with_the_same_anchors_are_taken_in_the_same_order_everywhere(
     for name in ("plain", "cpu", "triton"):
         with implementation(name):
             logits, _, indices = dispatch.route(
-                x, (projection, None, anchors), Score(scoring), top_k=top_k
+                x, (projection, None, anchors), ScoreConstants(scoring), top_k=top_k
             )
         assert indices.tolist() == rule(logits, top_k), name
 
@@ -162,7 +162,7 @@ def test_whole_routers_agree_on_ties_that_no_rounding_breaks():
     found = []
     for name in ("plain", "cpu", "triton"):
         with implementation(name):
-            routed = dispatch.route(x, (projection, None, anchors), Score(), top_k=6)
+            routed = dispatch.route(x, (projection, None, anchors), ScoreConstants(), top_k=6)
         found.append(routed[2].tolist())
     assert found[0] == found[1] == found[2] == rule(routed[0], 6)
 
@@ -175,7 +175,9 @@ def test_equal_anchors_give_equal_logits_in_every_lane():
         for scale in (1.0, 60.0):  # with and without a maximum under the exponential
             anchors = (scale * torch.randn(1, 3, 2, generator=generator)).repeat(37, 1, 1)
             with implementation("cpu"):
-                logits = dispatch.route_logits(x, (projection, None, anchors), Score(scoring))
+                logits = dispatch.route_logits(
+                    x, (projection, None, anchors), ScoreConstants(scoring)
+                )
             assert torch.equal(logits, logits[:, :1].expand_as(logits))
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from l2r.hf.models.experts_backend import register_experts
-from l2r.hf.swap.stock import one_layer
+from l2r.hf.models.stock_models import one_layer
 from l2r.moe import Experts, grouped
-from l2r.moe.dispatch import ByRow, assign
 from l2r.moe.grouped import grouped_linear
+from l2r.moe.token_dispatch import ByRow, assign
 from tests.processes import script
 
 ENDS = torch.tensor([2, 2, 9, 11], dtype=torch.int32)  # the second expert gets nothing

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from l2r import build_router
 from l2r.moe import Experts, MoELayer
-from l2r.moe.dispatch import ByRow, assign, by_expert
 from l2r.moe.grouped import grouped_linear
+from l2r.moe.token_dispatch import ByRow, assign, by_expert
 
 KINDS = [("swiglu", False), ("gelu", False), ("gelu", True)]
 

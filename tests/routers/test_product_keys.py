@@ -12,7 +12,7 @@ from l2r.kernels import dispatch
 from l2r.moe import Experts, MoELayer
 from l2r.routers import ProductKeysConfig, Router, make_config
 from l2r.routers.count import router_cost, router_parameters
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from l2r.routers.vision_defaults import vision_router
 from l2r.routers.zoo import product_keys
 from l2r.routers.zoo.product_keys import grid_of

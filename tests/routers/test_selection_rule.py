@@ -13,7 +13,7 @@ from torch import nn
 from l2r import build_router
 from l2r.kernels import dispatch
 from l2r.routers.observe import routed
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 
 class Stub(nn.Module):

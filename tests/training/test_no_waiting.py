@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2r.cost.planning.recipe_model import example_batch, meta_model
-from l2r.hf.models.checkpointing import checkpoint_activations
+from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.kernels.dispatch import implementation
 from l2r.training import step as training_step
 from l2r.training.optimizer import build_optimizer

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from l2r import build_router
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 TOKENS, EXPERTS, TOP_K = 96, 16, 4
 

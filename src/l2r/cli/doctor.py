@@ -156,7 +156,7 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
     """
     import torch
 
-    from l2r.kernels.contract import Options, Score, Tensors
+    from l2r.kernels.contract import Options, ScoreConstants, Tensors
     from l2r.kernels.guard import compare
     from l2r.kernels.operation import backend
 
@@ -164,7 +164,9 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
     for rank in (2, 16):
         sizes = {"x": (1, 64), "weight": (rank, 64), "gain": (64,), "anchors": (16, 16, rank)}
         like = Tensors(**{name: torch.empty(size, device=device) for name, size in sizes.items()})
-        errors.append(compare(backend(kernel), like, Options(Score("sips"), top_k=4)).error)
+        errors.append(
+            compare(backend(kernel), like, Options(ScoreConstants("sips"), top_k=4)).error
+        )
     error = max(errors) * torch.finfo(torch.float32).eps ** 0.5  # of the largest exact number
     if max(errors) > 1:
         return FAILED, f"forward and backward differ from plain code by {error:.1e} of the largest"

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from l2r.engines.tried import outside_tried
 from l2r.routers import Router, RouterConfig, build_router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 # Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
 ENGINES = {

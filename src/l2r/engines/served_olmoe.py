@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from l2r.routers import Router, RouterConfig, build_router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 # Fields that those engines have as constants.
 _CONSTANTS = {

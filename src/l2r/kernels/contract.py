@@ -17,7 +17,7 @@ Scoring = Literal["dot", "cosine", "sips"]
 SCORINGS: dict[str, int] = {"dot": 0, "cosine": 1, "sips": 2}  # as numbered in the kernels
 
 
-class Score(NamedTuple):
+class ScoreConstants(NamedTuple):
     """Constants of a router's logits, in the order of the structure in ``native/router.h``.
 
     scoring: kind of the score. gamma, beta, p: constants of phi and psi. eps: smallest length
@@ -34,7 +34,7 @@ class Score(NamedTuple):
     norm_eps: float = 1e-5
 
 
-DEFAULTS = Score()
+DEFAULTS = ScoreConstants()
 
 
 class Options(NamedTuple):
@@ -45,7 +45,7 @@ class Options(NamedTuple):
     backward needs. need_x: whether a backward computes the gradient of x.
     """
 
-    score: Score = DEFAULTS
+    score: ScoreConstants = DEFAULTS
     top_k: int = 0
     normalize: bool = False
     save: bool = False

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from l2r.functional import phi, psi
-from l2r.kernels.contract import Options, Score, Tensors, first_input
+from l2r.kernels.contract import Options, ScoreConstants, Tensors, first_input
 from l2r.kernels.cpu_selection import select, select_backward
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
@@ -48,7 +48,7 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     return Tensors(logits=select_backward(tensors, up, normalize=options.normalize))
 
 
-def _project(given: Tensors, score: Score) -> Tensors:
+def _project(given: Tensors, score: ScoreConstants) -> Tensors:
     x, weight, gain = given.x, given.weight, given.gain
     assert x is not None and weight is not None
     tokens, hidden = x.shape
@@ -105,7 +105,7 @@ def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors
 class _Core:
     """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
 
-    def __init__(self, tensors: Tensors, score: Score) -> None:
+    def __init__(self, tensors: Tensors, score: ScoreConstants) -> None:
         anchors, rho_hat, query = tensors.anchors, tensors.rho_hat, tensors.query
         assert anchors is not None and query is not None
         self.given, self.score = tensors, score
@@ -217,7 +217,7 @@ def _norms(vectors: Tensor) -> Tensor:
     return torch.square(vectors).sum(dim=0).sqrt_()
 
 
-def _side(vectors: Tensor, score: Score, magnitude: Callable[[Tensor], Tensor]) -> Tensor:
+def _side(vectors: Tensor, score: ScoreConstants, magnitude: Callable[[Tensor], Tensor]) -> Tensor:
     """a or b: the vectors (dot), their directions (cosine), or these times a magnitude (sips)."""
     if score.scoring == "dot":
         return vectors
@@ -228,7 +228,7 @@ def _side(vectors: Tensor, score: Score, magnitude: Callable[[Tensor], Tensor]) 
 
 
 def _query_side_backward(
-    grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: Score
+    grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: ScoreConstants
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the query and of rho_hat, which is |q| where not given, from that of a."""
     if score.scoring == "dot":
@@ -243,7 +243,7 @@ def _query_side_backward(
     return _direction_backward(grad, query, norm, grad_norm, score.eps), grad_rho
 
 
-def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: Score) -> Tensor:
+def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: ScoreConstants) -> Tensor:
     """Gradient of the anchors from that of b."""
     if score.scoring == "dot":
         return grad

@@ -18,7 +18,7 @@ from torch import Tensor
 from l2r import functional
 from l2r.kernels import plain
 from l2r.kernels.checks import DTYPES, beyond_triton, check
-from l2r.kernels.contract import DEFAULTS, Options, Score, Tensors, first_input
+from l2r.kernels.contract import DEFAULTS, Options, ScoreConstants, Tensors, first_input
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import traced, transformed
@@ -34,7 +34,7 @@ def routing_query(
     x: Float[Tensor, "T D"],
     projection: Float[Tensor, "R D"],
     gain: Float[Tensor, " D"] | None = None,
-    score: Score = DEFAULTS,
+    score: ScoreConstants = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input; see ``plain.routing_query``."""
     results = _fused(Tensors(x=x, weight=projection, gain=gain), score)
@@ -44,7 +44,7 @@ def routing_query(
 def anchor_logits(
     query: Float[Tensor, "T R"],
     anchors: Float[Tensor, "N H R"],
-    score: Score,
+    score: ScoreConstants,
     rho_hat: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool; see ``plain.anchor_logits``."""
@@ -81,7 +81,7 @@ def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"
 
 
 def route_logits(
-    x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
+    x: Float[Tensor, "T D"], parts: KernelWeights, score: ScoreConstants
 ) -> Float[Tensor, "T N"]:
     """The whole router but for the selection; see ``plain.route_logits``."""
     results = _fused(Tensors(x, *parts), score)
@@ -91,7 +91,7 @@ def route_logits(
 def route(
     x: Float[Tensor, "T D"],
     parts: KernelWeights,
-    score: Score,
+    score: ScoreConstants,
     *,
     top_k: int,
     normalize: bool = False,
@@ -134,7 +134,9 @@ def _named_for(tensor: Tensor) -> str | None:
     return "triton" if tensor.is_cuda and has_triton() else None
 
 
-def _fused(given: Tensors, score: Score, top_k: int | None = None, normalize: bool = False) -> Any:
+def _fused(
+    given: Tensors, score: ScoreConstants, top_k: int | None = None, normalize: bool = False
+) -> Any:
     """Return the results of the backend for the first tensor's device; None for plain code.
 
     Raises ValueError for tensors that do not fit together, in plain code as in the others.

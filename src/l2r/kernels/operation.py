@@ -28,7 +28,7 @@ from l2r.kernels.contract import (
     Inputs,
     Options,
     Results,
-    Score,
+    ScoreConstants,
     Tensors,
     all_tensors,
     empty_grads,
@@ -167,9 +167,11 @@ def _flat(options: Options) -> tuple[str, list[float], int, bool]:
 
 def _unflattened(scoring: Any, constants: list[float], top_k: int, normalize: bool) -> Options:
     """Options from ``_flat``; raise ValueError for another number of constants."""
-    if len(constants) != len(Score._fields) - 1:
-        raise ValueError(f"constants must be {len(Score._fields) - 1} numbers; got {constants}")
-    return Options(Score(scoring, *constants), top_k, normalize, save=True)
+    if len(constants) != len(ScoreConstants._fields) - 1:
+        raise ValueError(
+            f"constants must be {len(ScoreConstants._fields) - 1} numbers; got {constants}"
+        )
+    return Options(ScoreConstants(scoring, *constants), top_k, normalize, save=True)
 
 
 def _forward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Options, str]:

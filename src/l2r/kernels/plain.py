@@ -18,7 +18,7 @@ from l2r.functional import (
     routing_probs,
     sips_scores,
 )
-from l2r.kernels.contract import DEFAULTS, Score
+from l2r.kernels.contract import DEFAULTS, ScoreConstants
 
 # A whole anchor router: projection [R, D], gain [D] of the RMSNorm before it, anchors [N, H, R].
 KernelWeights = tuple[Tensor, Tensor | None, Tensor]
@@ -34,7 +34,7 @@ def routing_query(
     x: Float[Tensor, "T D"],
     projection: Float[Tensor, "R D"],
     gain: Float[Tensor, " D"] | None = None,
-    score: Score = DEFAULTS,
+    score: ScoreConstants = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
     """Query of the router input, Eq. 6; RMS-normalized with ``gain`` first when it is given.
 
@@ -47,7 +47,7 @@ def routing_query(
 def anchor_logits(
     query: Float[Tensor, "T R"],
     anchors: Float[Tensor, "N H R"],
-    score: Score,
+    score: ScoreConstants,
     rho_hat: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T N"]:
     """Score every anchor and pool the anchors of an expert, Eq. 7 or 12, then 13; times scale."""
@@ -83,7 +83,7 @@ def followed(own: Int[Tensor, "T K"], routes: Int[Tensor, "T K"] | None) -> Int[
 
 
 def route_logits(
-    x: Float[Tensor, "T D"], parts: KernelWeights, score: Score
+    x: Float[Tensor, "T D"], parts: KernelWeights, score: ScoreConstants
 ) -> Float[Tensor, "T N"]:
     """A whole anchor router but for the selection: query, then logits over the temperature."""
     projection, gain, anchors = parts
@@ -93,7 +93,7 @@ def route_logits(
 def route(
     x: Float[Tensor, "T D"],
     parts: KernelWeights,
-    score: Score,
+    score: ScoreConstants,
     *,
     top_k: int,
     normalize: bool = False,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.moe.dispatch import assign
+from l2r.moe.token_dispatch import assign
 from l2r.routers.base import truncated_normal
 
 Activation = Literal["swiglu", "gelu"]

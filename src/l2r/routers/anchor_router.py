@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from l2r.functional import magnitude, unit
 from l2r.kernels import dispatch
-from l2r.kernels.contract import DEFAULTS, Score, Scoring
+from l2r.kernels.contract import DEFAULTS, ScoreConstants, Scoring
 from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.holder import parameter
@@ -59,7 +59,7 @@ class AnchorRouter(Router):
     def __init__(self, config: AnchorConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         c, scale = config, 1 / config.temperature
-        self.score = Score(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
+        self.score = ScoreConstants(c.scoring, c.gamma, c.beta, c.p, c.eps, scale, c.norm_eps)
         self.norm = InputNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         # Dot and cosine never read |q|: a norm of it would hold parameters without a gradient.
         scales = config.query_norm == "batchnorm" and config.scoring == "sips"

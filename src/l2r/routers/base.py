@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from l2r.functional.autocast import autocasts, without_autocast
 from l2r.kernels import dispatch
-from l2r.kernels.contract import DEFAULTS, Score
+from l2r.kernels.contract import DEFAULTS, ScoreConstants
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.config import RouterConfig
 from l2r.routers.holder import hooks_of_all_modules, takes_part
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 _BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
 
@@ -45,7 +45,7 @@ class Router(nn.Module):
     config: Any
     selection: Selection  # of the router's own, or of the model family it was swapped into
     heads = 1  # anchors per expert, whose scores a logit pools
-    score: Score = DEFAULTS  # constants of the logits, where ``kernel_weights`` are given
+    score: ScoreConstants = DEFAULTS  # constants of the logits, where ``kernel_weights`` are given
     holders: tuple[str, ...] = ()  # Holders by name: the router reads their parameters itself
 
     def __init__(

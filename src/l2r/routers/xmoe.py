@@ -14,13 +14,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from l2r.functional import unit
 from l2r.kernels import dispatch
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from l2r.routers.zoo.xmoe_presets import PRESETS
 
 
@@ -79,7 +79,7 @@ class XMoERouter(Router):
 
     def __init__(self, config: XMoEConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.score = Score("cosine", eps=config.eps, scale=1 / config.temperature)
+        self.score = ScoreConstants("cosine", eps=config.eps, scale=1 / config.temperature)
         rank = config.rank or max(1, self.num_experts // 2)
         self.projection = BareLinear(self.hidden_size, rank, bias=config.bias)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, rank))

@@ -15,7 +15,7 @@ from l2r.analysis.certificates.anchor_bounds import Moments
 from l2r.analysis.certificates.attack import count_violations, decisions, exact, find_flip
 from l2r.analysis.certificates.certify import certified_share, certify
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, routing_map
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from tests.analysis.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
 from tests.tiers import few
 

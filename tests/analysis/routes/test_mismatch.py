@@ -9,7 +9,7 @@ from torch.nn.functional import kl_div
 
 from l2r import record, replay
 from l2r.analysis.certificates.certify import certify, holds_within
-from l2r.analysis.routes.compare import Comparison, compare_models, compare_routes
+from l2r.analysis.routes.mismatch import Comparison, compare_models, compare_routes
 from l2r.analysis.routes.model_reading import Reading
 from l2r.routers.observe import find_routers
 from l2r.runs.mismatch import NO_STATEMENT

@@ -18,10 +18,10 @@ from l2r.hf.models import (
     L2rOlmoeConfig,
     L2rOlmoeForCausalLM,
     L2rViTForImageClassification,
-    weights,
+    weight_files,
 )
 from l2r.hf.models.vit import L2rViTConfig
-from l2r.hf.models.weights import check_finite
+from l2r.hf.models.weight_files import check_finite
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig
@@ -232,15 +232,15 @@ def test_a_router_that_the_files_cannot_hold_is_refused(copied):
 
 def test_quantized_files_may_pack_their_parameters(copied, monkeypatch):
     """Sixteen parameters to a number are no reason to refuse; without a quantizer they are."""
-    monkeypatch.setattr("l2r.hf.models.weights._SPARE", 0)
+    monkeypatch.setattr("l2r.hf.models.weight_files._SPARE", 0)
     folder = copied("stock")
-    shapes = weights._stored_shapes(folder)
+    shapes = weight_files._stored_shapes(folder)
     few = {"packed": (sum(math.prod(shape) for shape in shapes.values()) // 12,)}
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"config\.json describes"):
-        weights._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
+        weight_files._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
     config.quantization_config = {"quant_method": "gptq"}
-    weights._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
+    weight_files._check_parameters(AutoModelForCausalLM, config, few, trust_remote_code=False)
 
 
 def test_sizes_of_images_are_refused_too(copied):

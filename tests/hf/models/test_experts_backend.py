@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l2r.hf.models.experts_backend import register_experts
-from l2r.hf.swap.stock import one_layer
+from l2r.hf.models.stock_models import one_layer
 
 
 @pytest.mark.parametrize("skew", [False, True])

@@ -16,7 +16,7 @@ from transformers.integrations import moe as hf_moe
 from l2r import capture
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.models.checkpointing import checkpoint_activations
+from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.hf.models.olmoe import L2rOlmoeModel
 from l2r.routers import Router
 from l2r.runs.router_names import PAPER_ROUTERS

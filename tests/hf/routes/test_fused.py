@@ -10,7 +10,7 @@ from l2r.hf.routes import NO_ROUTE
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import modules_by_path
 from l2r.kernels import dispatch
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from tests.hf.routes.models import drawn_for, family_model, own_model, token_ids
 
 MODELS = {

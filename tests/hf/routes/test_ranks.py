@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l2r import record, replay
-from l2r.hf.models.checkpointing import checkpoint_activations
+from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.training.parallel import parallelize
 from l2r.training.ranks import Ranks
 from tests.hf.routes.models import drawn_for, family_model, token_ids

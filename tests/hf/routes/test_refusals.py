@@ -11,7 +11,7 @@ from torch import nn
 from l2r import Router, Routes, build_router, record, replay
 from l2r.hf.routes.layers import fingerprint_of
 from l2r.routers import L2RConfig
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from tests.hf.routes.models import drawn_for, family_model, token_ids
 
 

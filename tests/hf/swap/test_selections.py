@@ -8,7 +8,7 @@ from l2r import LinearConfig, RouterConfig
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import new_router, old_weight, router_sites
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.tiers import few_families
 

@@ -25,7 +25,7 @@ from l2r.hf.models import (
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.hf.swap import auto, swap_routers
+from l2r.hf.swap import class_registry, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.tiers import few_families
@@ -100,10 +100,10 @@ def test_other_heads_open_the_same_routers(tmp_path):
 def test_a_class_opens_the_folder_by_its_name(tmp_path):
     model = swapped("mixtral")
     model.save_pretrained(tmp_path)
-    again = auto.L2rMixtralForCausalLM.from_pretrained(tmp_path)
+    again = class_registry.L2rMixtralForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), logits(model))
     with pytest.raises(AttributeError, match="L2rNoSuchForCausalLM"):
-        _ = auto.L2rNoSuchForCausalLM
+        _ = class_registry.L2rNoSuchForCausalLM
 
 
 def test_a_pipeline_opens_the_folder_and_a_tokenizer_that_names_no_class(tmp_path):
@@ -129,6 +129,13 @@ def test_pickle_finds_the_classes_by_name():
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_pickle_finds_the_classes_where_earlier_versions_had_them():
+    kind = type(swapped("mixtral"))
+    earlier = pickle.dumps(kind, protocol=0).replace(b"class_registry", b"auto")
+    assert b"l2r.hf.swap.auto" in earlier
+    assert pickle.loads(earlier) is kind
 
 
 def test_a_model_that_was_opened_from_a_folder_no_longer_says_so_once_swapped(tmp_path):

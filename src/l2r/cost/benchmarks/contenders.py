@@ -71,7 +71,8 @@ def contenders(
     ``swapped`` adds the router of transformers' OLMoE and ours in its place; in half precision
     the former, whose product is in the dtype of x, is always there.
     """
-    from l2r.hf.swap import one_layer, replace_routers
+    from l2r.hf.models import one_layer
+    from l2r.hf.swap import replace_routers
 
     device, dtype = settings.device, settings.dtype
     sizes = {"hidden_size": hidden, "num_experts": experts, "top_k": top_k}

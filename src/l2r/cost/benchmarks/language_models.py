@@ -61,7 +61,7 @@ def _ours(
 
 def models(settings: BenchSettings, size: str = "small") -> dict[str, nn.Module]:
     """All contenders by name, first transformers' OLMoE with its default experts (grouped_mm)."""
-    from l2r.hf.swap import stock_olmoe
+    from l2r.hf.models import stock_olmoe
 
     torch.manual_seed(0)
     base = stock_olmoe(**sizes(settings, size)).to(settings.device, settings.dtype)

@@ -70,7 +70,7 @@ def _trainer_step(model: Any, batches: list[Tensor], settings: BenchSettings) ->
     """The pieces that Trainer runs for every batch, without its data loading and logging."""
     import tempfile
 
-    from l2r.hf.swap import stock_trainer
+    from l2r.hf.models import stock_trainer
 
     model.config.output_router_logits = True
     trainer = stock_trainer(model, tempfile.mkdtemp(), cpu=settings.device == "cpu")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from l2r.functional.autocast import product_inputs
-from l2r.moe.dispatch import by_expert
 from l2r.moe.grouped import grouped_linear
+from l2r.moe.token_dispatch import by_expert
 
 
 def split_experts(model: nn.Module, ranks: int, imbalance: float) -> None:

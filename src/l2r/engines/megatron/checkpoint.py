@@ -16,7 +16,7 @@ from torch import nn
 from l2r.engines.engine import selecting_as
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 # What an OLMoE has; other values of these fields make another model, not always one with other
 # tensors. The last two are not there in the oldest Megatron.

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict as sharded
 from l2r.engines.engine import selecting_as
 from l2r.engines.olmo_core import L2RMoERouter
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 from olmo_core.nn.moe.mlp import DroplessMoEMLP  # isort: skip  # after our check of its version
 from olmo_core.nn.transformer.block import MoEReorderedNormTransformerBlock  # isort: skip

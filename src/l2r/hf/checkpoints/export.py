@@ -17,9 +17,9 @@ from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.checkpoints.source_files import file_stem, source_files
 from l2r.hf.models import transformers_tables
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.swap import model_types
-from l2r.hf.swap.auto import auto_models
-from l2r.hf.swap.model_types import HOME, stock_base
+from l2r.hf.swap import swapped_classes
+from l2r.hf.swap.class_registry import auto_models
+from l2r.hf.swap.swapped_classes import HOME, stock_base
 from l2r.routers import LinearRouter, Router, RouterConfig
 
 CODE, ENTRY = "l2r_code", "modeling_l2r"  # folder, file
@@ -104,9 +104,9 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
         # save_pretrained copies the file of a class's module: all of the code.
         made.append(f"{kind.__name__}.__module__ = __name__")
     if any(kind.__module__ == HOME for kind in classes):
-        modules |= {model_types.__name__, transformers_tables.__name__}
+        modules |= {swapped_classes.__name__, transformers_tables.__name__}
         imports.append(
-            f"from .{file_stem(model_types.__name__)} import swapped_config, swapped_model"
+            f"from .{file_stem(swapped_classes.__name__)} import swapped_config, swapped_model"
         )
         imports.append(f"from .{file_stem(transformers_tables.__name__)} import share_conversion")
     return [*imports, "", *made], sorted(modules)

@@ -17,7 +17,7 @@ from l2r.hf.checkpoints.pretrained import (
     classifies_images,
     load_pretrained,
 )
-from l2r.hf.models.weights import read_weights
+from l2r.hf.models.weight_files import read_weights
 from l2r.runs.reading import read_json
 
 FLOAT32 = Placement("float32")

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
-from l2r.hf.models.weights import read_config, read_weights
-from l2r.hf.swap import auto
-from l2r.hf.swap.model_types import mark_config
+from l2r.hf.models.weight_files import read_config, read_weights
+from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
+from l2r.hf.swap.swapped_classes import mark_config
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -212,6 +212,6 @@ def _swapped_class(config: Any) -> Any:
     Folders of 0.2 have the names of the model before the swap.
     """
     names = config.architectures if isinstance(config.architectures, list) else []
-    architecture = auto.swapped_architecture(str(names[0]) if names else "")
+    architecture = class_registry.swapped_architecture(str(names[0]) if names else "")
     mark_config(config)
     return architecture

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.hf.models.checkpointing import checkpoint_activations as checkpoint_activations
+    from l2r.hf.models.activation_checkpointing import (
+        checkpoint_activations as checkpoint_activations,
+    )
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
     from l2r.hf.models.size import forward_flops as forward_flops
     from l2r.hf.models.size import model_size as model_size
     from l2r.hf.models.size import vit_s_costs as vit_s_costs
+    from l2r.hf.models.stock_models import one_layer as one_layer
+    from l2r.hf.models.stock_models import stock_olmoe as stock_olmoe
+    from l2r.hf.models.stock_models import stock_trainer as stock_trainer
     from l2r.hf.models.vit import L2rViTConfig as L2rViTConfig
     from l2r.hf.models.vit import L2rViTForImageClassification as L2rViTForImageClassification
     from l2r.hf.models.vit import L2rViTModel as L2rViTModel
-    from l2r.hf.models.weights import check_finite as check_finite
-    from l2r.hf.models.weights import read_config as read_config
+    from l2r.hf.models.weight_files import check_finite as check_finite
+    from l2r.hf.models.weight_files import read_config as read_config
     from l2r.hf.models.whole_sequences import reading_whole_sequences as reading_whole_sequences
 else:
     __getattr__, __dir__ = lazy_names(__name__, "lm")

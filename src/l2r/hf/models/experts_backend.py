@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from l2r.moe.dispatch import assign
+from l2r.moe.token_dispatch import assign
 
 NAME = "l2r"
 

@@ -1,4 +1,4 @@
-"""Unchanged transformers parts that benchmarks compare with."""
+"""transformers' own OLMoE and Trainer, unchanged: what benchmarks compare with."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
 from l2r.hf.models.opening import NeedsPackage
-from l2r.hf.models.weights import read_weights
+from l2r.hf.models.weight_files import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal

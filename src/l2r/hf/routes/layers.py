@@ -10,7 +10,7 @@ from torch import nn
 
 from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
 from l2r.hf.swap.sites import Site, find_sites, router_sites
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 # PEFT keeps a module and its trained copy, of which one runs.
 _COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)")

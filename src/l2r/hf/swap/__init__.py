@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from l2r.hf.swap.sites import router_sites as router_sites
     from l2r.hf.swap.sites import running_sites as running_sites
     from l2r.hf.swap.sites import select_sites as select_sites
-    from l2r.hf.swap.stock import one_layer as one_layer
-    from l2r.hf.swap.stock import stock_olmoe as stock_olmoe
-    from l2r.hf.swap.stock import stock_trainer as stock_trainer
     from l2r.hf.swap.swap import UNTRAINED_WARNING as UNTRAINED_WARNING
     from l2r.hf.swap.swap import forget_replaced as forget_replaced
     from l2r.hf.swap.swap import record_swap as record_swap

@@ -1,6 +1,6 @@
 """Classes of swapped models by name, and their places in transformers' tables.
 
-``l2r.hf.swap.auto.L2rMixtralForCausalLM`` is made when it is asked for, also by pickle.
+``l2r.hf.swap.class_registry.L2rMixtralForCausalLM`` is made when it is asked for, also by pickle.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from l2r.auto_classes import PREFIX, SWAPPED, type_name
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.hf.models.transformers_tables import share_adapters, share_conversion
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
-from l2r.hf.swap.model_types import class_name, swapped_config, swapped_model
+from l2r.hf.swap.swapped_classes import class_name, swapped_config, swapped_model
+from l2r.transformers_hook import PREFIX, SWAPPED, type_name
 
 _OWN: dict[str, Any] = {kind.model_type: kind for kind in (L2rOlmoeConfig, L2rViTConfig)}
 _OWN_CLASSES: dict[str, Any] = {

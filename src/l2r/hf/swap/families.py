@@ -17,7 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 
 @dataclass(frozen=True)

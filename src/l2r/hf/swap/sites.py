@@ -14,7 +14,7 @@ from l2r.hf.swap.families import FAMILIES, FAMILY_OF_ROUTER, REFUSED
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
 from l2r.routers.offload import device_of, onloaded
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 SELECTIONS = ("family", "router")
 

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig
-from l2r.hf.swap.model_types import mark, unmark
 from l2r.hf.swap.preferred import preferred_router
 from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
+from l2r.hf.swap.swapped_classes import mark, unmark
 from l2r.routers import Router, RouterConfig
 
 M = TypeVar("M", bound=nn.Module)

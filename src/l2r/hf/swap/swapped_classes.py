@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import output_capturing
 
-from l2r.auto_classes import type_name
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.opening import NeedsPackage
 from l2r.hf.swap.sites import replay_swaps
 from l2r.routers import Router
+from l2r.transformers_hook import type_name
 
-HOME = "l2r.hf.swap.auto"  # where pickle and PEFT look the classes up by name
+HOME = "l2r.hf.swap.class_registry"  # where pickle and PEFT look the classes up by name
 UNSAVED = "swapped in memory; save_pretrained it and load that folder"
 
 

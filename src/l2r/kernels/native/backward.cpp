@@ -36,7 +36,7 @@ inline void select_backward(int64_t t, const Tensors& in, const Tensors& up, boo
 
 // Gradient of a from that of the logits; adds that of b to sum [R, H, N].
 inline void pool_backward(const float* a, const AnchorSide& keys, const float* logits,
-                          const float* grad, const Sizes& s, const Score& c, float* work,
+                          const float* grad, const Sizes& s, const ScoreConstants& c, float* work,
                           float* out, float* sum) {
   const int64_t n = s.experts, count = s.num_anchors();
   const float* b = keys.b.data();
@@ -79,7 +79,8 @@ inline void direction_backward(float* grad, const float* vector, float norm, flo
 }
 
 // Gradient of the query, in place, from that of a.
-inline void query_side_backward(float* grad, const float* query, const Sizes& s, const Score& c) {
+inline void query_side_backward(float* grad, const float* query, const Sizes& s,
+                                const ScoreConstants& c) {
   if (c.scoring == 0) return;
   const float norm = length_of(query, s.rank);
   float grad_norm = 0.0f;
@@ -95,7 +96,7 @@ inline void query_side_backward(float* grad, const float* query, const Sizes& s,
 
 // grad_anchors [N, H, R] from the gradient of b [R, H, N], which is overwritten.
 void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& keys,
-                          const Sizes& s, const Score& c, float* grad_anchors) {
+                          const Sizes& s, const ScoreConstants& c, float* grad_anchors) {
   const int64_t count = s.num_anchors();
   for (int64_t n = 0; n < s.experts; ++n)
     for (int64_t h = 0; h < s.heads; ++h) {
@@ -184,7 +185,7 @@ void weight_backward(const float* sums, int64_t step, const Tensors& in, const S
 }
 
 // See l2r_backward.
-void backward(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool normalize_weights,
               const Tensors& in, const Tensors& up, const Tensors& grads) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
@@ -227,8 +228,9 @@ void backward(const Sizes& s, const Score& c, int32_t threads, bool normalize_we
 }
 
 // The same for larger ranks, a block of tokens after another.
-void backward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
-                        const Tensors& in, const Tensors& up, const Tensors& grads) {
+void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
+                        bool normalize_weights, const Tensors& in, const Tensors& up,
+                        const Tensors& grads) {
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b = padded_anchors(keys, s, block);
@@ -298,7 +300,7 @@ extern "C" {
 //   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
 // Where the chain ends early, its last gradient goes to grads.logits or grads.query.
 // Not 0 where memory ran out.
-int32_t l2r_backward(const Sizes* sizes, const Score* score, int32_t threads,
+int32_t l2r_backward(const Sizes* sizes, const ScoreConstants* score, int32_t threads,
                      int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
                      const Tensors* gradients) {
   try {

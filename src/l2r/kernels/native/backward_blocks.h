@@ -34,7 +34,7 @@ inline std::vector<float> panels(const float* weight, const float* gain, const S
 // Gradient of a [count, R padded] from that of the logits; adds that of b to sum [R, columns].
 inline void pool_backward_block(const float* a, const float* b, const float* b_rows, float unit,
                                 const float* logits, const float* grad, int64_t count,
-                                const Sizes& s, const Score& c, const Blocking& block,
+                                const Sizes& s, const ScoreConstants& c, const Blocking& block,
                                 float* work, float* out, float* sum) {
   const float to_unit = unit / c.scale;
   for (int64_t first = 0; first < block.experts; first += kPanel) {

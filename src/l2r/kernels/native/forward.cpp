@@ -10,7 +10,7 @@ namespace {
 constexpr float kSafeExponent = 60.0f;  // |score| up to which exp needs no maximum
 
 // q = rstd * (folded x), two columns of the projection per pass over the row.
-inline float project(const float* x, const float* folded, const Sizes& s, const Score& c,
+inline float project(const float* x, const float* folded, const Sizes& s, const ScoreConstants& c,
                      bool normalize, float* query) {
   const int64_t width = s.hidden;
   float square = 0.0f;
@@ -36,7 +36,7 @@ inline float project(const float* x, const float* folded, const Sizes& s, const 
 
 // Logits of one token: log-sum-exp over the anchors of each expert, times scale.
 inline void pool(const float* a, float length, const AnchorSide& keys, const Sizes& s,
-                 const Score& c, float* work, float* logits) {
+                 const ScoreConstants& c, float* work, float* logits) {
   const int64_t n = s.experts;
   const float* b = keys.b.data();
   if (s.heads == 1) {
@@ -152,8 +152,8 @@ inline float select(const float* logits, const int64_t* route, const Sizes& s, b
 }
 
 // The same for larger ranks, a block of tokens after another.
-void forward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
-                       const Tensors& in) {
+void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
+                       bool normalize_weights, const Tensors& in) {
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b = padded_anchors(keys, s, block);
@@ -195,7 +195,7 @@ void forward_in_blocks(const Sizes& s, const Score& c, int32_t threads, bool nor
 }
 
 // See l2r_forward.
-void forward(const Sizes& s, const Score& c, int32_t threads, bool normalize_weights,
+void forward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool normalize_weights,
              const Tensors& in) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
@@ -243,7 +243,7 @@ extern "C" {
 //   score:   anchors and the query       -> logits
 //   select:  weights not null, logits, maybe routes -> weights, indices, lse
 // 1 where memory ran out, 2 where a route names no expert.
-int32_t l2r_forward(const Sizes* sizes, const Score* score, int32_t threads,
+int32_t l2r_forward(const Sizes* sizes, const ScoreConstants* score, int32_t threads,
                     int32_t normalize_weights, const Tensors* tensors) {
   if (names_no_expert(tensors->routes, *sizes)) return 2;
   try {

@@ -19,7 +19,8 @@ inline std::vector<float> transposed(const float* weight, const float* gain, con
 
 // query [count, R padded] of a block of x, times one over the RMS where that is wanted.
 inline void project_block(const float* x, const float* columns, int64_t count, const Sizes& s,
-                          const Score& c, const Blocking& block, float* query, float* rstd) {
+                          const ScoreConstants& c, const Blocking& block, float* query,
+                          float* rstd) {
   const int64_t step = std::max<int64_t>(32, 4096 / block.rank);  // 16 KiB of the projection
   float square[48] = {};
   for (int64_t first = 0; first < s.hidden; first += step) {
@@ -42,7 +43,7 @@ inline void project_block(const float* x, const float* columns, int64_t count, c
 
 // Logits of a block: log-sum-exp over the anchors of each expert, where no score needs a maximum.
 inline void pool_block(const float* a, const float* b, int64_t count, const Sizes& s,
-                       const Score& c, const Blocking& block, float* work, float* logits) {
+                       const ScoreConstants& c, const Blocking& block, float* work, float* logits) {
   float* scores = work + block.tokens * kPanel;
   for (int64_t first = 0; first < block.experts; first += kPanel) {
     const int64_t width = std::min(kPanel, block.experts - first);

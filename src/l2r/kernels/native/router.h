@@ -72,8 +72,8 @@ struct Sizes {
   int64_t num_anchors() const { return heads * experts; }  // of all experts
 };
 
-// Fields in the order of Score in contract.py.
-struct Score {
+// Fields in the order of ScoreConstants in contract.py.
+struct ScoreConstants {
   int32_t scoring;  // 0 dot, 1 cosine, 2 sips
   float gamma, beta, p, eps, scale, norm_eps;
 };
@@ -94,7 +94,7 @@ struct AnchorSide {
   std::vector<float> b, norm;
   float longest = 0.0f, unit = 1.0f;
 
-  AnchorSide(const float* anchors, const Sizes& s, const Score& c)
+  AnchorSide(const float* anchors, const Sizes& s, const ScoreConstants& c)
       : b(anchors ? s.rank * s.num_anchors() : 0), norm(anchors ? s.num_anchors() : 0) {
     if (!anchors) return;
     unit = s.heads > 1 ? kLog2E : 1.0f;
@@ -134,12 +134,12 @@ struct AnchorSide {
   }
 
   // psi of the length for sips, 1 for the others.
-  static float psi(float length, const Score& c) {
+  static float psi(float length, const ScoreConstants& c) {
     return c.scoring == 2 ? 1.0f + (length - 1.0f) * (1.0f / c.p) : 1.0f;
   }
 
   // What the anchor is divided by.
-  static float clamped_norm(float length, const Score& c) {
+  static float clamped_norm(float length, const ScoreConstants& c) {
     return c.scoring == 0 ? 1.0f : length > c.eps ? length : c.eps;
   }
 };
@@ -173,7 +173,7 @@ inline float length_of(const float* vector, int64_t size) {
 }
 
 // a from q; returns |a|.
-inline float query_side(const float* query, const Sizes& s, const Score& c, float* a) {
+inline float query_side(const float* query, const Sizes& s, const ScoreConstants& c, float* a) {
   const float norm = length_of(query, s.rank);
   float factor = 1.0f;
   if (c.scoring == 1) factor = 1.0f / std::fmax(norm, c.eps);

@@ -16,7 +16,7 @@ from l2r.kernels import contract
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
-    Score,
+    ScoreConstants,
     Tensors,
     empty_grads,
     empty_results,
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     D: int
     N: int
     K: int
-    score: Score
+    score: ScoreConstants
     H: Any
     R: Any
     RP: Any

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
-from l2r.kernels.contract import Score
+from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.bare_linear import BareLinear
 from l2r.routers.base import Router, as_dtype, truncated_normal
@@ -47,7 +47,7 @@ class LowRankRouter(Router):
                 f"rank must be <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )
-        self.score = Score("dot", scale=1 / config.temperature)
+        self.score = ScoreConstants("dot", scale=1 / config.temperature)
         self.projection = BareLinear(self.hidden_size, config.rank)
         self.anchors = nn.Parameter(torch.empty(self.num_experts, 1, config.rank))
         self.reset_parameters()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from l2r.functional import routing_probs
 from l2r.functional.autocast import without_autocast
 from l2r.kernels import dispatch
-from l2r.kernels.contract import DEFAULTS, Score
+from l2r.kernels.contract import DEFAULTS, ScoreConstants
 from l2r.kernels.plain import KernelWeights
 from l2r.kernels.tracing import traced, transformed
 from l2r.routers.anchor_router import QueryNorm
@@ -76,7 +76,7 @@ class ProductKeysRouter(Router):
                 f"hidden_size={self.hidden_size}; lower rank"
             )
         rows, columns = grid_of(self.num_experts)
-        self.score = Score("dot", norm_eps=config.norm_eps)
+        self.score = ScoreConstants("dot", norm_eps=config.norm_eps)
         self.norm = InputNormGain(self.hidden_size) if config.query_norm == "rmsnorm" else None
         self.projection = BareLinear(self.hidden_size, config.rank)
         batch_norm = config.query_norm == "batchnorm"

@@ -16,7 +16,7 @@ from l2r.kernels import dispatch
 from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

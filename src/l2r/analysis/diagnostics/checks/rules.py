@@ -24,7 +24,7 @@ from l2r.analysis.diagnostics.checks.finding import (
 from l2r.analysis.diagnostics.checks.subject import Subject
 from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
 from l2r.routers import Router
-from l2r.routers.selection import Selection
+from l2r.routers.selection_rule import Selection
 
 _TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
 

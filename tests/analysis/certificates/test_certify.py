@@ -12,7 +12,14 @@ from torch import nn
 
 from l2r.analysis.certificates import rank2_cells as plane
 from l2r.analysis.certificates.anchor_bounds import Moments
-from l2r.analysis.certificates.attack import count_violations, decisions, exact, find_flip
+from l2r.analysis.certificates.attack import (
+    count_violations,
+    decision_gap,
+    decisions,
+    exact,
+    find_flip,
+    shortest_flip,
+)
 from l2r.analysis.certificates.certify import certified_share, certify
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, routing_map
 from l2r.routers.selection_rule import Selection
@@ -129,6 +136,35 @@ def test_the_tries_would_notice_a_radius_that_is_too_large(name):
     router, x = make(name), inputs(40)
     found = find_flip(router, x)
     assert count_violations(router, x, 1.02 * found, tries=20, steps=10) > 10
+
+
+@pytest.mark.parametrize("name", ["linear", "sips"])
+def test_the_shortest_of_many_changes_is_that_of_each_alone(name):
+    router, x = exact(make(name)), inputs(20).double()
+    inside = decisions(router, x, top1=True)
+    generator = torch.Generator().manual_seed(1)
+    changes = torch.randn(12, *x.shape, generator=generator, dtype=torch.float64)
+    changes *= torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None, None]
+
+    def flips(change):
+        return decision_gap(router.logits(x + change), inside) <= 0
+
+    low, high = torch.zeros(12, 20, 1).double(), torch.ones(12, 20, 1).double()
+    for _ in range(30):
+        middle = (low + high) / 2
+        flipped = torch.stack([flips(change) for change in middle * changes])[..., None]
+        low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
+    ends = torch.stack([flips(change) for change in changes])
+    assert ends.any() and not ends.all()
+    norms = torch.linalg.vector_norm(high * changes, dim=-1)
+    expected = torch.where(ends, norms, torch.inf).amin(dim=0)
+
+    change, size = shortest_flip(router, x, inside, changes, torch.inf)
+    torch.testing.assert_close(size, expected, rtol=1e-8, atol=0)
+    assert torch.equal(flips(change), torch.isfinite(size))
+    limit = 1.5 * expected.nan_to_num(posinf=1.0)
+    bounded = shortest_flip(router, x, inside, changes, limit)[1]
+    torch.testing.assert_close(bounded, expected, rtol=1e-8, atol=0)
 
 
 @pytest.mark.slow("a search")

@@ -28,11 +28,17 @@ class Moments:
     def at(cls, w: Float[Tensor, "B R"], anchors: Float[Tensor, "N H R"]) -> "Moments":
         """Moments at every w."""
         scores = torch.einsum("br,nhr->bnh", w, anchors)
-        shares = torch.softmax(scores, dim=-1)
+        largest = scores.amax(dim=-1, keepdim=True)
+        shares = torch.exp(scores - largest)
+        total = shares.sum(dim=-1, keepdim=True)
+        shares /= total
         mean = torch.einsum("bnh,nhr->bnr", shares, anchors)
-        off = torch.linalg.vector_norm(anchors - mean[:, :, None], dim=-1)
-        spread = (shares * off.square()).sum(dim=-1)
-        return cls(torch.logsumexp(scores, dim=-1), mean, spread, off.amax(dim=-1))
+        # by dimension: a sum over the last axis of [B, N, H, R] is slow where R is 2
+        off = torch.zeros_like(scores)  # square of the distance to the mean
+        for dimension in range(anchors.shape[-1]):
+            off += (anchors[..., dimension] - mean[..., None, dimension]).square()
+        logits = (largest + total.log()).squeeze(-1)
+        return cls(logits, mean, (shares * off).sum(dim=-1), off.amax(dim=-1).sqrt())
 
     def above_tangent(self, distance: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
         """Bound of logit minus tangent within ``distance`` of w; below it the bound is 0.

@@ -6,6 +6,7 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -53,13 +54,12 @@ def find_flip(
     generator = torch.Generator().manual_seed(0)
     logits, slopes = _logit_slopes(wide, start)
     ties = _towards_ties(wide, start, *_nearest_pairs(logits, slopes, inside, starts), steps)
-    best = _nearest_flip(wide, start, inside, ties, steps)
     orders = [torch.randperm(len(x), generator=generator).to(x.device) for _ in range(starts)]
     others = torch.stack([1.001 * (start[order] - start) for order in orders])
-    best = torch.minimum(best, _nearest_flip(wide, start, inside, others, steps))
+    best = _nearest_flip(wide, start, inside, [ties, others], steps)
     reach = torch.where(torch.isfinite(best), best, torch.linalg.vector_norm(start, dim=1))
     spanned = _spanned(slopes, reach, 5 * starts, generator)
-    return torch.minimum(best, _nearest_flip(wide, start, inside, spanned, steps))
+    return torch.minimum(best, _nearest_flip(wide, start, inside, [spanned], steps))
 
 
 def count_violations(
@@ -112,17 +112,17 @@ def _logits(router: nn.Module, x: Tensor) -> Tensor:
 
 
 def _nearest_flip(
-    router: nn.Module, start: Tensor, inside: Tensor, changes: Tensor, steps: int
+    router: nn.Module, start: Tensor, inside: Tensor, kinds: Sequence[Tensor], steps: int
 ) -> Tensor:
-    """Norm [T] of the smallest flip on the way to any of ``changes`` [C, T, D], walked closer."""
-    count = len(changes)
-    shrunk, size = _shrink(
-        router, start.repeat(count, 1), changes.flatten(0, 1), inside.repeat(count, 1)
-    )
-    least = size.view(count, -1).min(dim=0)
-    tokens = torch.arange(len(start), device=start.device)
-    delta = shrunk.view_as(changes)[least.indices, tokens]
-    return _walk(router, start, delta, least.values, inside, steps)
+    """Norm [T] of the smallest flip found on the way to changes of one or more kinds.
+
+    The best of each kind's changes [C, T, D] is walked closer.
+    """
+    nearest = [shortest_flip(router, start, inside, changes, torch.inf) for changes in kinds]
+    delta, size = (torch.cat(parts) for parts in zip(*nearest, strict=True))
+    count = len(kinds)
+    walked = _walk(router, start.repeat(count, 1), delta, size, inside.repeat(count, 1), steps)
+    return walked.view(count, -1).amin(dim=0)
 
 
 def _logit_slopes(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,28 +200,52 @@ def _walk(
         scale = slope.square().sum(dim=1, keepdim=True).clamp_min(1e-300)
         nearest = (slope * delta).sum(dim=1, keepdim=True) / scale * slope
         candidate = 1.01 * (delta + share[:, None] * (nearest - delta))
-        shrunk, shrunk_size = _shrink(router, start, candidate, inside, halvings=12)
+        shrunk, shrunk_size = shortest_flip(
+            router, start, inside, candidate[None], size, halvings=12
+        )
         better = shrunk_size < size
         delta = torch.where(better[:, None], shrunk, delta)
         size = torch.where(better, shrunk_size, size)
         share = torch.where(better, (share * 1.5).clamp_max(1), share / 2)
-    return torch.minimum(size, _shrink(router, start, delta, inside)[1])
+    return torch.minimum(size, shortest_flip(router, start, inside, delta[None], size)[1])
 
 
 @torch.no_grad()
-def _shrink(
-    router: nn.Module, start: Tensor, delta: Tensor, inside: Tensor, halvings: int = 30
+def shortest_flip(
+    router: nn.Module,
+    start: Tensor,
+    inside: Tensor,
+    changes: Tensor,
+    limit: Tensor | float,
+    halvings: int = 30,
 ) -> tuple[Tensor, Tensor]:
-    """Shortest flipped point by bisection on the way to ``delta``, and its norm; infinity
-    where ``delta`` itself does not flip."""
-    low = torch.zeros(len(start), 1, dtype=delta.dtype, device=delta.device)
-    high = torch.ones_like(low)
-    flips = decision_gap(_logits(router, start + delta), inside) <= 0
+    """Shortest flipped point [T, D] on the way to any of ``changes`` [C, T, D], and its norm.
+
+    By bisection, from which a change drops out once it is sure to end longer than another of its
+    token, or than the token's ``limit`` [T]. The norm is infinite where no change flips.
+    """
+    count, tokens = changes.shape[:2]
+    delta, token = changes.flatten(0, 1), torch.arange(tokens, device=start.device)
+    norm = torch.linalg.vector_norm(delta, dim=1)  # [C T], like all that follows
+    low, high = torch.zeros_like(norm), torch.ones_like(norm)
+
+    def flipped(rows: Tensor, share: Tensor) -> Tensor:
+        of = rows % tokens
+        logits = _logits(router, start[of] + share[:, None] * delta[rows])
+        return decision_gap(logits, inside[of]) <= 0
+
+    rows = torch.arange(len(delta), device=start.device)
+    rows = rows[flipped(rows, high)]
+    size = torch.full_like(norm, torch.inf)
     for _ in range(halvings):
-        middle = (low + high) / 2
-        logits = _logits(router, start + middle * delta)
-        flipped = (decision_gap(logits, inside) <= 0)[:, None]
-        low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
-    shrunk = high * delta
-    size = torch.linalg.vector_norm(shrunk, dim=1)
-    return shrunk, torch.where(flips, size, torch.inf)
+        middle = (low[rows] + high[rows]) / 2
+        flips = flipped(rows, middle)
+        low[rows] = torch.where(flips, low[rows], middle)
+        high[rows] = torch.where(flips, middle, high[rows])
+        size[rows] = high[rows] * norm[rows]
+        least = size.view(count, -1).amin(dim=0).clamp_max(limit)
+        rows = rows[low[rows] * norm[rows] <= least[rows % tokens]]
+    size[rows] = torch.linalg.vector_norm(high[rows, None] * delta[rows], dim=1)
+    shortest = size.view(count, -1).min(dim=0)
+    chosen = shortest.indices * tokens + token
+    return high[chosen, None] * delta[chosen], shortest.values

@@ -17,13 +17,24 @@ from l2r.cli.app import build_app
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
-Made by `python scripts/pages/commands_page.py`: arguments and options, with the default in
-brackets. `l2r COMMAND --help` says more of each command. A verdict comes first, then a table for
-80 columns; `--json` has every column. `l2r_sips` and `l2r-sips` are one name.
-`l2r --install-completion` completes words in bash, zsh, fish and PowerShell.
+Every command with an example and its options, defaults in brackets; `l2r COMMAND --help` says
+more. Made by `python scripts/pages/commands_page.py`.
 
-Bad input gives one line and exit code 2 (`L2R_TRACEBACK=1` shows its origin). An interrupted
-command ends with 130 and keeps what it wrote; SIGTERM ends one with 143.
+- A verdict comes first, then a table for 80 columns; `--json` has every column.
+- `l2r_sips` and `l2r-sips` are one name.
+- `l2r --install-completion` completes words in bash, zsh, fish and PowerShell.
+- Bad input gives one line and exit code 2. Ctrl-C ends a command with 130, SIGTERM with 143; it
+  keeps what it wrote.
+
+| variable | effect |
+|---|---|
+| `L2R_CACHE` | folder of tokenizers, corpora and compiled kernels |
+| `L2R_CPU_KERNEL=off` | the router's torch code in place of its C++ kernel |
+| `L2R_CPU_MARCH` | processor that the C++ kernel is compiled for (`native`) |
+| `L2R_GUARD=off` | no comparison of a GPU's kernels with plain code before their first use |
+| `L2R_IMPORT` | modules with [routers of your own](add-a-router.md), separated by commas |
+| `L2R_KEEP_MEMORY=off` | training on a CPU returns freed memory after each step, a sixth slower |
+| `L2R_TRACEBACK=1` | a traceback in place of the one-line error, for a bug report |
 
 ## Shared
 """
@@ -38,20 +49,18 @@ def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from commands(child, (*words, name))
 
 
-def shared_rows(calls: list[tuple[str, Any]]) -> dict[str, str]:
-    """Rows, by name, that several commands and most of those with that name have alike."""
-    count = Counter(row(parameter) for _, command in calls for parameter in shown(command))
-    of_name = Counter[str]()
-    for text, times in count.items():
-        of_name[name_of(text)] += times
-    often = {text: n for text, n in count.items() if n > 1 and 2 * n > of_name[name_of(text)]}
-    order = sorted(often, key=lambda text: name_of(text).startswith("--"))  # arguments first
-    return {name_of(text): text for text in order}
-
-
-def name_of(text: str) -> str:
-    """The name of the argument or option that a row begins with."""
-    return text.split("`")[1]
+def shared_rows(calls: list[tuple[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Most frequent default and text, by name, of what several commands explain alike."""
+    parameters = [parameter for _, command in calls for parameter in shown(command)]
+    count = Counter((name_of(one), text_of(one)) for one in parameters)
+    defaults = Counter((name_of(one), text_of(one), default_of(one)) for one in parameters)
+    often: dict[str, tuple[str, str]] = {}
+    for (name, text), times in count.most_common():
+        of_this = [key for key in defaults if key[:2] == (name, text)]
+        if times > 1 and name not in often:
+            often[name] = (max(of_this, key=defaults.__getitem__)[2], text)
+    order = sorted(often, key=lambda name: name.startswith("--"))  # arguments first
+    return {name: often[name] for name in order}
 
 
 def shown(command: Any) -> list[Any]:
@@ -59,16 +68,20 @@ def shown(command: Any) -> list[Any]:
     return [parameter for parameter in command.params if not getattr(parameter, "hidden", 0)]
 
 
-def section(call: str, command: Any, shared: Mapping[str, str]) -> str:
+def section(call: str, command: Any, shared: Mapping[str, tuple[str, str]]) -> str:
     """First sentence of the help, examples, arguments and options; ``shared`` ones by name."""
     text, *examples = (command.help or "").split("Example:")
     summary = " ".join(text.split()).split(". ")[0].rstrip(".")
     lines = [f"## {call}", "", f"{summary}.", ""]
     if examples:
         lines += ["```bash", *(" ".join(example.split()) for example in examples), "```", ""]
-    rows = [row(parameter) for parameter in shown(command)]
-    also = [f"`{name}`" for name, text in shared.items() if text in rows]
-    rows = [text for text in rows if text not in shared.values()]
+    rows, also = [], []
+    for one in shown(command):
+        default, explained = shared.get(name_of(one), ("", None))
+        if text_of(one) != explained:
+            rows.append(row(name_of(one), default_of(one), text_of(one)))
+        else:
+            also.append(f"`{name_of(one)}`{default_of(one) if default_of(one) != default else ''}")
     if also:
         rows.append(f"- [shared](#shared): {', '.join(also)}")
     if rows:
@@ -76,17 +89,28 @@ def section(call: str, command: Any, shared: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def row(parameter: Any) -> str:
-    """One argument or option."""
+def name_of(parameter: Any) -> str:
+    """CHECKPOINT, FILES ... or --option."""
     if parameter.param_type_name == "argument":
-        name = parameter.name.upper() + (" ..." if parameter.nargs == -1 else "")
-    else:
-        name = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        return str(parameter.name.upper() + (" ..." if parameter.nargs == -1 else ""))
+    return ", ".join([*parameter.opts, *parameter.secondary_opts])
+
+
+def default_of(parameter: Any) -> str:
+    """The default in brackets, or that there must be a value; empty where neither says anything."""
     default = parameter.default
     unsaid = default in (None, False, "", ()) or callable(default)
-    shown = "" if unsaid else f" (`{default}`)"
-    shown = " (required)" if parameter.required else shown
-    return f"- `{name}`{shown}: {' '.join((parameter.help or '').split())}"
+    return " (required)" if parameter.required else "" if unsaid else f" (`{default}`)"
+
+
+def text_of(parameter: Any) -> str:
+    """The help on one line."""
+    return " ".join((parameter.help or "").split())
+
+
+def row(name: str, default: str, text: str) -> str:
+    """One argument or option."""
+    return f"- `{name}`{default}: {text}"
 
 
 def page() -> str:
@@ -94,7 +118,8 @@ def page() -> str:
     calls = list(commands(get_command(build_app()), ("l2r",)))
     shared = shared_rows(calls)
     sections = [section(call, command, shared) for call, command in calls]
-    return "\n".join([HEAD, *shared.values(), "", *sections])
+    rows = [row(name, *explained) for name, explained in shared.items()]
+    return "\n".join([HEAD, *rows, "", *sections])
 
 
 if __name__ == "__main__":

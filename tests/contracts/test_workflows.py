@@ -14,7 +14,7 @@ from l2r.cli.extras import FOR_DEVELOPMENT
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
-INSTALL = ROOT / "docs" / "install.md"
+INSTALL = ROOT / "docs" / "index.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -13,10 +13,12 @@ from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     Checkpoint,
+    Data,
     Device,
     DeviceMap,
     Dtype,
     Revision,
+    Rows,
     TrustRemoteCode,
 )
 from l2r.runs.plain_json import plain_json
@@ -27,16 +29,8 @@ if TYPE_CHECKING:
 
 def check(
     checkpoint: Checkpoint,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="File or folder of text, or token files (default: the embedded corpus); of images "
-            "as for l2r diagnose."
-        ),
-    ] = None,
-    instances: Annotated[
-        int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
-    ] = 8,
+    data: Data = None,
+    instances: Rows = 8,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
     balance: Annotated[
         float | None,

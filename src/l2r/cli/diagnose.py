@@ -13,11 +13,13 @@ from l2r.cli.options import (
     AsJson,
     BatchSize,
     Checkpoints,
+    Data,
     Device,
     DeviceMap,
     Dtype,
     Open,
     Revision,
+    Rows,
     TrustRemoteCode,
 )
 from l2r.runs.plain_json import plain_json
@@ -31,19 +33,11 @@ def diagnose(
             help="Route this text alone, of any length: a sentence, a file or - (standard input)."
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="File or folder of text, or token files (default: the embedded corpus); for "
-            "image classifiers digits, fashion-mnist or a folder (default: the run's own images)."
-        ),
-    ] = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
         "diagnosis"
     ),
-    instances: Annotated[
-        int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
-    ] = 64,
+    instances: Rows = 64,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
     batch_size: BatchSize = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,

@@ -18,7 +18,7 @@ def landscape(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            help="Hugging Face folder, run or hub id whose anchors to take (rank 2).",
+            help="Checkpoint whose anchors to take (rank 2).",
             callback=existing,
         ),
     ] = None,

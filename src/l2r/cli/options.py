@@ -48,8 +48,8 @@ Dtype = Annotated[
 DeviceMap = Annotated[
     str | None,
     typer.Option(
-        help="Layers over devices and disk, as accelerate does: auto, balanced, sequential or the "
-        "JSON of a dictionary (default: one device; auto where a CPU's memory is too small)."
+        help="accelerate's: auto, balanced, sequential or a JSON dictionary (default: one device; "
+        "auto where a CPU's memory is too small)."
     ),
 ]
 CHECKPOINT = "Hugging Face folder, run folder or hub id"
@@ -71,6 +71,16 @@ Checkpoints = Annotated[
 ]
 Runs = Annotated[
     Path, typer.Argument(help="Run folder, or a folder of run folders.", callback=existing)
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="File or folder of text, or token files (default: the embedded corpus); of images "
+        "digits, fashion-mnist or a folder (default: the run's own)."
+    ),
+]
+Rows = Annotated[
+    int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
 ]
 Open = Annotated[bool, typer.Option("--open", help="Open the page in the browser.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]

@@ -19,8 +19,8 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Further name in the Host header of requests (repeatable); localhost and --host "
-            "are allowed, and any numeric address where --host is 0.0.0.0 or ::."
+            help="Further name allowed in the Host header of requests, beside localhost and --host "
+            "(repeatable)."
         ),
     ] = None,
     revision: Revision = None,

@@ -9,7 +9,7 @@ one thread, and every number that both report must be the same:
 losses      every demo recipe, trained for a few steps: metrics.jsonl
 diagnosis   `l2r compare` and `l2r diagnose` of a short run of two demo recipes: diagnosis.json,
             with a checksum of every array, of text.npz and of patches.npz
-study       a plan of two arms and two seeds: stored measures and verdicts
+study       a plan of two arms and two seeds, four steps each: stored measures and verdicts
 verdict     `l2r evidence decision --judge-only --json` of the committed results
 
 Exit code 1 names what differs.
@@ -39,10 +39,11 @@ PLAN = """
 title: Two arms
 question: Do two source trees measure the same?
 recipe: demo/linear
-tokens: 16384
+changes: [model.num_hidden_layers=2, data.corpus_version=2, evaluation.max_batches=2]
+tokens: 8192
 seeds: {least: 2, most: 2}
 margins: {validation_ce: 0.5}
-sample: 2048
+sample: 512
 arms: {linear: [], sharp: [router.temperature=0.5]}
 contrasts:
 - {first: sharp, second: linear, metric: validation_ce, primary: true}
@@ -110,11 +111,10 @@ def study(checkout: Path, folder: Path) -> Numbers:
 
 
 def stored_results(folder: Path) -> Iterator[dict[str, Any]]:
-    """Results of cells, in one file each or on one line each."""
-    for file in folder.rglob("*.json"):
-        yield json.loads(file.read_text("utf-8"))
-    for file in folder.rglob("*.jsonl"):
-        yield from map(json.loads, file.read_text("utf-8").splitlines())
+    """Results of cells, a line each; the lines between them are their recipes."""
+    for file in folder.rglob("results.jsonl"):
+        lines = map(json.loads, file.read_text("utf-8").splitlines())
+        yield from (line for line in lines if "arm" in line)
 
 
 def verdict(checkout: Path, folder: Path) -> Numbers:

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binomtest
 
 from l2r.report.paper_tables import accuracy_table
-from l2r.stats.statistics import mean_interval
+from l2r.stats.intervals import mean_interval
 
 SHORT = [
     "training.steps=4",

@@ -19,7 +19,7 @@ from l2r.report.palette import INK
 from l2r.report.routing import gain_bars, robustness_bars, usage_by_layer
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import RunFolder
-from l2r.stats.statistics import Interval
+from l2r.stats.intervals import Interval
 from l2r.studies.judging import study_of
 from l2r.studies.registration import Registered
 from l2r.studies.study_plan import Plan

@@ -11,8 +11,8 @@ from scipy.integrate import quad
 
 from l2r.stats.contrasts import Contrast, Pairs, judge
 from l2r.stats.effects import Effect, best_by_fit, effects_of
+from l2r.stats.intervals import Interval
 from l2r.stats.paired_t import Estimate, detectable, estimate, holm, seeds_needed
-from l2r.stats.statistics import Interval
 
 SD, MARGIN, ALPHA = 0.018, 0.02, 0.05
 TRIALS = 250

@@ -22,7 +22,7 @@ from l2r.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, curve_sections, cu
 from l2r.report.sweep import write_sweep_page
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
-from l2r.stats.statistics import Interval
+from l2r.stats.intervals import Interval
 from l2r.studies import run as running
 from l2r.studies.cells import grid_cells, read_grid
 from l2r.studies.run import is_finished, run_cells

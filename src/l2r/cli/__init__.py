@@ -1,4 +1,7 @@
-"""The ``l2r`` command: a file per sub-command, each thin: parse, call, print."""
+"""The ``l2r`` command: a file per sub-command, each thin: parse, call, print.
+
+Imports every room, inside its functions. Begin at app.py, which lists the commands.
+"""
 
 import sys
 from typing import NoReturn

@@ -1,4 +1,7 @@
-"""Mixture-of-experts layer: stacked experts, dropless dispatch."""
+"""Mixture-of-experts layer: stacked experts, dropless dispatch.
+
+Imports routers/ and below. Begin at layer.py.
+"""
 
 from l2r.moe.experts import Experts
 from l2r.moe.layer import MoELayer

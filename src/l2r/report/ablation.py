@@ -13,7 +13,7 @@ from l2r.report.tables import Table
 from l2r.report.verdicts import of_arms
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.stats.statistics import Interval, mean_interval
+from l2r.stats.intervals import Interval, mean_interval
 
 
 @dataclass(frozen=True)

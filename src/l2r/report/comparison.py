@@ -20,7 +20,7 @@ from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.progress import read_progress
 from l2r.runs.text_routing import TextRouting
-from l2r.stats.statistics import mean_interval
+from l2r.stats.intervals import mean_interval
 
 # column -> number of the diagnosis
 _ROUTING = {

@@ -13,8 +13,8 @@ from l2r.report.verdicts import of_study
 from l2r.runs.study import ScreenDesign, Study
 from l2r.stats.contrasts import Judged
 from l2r.stats.effects import Effect, best_by_fit, effects_of
+from l2r.stats.intervals import Interval
 from l2r.stats.paired_t import estimate
-from l2r.stats.statistics import Interval
 
 _SCREENED = ("validation_ce", "flipped_tokens", "routing_gain", "load_entropy")
 _COLUMNS = (

@@ -6,7 +6,7 @@ from typing import Any
 from l2r.report.tables import Table
 from l2r.report.verdicts import of_accuracies
 from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.stats.statistics import Interval, share_interval
+from l2r.stats.intervals import Interval, share_interval
 
 # (parameters, active, of routers, of linear routers), flops of an image, flops of its routers
 Counts = tuple[tuple[int, int, int, int], int, int]

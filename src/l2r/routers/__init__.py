@@ -1,4 +1,8 @@
-"""Routers: parameters plus a call into l2r.kernels.dispatch, a file per router."""
+"""Routers: parameters plus a call into l2r.kernels.dispatch, a file per router.
+
+Imports kernels/ and below. Begin at base.py, which every router extends, and l2r.py, the paper's;
+selection_rule.py says how experts are chosen from logits.
+"""
 
 from l2r.routers.base import Router, RouterOutput, constrain
 from l2r.routers.capture import Captured, capture

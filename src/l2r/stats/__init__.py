@@ -1,4 +1,4 @@
 """Arithmetic on numbers: contrasts and verdicts, intervals, chance, agreement.
 
-Imports numpy and scipy only. Begin at contrasts.py (verdicts) or statistics.py (intervals).
+Imports numpy and scipy only. Begin at contrasts.py (verdicts) or intervals.py.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jaxtyping import Int
 
-from l2r.stats.statistics import Interval
+from l2r.stats.intervals import Interval
 
 # One more draw of the same kind lies between the least and the largest of n with probability
 # (n - 1) / (n + 1): 95%.

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from l2r.stats.intervals import Interval, mean_or_nan
 from l2r.stats.paired_t import Estimate, estimate, holm, seeds_needed
-from l2r.stats.statistics import Interval, mean_or_nan
 
 _ROUNDING = 1e-6  # of a measure: sums in fp32, stored with seven digits
 NOT_FINITE = "a value is not finite"

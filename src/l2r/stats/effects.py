@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from jaxtyping import Float
 
-from l2r.stats.statistics import Interval
+from l2r.stats.intervals import Interval
 
 Levels = Mapping[str, Sequence[str]]  # factor -> its levels, the first to compare with
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from l2r.stats.statistics import Interval, deviation, mean_or_nan
+from l2r.stats.intervals import Interval, deviation, mean_or_nan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from l2r import build_router
 from l2r.analysis.diagnostics import robustness
-from l2r.stats import statistics as intervals
+from l2r.stats import intervals
 
 
 def _router(kind="l2r_sips", **options):

@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.hf.checkpoints.placement import Placement
-from l2r.stats.statistics import ratio_of_sums
+from l2r.stats.intervals import ratio_of_sums
 from l2r.training.evaluation import text as text_module
 from l2r.training.evaluation.text import Texts, TextSettings, evaluate_text
 from l2r.training.evaluation.text_loss import ALL_FILES, TextDocument, text_differences, text_losses

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.routers.observe import chosen_too, evaluating, first_choice
-from l2r.stats.statistics import Interval, mean_interval
+from l2r.stats.intervals import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
 

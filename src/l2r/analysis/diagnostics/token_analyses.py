@@ -8,7 +8,7 @@ import numpy as np
 from l2r.analysis.diagnostics import specialization as of
 from l2r.analysis.diagnostics.choice_log import Choices, Words
 from l2r.runs.diagnosis import Array
-from l2r.stats.statistics import Interval
+from l2r.stats.intervals import Interval
 
 Analyses = tuple[dict[str, Any], dict[str, Array]]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from l2r.stats.statistics import Interval, mean_share
+from l2r.stats.intervals import Interval, mean_share
 from l2r.training.evaluation.task_scoring import TaskResult
 from l2r.training.evaluation.tasks import MMLU_TASKS, PAPER_TASKS
 

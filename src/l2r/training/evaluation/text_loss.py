@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2r.stats.statistics import Ratio, ratio_of_sums
+from l2r.stats.intervals import Ratio, ratio_of_sums
 
 ALL_FILES = "in all"
 _BIT = math.log(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.routers.test_selection import Stub
+from tests.routers.test_selection_rule import Stub
 from torch import Tensor
 
 from l2r.functional import best_experts, select_experts

@@ -12,7 +12,7 @@ from l2r.hf.swap.sites import new_router, router_sites
 from l2r.routers import SigmoidConfig, make_config, router_names, update_selection_bias
 from l2r.routers.config import ROUTERS
 from l2r.routers.selection_rule import Selection
-from tests.routers.test_selection import _reference
+from tests.routers.test_selection_rule import _reference
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}
 BIAS = "e_score_correction_bias"

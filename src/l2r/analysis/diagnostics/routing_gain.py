@@ -7,7 +7,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -18,7 +18,6 @@ from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 from l2r.training.evaluation import token_losses
 
 _IMAGES = 2048
-Instead = Literal["random", "shuffled"]
 
 
 class RoutingGain(NamedTuple):

@@ -24,7 +24,6 @@ PANELS = {
     "Study": ("evidence",),
     "Machine": ("doctor", "bench", "params", "plan"),
 }
-COMMANDS = tuple(name for names in PANELS.values() for name in names)
 
 # Of click, or of the copy of click that newer versions of typer hold.
 _UsageError: Any = typer.BadParameter.__base__

@@ -22,11 +22,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 TEXT = """
 **{verdict}**
-`scripts/pages/families_page.py` swaps the routers of a small random model of each, on a CPU, with
-{versions}:
+A small random model of each, on a CPU, with {versions}:
 
-- `same_rule`: our linear router with the old weights gives the old logits to 1e-5, so the
-  family's selection rule was kept.
+- `same_rule`: our linear router with the old weights gives the old logits to 1e-5.
 - `swap`: `capture` and `output_router_logits=True` see the new router's logits.
 - `train_step`: one SGD step moves every router parameter and lowers the loss.
 - `generate`: greedy generation is the same with and without the cache.

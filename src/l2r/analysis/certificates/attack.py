@@ -45,8 +45,7 @@ def find_flip(
     Starts: for the pairs of an expert inside and one outside that are closest to a tie, steps
     to the nearest point of the linearised tie (DeepFool, seen from the token); the way to other
     tokens that are routed differently; and random points spanned by the logits' gradients. The
-    best of each kind is walked along the boundary towards the token. An upper bound of the true
-    radius.
+    best of each kind is walked along the boundary towards the token: no less than the true radius.
     """
     wide = exact(router)
     start = x.double()

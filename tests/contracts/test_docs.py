@@ -81,6 +81,18 @@ def test_the_page_of_commands_says_what_they_say_of_themselves():
             assert any(given[: len(call)] == call for call in named), f"{page.name}: l2r {words}"
 
 
+def test_every_option_stands_in_its_command_s_section_with_the_default_it_has_there():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    for call, called in commands_page.commands(get_command(build_app()), ("l2r",)):
+        for one in commands_page.shown(called):
+            default, name = commands_page.default_of(one), commands_page.name_of(one)
+            here = f"`{name}`{default}" in sections[call]
+            shared = f"- `{name}`{default}: {commands_page.text_of(one)}\n" in sections["Shared"]
+            assert here or (shared and f"`{name}`" in sections[call]), f"{call} {name}"
+    assert "`--length` (`128`)" in sections["l2r check"]
+
+
 def test_every_page_has_a_place_in_the_menu():
     menu = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

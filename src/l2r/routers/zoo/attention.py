@@ -2,7 +2,8 @@
 
 Every token makes a query, a key and a value with one entry per expert. The experts attend to
 each other, z = softmax(q k^T) v with the softmax over the key's experts and no scaling, so that
-the logit of an expert depends on how it correlates with the others.
+the logit of an expert depends on how it correlates with the others. One head; the weights are
+renormalized, as in Yuan's code.
 """
 
 import dataclasses

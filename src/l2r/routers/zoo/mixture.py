@@ -5,7 +5,8 @@ into a query and compare it with the experts' features, which serve as keys, as 
 
 NOTE: the source leaves open how the routers' opinions are joined and we read "mixture"
 literally: p = mean over m of softmax_n(q_m . k_mn / sqrt(R)); the logits are log p. With a plain
-sum of scores the M routers would collapse into one linear router of rank M R.
+sum of scores the M routers would collapse into one linear router of rank M R. Keys are newly
+drawn per router and expert. Only the abstract of the source was read.
 """
 
 import dataclasses

@@ -2,6 +2,9 @@
 
 z_n = W x . k_n / ((|W x| + tau_query) (|k_n| + tau_anchor)) / temperature: a cosine whose norms
 are shifted by constants, which the paper shows to give polynomial estimation rates.
+
+NOTE: constants 0.1 and 0.1 and temperature 0.3 are those of public code of the method; the
+projection to N / 2 is X-MoE's.
 """
 
 import dataclasses

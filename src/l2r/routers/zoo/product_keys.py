@@ -6,7 +6,7 @@ So N experts need about 2 sqrt(N) keys, and the best of them are found among K x
 
 NOTE: PEER has several such routers in one layer, each choosing other experts, and a batch
 norm of the query (``query_norm="batchnorm"``). Here one router chooses all K, and the query is
-normalized as the others' is.
+normalized as the others' is. The grid has N's two nearest factors, where the papers have a square.
 """
 
 import dataclasses

@@ -2,7 +2,8 @@
 
 Every expert has its own sigmoid score. A bias per expert, which no gradient reaches, is added
 when experts are chosen and left out of the weights; ``update_selection_bias`` moves it against
-the load after a step (loss-free balancing, arXiv 2408.15664).
+the load after a step (loss-free balancing, arXiv 2408.15664). Neither groups nor the
+sequence-wise loss.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from l2r.hf.models.vit import L2rViTForImageClassification
 from l2r.runs.folder import RunFolder
 from l2r.studies.cells import folder_cells
 from l2r.studies.processes import run_processes
-from l2r.studies.run import run_cells
+from l2r.studies.train_cells import run_cells
 from tests.studies.studies import SMALL
 from tests.training.evaluation.conftest import small_tokenizer
 

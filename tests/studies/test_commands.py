@@ -7,7 +7,7 @@ import pytest
 
 from l2r.cli import main
 from l2r.studies.cells import folder_cells, grid_cells, read_grid
-from l2r.studies.run import Outcome, run_cells
+from l2r.studies.train_cells import Outcome, run_cells
 
 COMMANDS = [
     ["compare", "demo", "--routers", "linear,l2r_sips"],
@@ -31,7 +31,7 @@ def test_every_command_ends_alike(
         for cell in cells:
             yield Outcome(cell, cell.run(root), **ending)
 
-    monkeypatch.setattr("l2r.studies.run.run_cells", end)
+    monkeypatch.setattr("l2r.studies.train_cells.run_cells", end)
     with pytest.raises(SystemExit) as done:
         main([*command, "--out", str(tmp_path)])
     captured = capsys.readouterr()

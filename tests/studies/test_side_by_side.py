@@ -12,8 +12,8 @@ import torch
 from l2r.runs.folder import RunFolder
 from l2r.studies import side_by_side
 from l2r.studies.cells import grid_cells, read_grid
-from l2r.studies.run import run_cells
 from l2r.studies.side_by_side import Job, shares, suitable_processes, train_side_by_side
+from l2r.studies.train_cells import run_cells
 from tests.studies.side_by_side_jobs import take
 
 

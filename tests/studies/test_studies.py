@@ -21,7 +21,7 @@ from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
 from l2r.runs.study import MEASURES, Results
 from l2r.studies import judging
-from l2r.studies import run as running
+from l2r.studies import train_cells as running
 from l2r.studies.judging import (
     Places,
     is_decided,

@@ -23,9 +23,9 @@ from l2r.report.sweep import write_sweep_page
 from l2r.runs.final_losses import last_tenth
 from l2r.runs.folder import RunFolder
 from l2r.stats.intervals import Interval
-from l2r.studies import run as running
+from l2r.studies import train_cells as running
 from l2r.studies.cells import grid_cells, read_grid
-from l2r.studies.run import is_finished, run_cells
+from l2r.studies.train_cells import is_finished, run_cells
 from l2r.training import loop
 from l2r.training.recipes.load import load_recipe
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from l2r.studies.new_plan import seconds_per_run as seconds_per_run
     from l2r.studies.new_plan import write_plan as write_plan
     from l2r.studies.registration import read_plan as read_plan
-    from l2r.studies.run import Outcome as Outcome
-    from l2r.studies.run import is_finished as is_finished
-    from l2r.studies.run import run_cells as run_cells
     from l2r.studies.schedule import Budget as Budget
     from l2r.studies.schedule import StudyStoppedError as StudyStoppedError
     from l2r.studies.schedule import run_plan as run_plan
     from l2r.studies.share import run_share as run_share
     from l2r.studies.side_by_side import suitable_processes as suitable_processes
     from l2r.studies.study_plan import Plan as Plan
+    from l2r.studies.train_cells import Outcome as Outcome
+    from l2r.studies.train_cells import is_finished as is_finished
+    from l2r.studies.train_cells import run_cells as run_cells
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -20,7 +20,7 @@ from l2r.studies.cells import Cell
 from l2r.studies.judging import Places
 from l2r.studies.measure import measure
 from l2r.studies.registration import Registered
-from l2r.studies.run import run_cells
+from l2r.studies.train_cells import run_cells
 
 Report = Callable[[str], None]
 

@@ -8,6 +8,7 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
+    CHECKPOINT,
     AsJson,
     BatchSize,
     Device,
@@ -31,7 +32,7 @@ def eval(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            help="Runs, Hugging Face folders or hub ids of language or image models.",
+            help=f"{CHECKPOINT}; several are compared in order.",
             callback=existing,
         ),
     ],

@@ -44,9 +44,9 @@ def run(
         int | None,
         typer.Option(help="Runs at a time (default: one per core, one on a GPU).", min=1),
     ] = None,
-    results: Annotated[
-        Path, typer.Option(help="Folder of the results, one file per study.")
-    ] = Path("results/evidence"),
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path(
+        "results/evidence"
+    ),
     out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path(
         "runs/evidence"
     ),
@@ -143,9 +143,9 @@ def new(
     first_seed: Annotated[
         int, typer.Option(help="First seed: none that an earlier study has seen.", min=0)
     ] = 0,
-    results: Annotated[
-        Path, typer.Option(help="Folder of the results that the hours are taken from.")
-    ] = Path("results/evidence"),
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path(
+        "results/evidence"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Write a plan of your own, with the seeds that its margin needs and the hours they take.

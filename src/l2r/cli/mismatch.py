@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def mismatch(
-    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}: the reference.")],
+    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.")],
     against: Annotated[
         str | None,
         typer.Option(

@@ -65,7 +65,7 @@ Checkpoint = Annotated[
 Checkpoints = Annotated[
     list[str],
     typer.Argument(
-        help="Hugging Face folders, run folders or hub ids, compared in order.",
+        help=f"{CHECKPOINT}; several are compared in order.",
         callback=existing,
     ),
 ]

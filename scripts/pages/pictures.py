@@ -23,6 +23,7 @@ STUDIES = {  # picture: plan, words of a figure
     "screen-scales": ("screen", "experts ever first"),
     "decision-forest": ("decision", "toward better"),
     "decision-training": ("decision", "The same less that of"),
+    "needed-rank": ("needed-rank", "router parameters of the model"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

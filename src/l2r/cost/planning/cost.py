@@ -59,9 +59,12 @@ def step_bytes(sizes: Sizes, cut: Cut) -> dict[str, float]:
     sent = {"gradients": 0.0, "weights": 0.0, "tokens": 0.0}
     if cut.parallel == "fsdp2":
         # Blocks are gathered for the forward and again for the backward; the rest once.
-        gathered = sizes.numbers + (1 + _counts_before(sizes, cut)) * sizes.block_numbers
+        # Of a tensor with fewer rows than GPUs, such as experts, every GPU sends a row.
+        blocks = sum(block.padded(cut.gpus) for block in sizes.blocks)
+        numbers = sizes.around.padded(cut.gpus) + blocks
+        gathered = numbers + (1 + _counts_before(sizes, cut)) * blocks
         sent["weights"] = ring * _WEIGHT * gathered * cut.parts
-        sent["gradients"] = ring * _WEIGHT * sizes.numbers
+        sent["gradients"] = ring * _WEIGHT * numbers
         return sent
     group = cut.expert_ranks(sizes.experts)
     copies = cut.gpus // group

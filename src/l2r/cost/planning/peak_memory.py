@@ -6,9 +6,10 @@ a number, norms and the residual stream keep 4.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from l2r.cost.planning.cut import Cut
-from l2r.cost.planning.sizes import Sizes
+from l2r.cost.planning.sizes import Part, Sizes
 
 _WIDE = 4  # bytes of fp32
 
@@ -36,65 +37,80 @@ class Memory:
 
 
 def formula(sizes: Sizes, cut: Cut) -> Memory:
-    """Sizes of the parts, and the largest of the three places where the peak can be."""
+    """Sizes of the parts, and the largest of the places where the peak can be."""
     narrow = 2 if sizes.half else _WIDE
     tokens = cut.micro_batch * sizes.tokens
     group = cut.expert_ranks(sizes.experts)
     imbalance = cut.imbalance if group > 1 else 1.0
-    sharded = cut.gpus if cut.parallel == "fsdp2" else 1
-    experts = sizes.expert_numbers / group
-    numbers = sizes.numbers - sizes.expert_numbers + experts
-    block_numbers = (sizes.block_numbers - sizes.expert_numbers + experts) / sizes.layers
-    around = numbers - block_numbers * sizes.layers
+    ranks = cut.gpus if cut.parallel == "fsdp2" else 1
+    around, numbers = sizes.around.numbers, [_held(block, group) for block in sizes.blocks]
+    shares = [_held(block, group) if ranks == 1 else block.share(ranks) for block in sizes.blocks]
+    padded = [block.padded(ranks) if ranks > 1 else 0 for block in sizes.blocks]
 
-    weights = _WIDE * numbers / sharded
-    gradients = _WIDE * numbers / sharded
-    buckets = gradients if cut.gpus > 1 and sharded == 1 else 0.0
+    weights = gradients = _WIDE * (sizes.around.share(ranks) + sum(shares))
+    buckets = gradients if cut.gpus > 1 and ranks == 1 else 0
     states = weights * (4 if sizes.averaged else 3) + buckets
-    unsharded_gradients = _WIDE * numbers if sharded > 1 else gradients
-    # Around the blocks; two blocks, of which one waits its turn.
-    root, pair = (_WIDE * around, 2 * _WIDE * block_numbers) if sharded > 1 else (0.0, 0.0)
+    # Gradients of the parts of a step are added up whole.
+    added = _WIDE * (around + sum(numbers)) if cut.parts > 1 else 0
+    root = _WIDE * sizes.around.padded(ranks) if ranks > 1 else 0
 
     rows = sizes.top_k * tokens * imbalance
     # Rows as they arrive at experts, imbalanced, and as they came back to their tokens.
     dispatch = narrow * sizes.hidden * (rows + sizes.top_k * tokens)
     moe = dispatch + narrow * _per_row(sizes) * rows + _routing(sizes) * tokens
-    block = _attention(sizes, narrow) * tokens
-    dense = sizes.layers - sizes.moe_layers
     mlp = narrow * 2 * sizes.mlp_width * tokens
-    whole = sizes.layers * block + sizes.moe_layers * moe + dense * mlp
-    casts = 2 * numbers if sizes.half else 0.0
-    one, cast = block + (moe if sizes.moe_layers else mlp), casts * block_numbers / numbers
-    # In the backward of experts: gradients of rows or of their inside, and of the weights.
-    inside = 2 * narrow * rows * max(sizes.hidden, sizes.expert_width)
-    inside += _WIDE * tokens * sizes.hidden + narrow * experts / max(1, sizes.moe_layers)
-    kept, held_casts = whole, casts
+    attention = _attention(sizes, narrow) * tokens
+    ones = [attention + (moe if block.expert_numbers else mlp) for block in sizes.blocks]
+    casts = [2 * n if sizes.half else 0 for n in numbers]
+    between = _WIDE * sizes.hidden * tokens
+    kept, held = sum(ones), sum(casts)
     if cut.checkpointing:
-        kept, held_casts = sizes.layers * _WIDE * sizes.hidden * tokens, casts - cast * sizes.layers
+        kept, held = len(ones) * between, 0
+    held_around = 2 * around if sizes.half else 0
 
     targets = tokens if sizes.language else cut.micro_batch
     logits = 3 * _WIDE * sizes.vocabulary * min(targets, sizes.loss_chunk or targets)
     head = (2 * _WIDE + narrow) * sizes.hidden * tokens + logits
 
-    before = unsharded_gradients if cut.parts > 1 else 0.0
-    last = before or _WIDE * around
-    again = one + cast if cut.checkpointing else 0.0
-    at_logits = states + before + kept + held_casts + head + root
-    at_last_block = states + last + kept + held_casts + again + inside + root + pair
-    done = before or gradients - _WIDE * block_numbers / sharded
-    at_first_block = states + done + one + cast + inside + root + pair
+    places = [states + gradients, states + added + kept + held + held_around + head + root]
+    for n, block in enumerate(sizes.blocks):  # in the backward pass of each
+        before, after = max(n - 1, 0), min(n + 1, sizes.layers - 1)
+        done = added or _WIDE * (around + sum(shares[n + 1 :]))
+        if cut.checkpointing:
+            below = (n + 1) * between + ones[n] + casts[n]
+        else:
+            below = sum(ones[: n + 1]) + sum(casts[: n + 1])
+        inside: float = between
+        if block.expert_numbers:  # gradients of rows or of their inside, and of the weights
+            inside += 2 * narrow * rows * max(sizes.hidden, sizes.expert_width)
+            inside += narrow * block.expert_numbers / group
+        else:
+            inside += 2 * narrow * tokens * max(sizes.hidden, sizes.mlp_width)
+            inside += narrow * (numbers[n] - 4 * sizes.hidden**2)
+        gathered = 0.0
+        if ranks > 1:  # the block's weights; the next one's on their way; gradients that leave
+            gathered = _WIDE * padded[n]
+            gathered += _WIDE * padded[before] * (before < n)
+            gathered += _WIDE * padded[after] * (after > n and not added)
+        places.append(states + done + below + inside + root + gathered)
+    pairs = [a + b for a, b in pairwise([*padded, 0])]
     return Memory(
         weights=weights * (2 if sizes.averaged else 1),
-        gradients=before or gradients,
+        gradients=added or gradients,
         optimizer=2 * weights,
         buckets=buckets,
         activations=kept,
-        casts=held_casts,
+        casts=held + held_around,
         logits=logits,
         dispatch=dispatch * (1 if cut.checkpointing else sizes.moe_layers),
-        gathered=root + pair,
-        peak=max(at_logits, at_last_block, at_first_block, states + gradients),
+        gathered=root + _WIDE * max(pairs),
+        peak=max(places),
     )
+
+
+def _held(block: Part, group: int) -> float:
+    """Numbers of a block where ``group`` GPUs share its experts."""
+    return block.numbers - block.expert_numbers + block.expert_numbers / group
 
 
 def _attention(sizes: Sizes, narrow: int) -> float:

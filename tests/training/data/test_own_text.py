@@ -10,6 +10,7 @@ from l2r.training.data.held_out import split_files
 from l2r.training.data.listing import folder_listing
 from l2r.training.data.manifest import read_manifest
 from l2r.training.data.prepare import prepare_tokens, shard_tasks
+from l2r.training.data.shards import open_shard, read_numbered
 from l2r.training.data.sources import text_documents
 from l2r.training.data.tokenizer import load_tokenizer
 from l2r.training.data.tokens import read_documents
@@ -87,6 +88,41 @@ def test_files_beside_each_other_are_one_domain_and_may_be_of_several_kinds(
     (tmp_path / ".hidden.txt").write_text("no")
     assert folder_listing(tmp_path) == {"text": ["*.txt", "all.jsonl"]}
     assert {text for _, text in text_documents(tmp_path)} == {*documents(0, 2), *documents(1, 2)}
+
+
+@pytest.mark.parametrize("layer", ["", "data/"])
+def test_text_beside_sub_folders_with_text_is_named_and_not_left_out(layer, tmp_path):
+    (tmp_path / layer / "letters").mkdir(parents=True)
+    (tmp_path / layer / "letters" / "1.txt").write_text("text of a domain")
+    for name in ("facts.json", ".hidden.txt", "README.md"):  # of the hub, and no text
+        (tmp_path / layer / name).write_text("{}")
+    assert folder_listing(tmp_path) == {"letters": [f"{layer}letters/*.txt"]}
+    for number in range(5):
+        (tmp_path / layer / f"{number}.txt").write_text("text of none")
+    with pytest.raises(ValueError, match=r"would have: 0\.txt, 1\.txt, 2\.txt and 2 more"):
+        folder_listing(tmp_path)
+
+
+ENCODED = {
+    "utf-16": ("caf\u00e9".encode("utf-16"), "byte 0xff at 0. If it is utf-16: iconv -f utf-16"),
+    "utf-16 without a mark": ("cafe".encode("utf-16-le"), "a zero byte at 1. If it is utf-16: "),
+    "latin1": (b"caf\xe9 bar", "byte 0xe9 at 3. If it is latin1: iconv -f latin1 -t utf-8"),
+}
+
+
+@pytest.mark.parametrize("name", ["b.txt", "b.md"])
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_text_that_is_not_utf8_is_named_with_its_remedy(encoding, name, tmp_path):
+    """U+FFFD in its place would be learned and scored without a word."""
+    data, message = ENCODED[encoding]
+    (tmp_path / "a.txt").write_text("plain caf\u00e9", encoding="utf-8")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"text .*{name} must be UTF-8; it has {message}"):
+        list(text_documents(tmp_path / name))
+    if name == "b.txt":  # two files of one shard: the file is named, not the shard
+        stream = open_shard(str(tmp_path / "*.txt"))
+        with pytest.raises(ValueError, match=f"text .*b.txt must be UTF-8; it has {message}"):
+            list(read_numbered(stream, str(tmp_path / "*.txt")))
 
 
 def test_version_1_reads_text_files_only(write_shard, documents, tmp_path):

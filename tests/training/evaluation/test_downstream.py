@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
+from l2r.runs.reading import parse_json
 from l2r.training.evaluation import downstream
 from l2r.training.evaluation.downstream import evaluate_tasks, model_length
 from l2r.training.evaluation.paper_rows import TASK_COLUMNS, TASKS_OF, paper_row
 from l2r.training.evaluation.store import TaskStore
-from l2r.training.evaluation.task_scoring import Request, TaskResult
+from l2r.training.evaluation.task_scoring import Request, ScoredDocument, TaskResult
 from l2r.training.evaluation.tasks import PAPER_TASKS, select_tasks
 
 
@@ -196,6 +197,16 @@ def test_results_of_other_settings_are_not_reused(tmp_path):
     assert old.resume("sciq") == [Request(0, 0, 3, -1.0, -2.0)]
     assert new.resume("sciq") == []
     assert json.loads((tmp_path / "sciq.partial.jsonl").read_text()) == {"weights": "b"}
+
+
+def test_documents_are_json_where_an_answer_is_impossible(tmp_path):
+    """The logarithm of 0 is no JSON; a file with -Infinity stopped other programs."""
+    scored = (ScoredDocument(0, 1, (-math.inf, -2.0)),)
+    result = TaskResult("piqa", 1.0, math.nan, 1.0, 1, 0, scored)
+    TaskStore(tmp_path, {}).finish("piqa", result)
+    _, line = (tmp_path / "piqa.documents.jsonl").read_bytes().splitlines()
+    assert parse_json(line)["scores"] == [None, -2.0]
+    assert TaskStore(tmp_path, {}).finished("piqa").scored == scored
 
 
 def test_length_is_2048_or_the_models_own(model):

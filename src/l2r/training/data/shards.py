@@ -51,6 +51,22 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob(TEXT_FILES) if not path.name.startswith("."))
 
 
+def plain_text(data: bytes, name: str) -> str:
+    """The text of a file. Raises BadShardError, in one line with the remedy, if it is not UTF-8."""
+    try:
+        text = data.decode()
+        if "\0" not in text:
+            return text
+        place, what = data.index(0), "a zero byte"
+    except UnicodeDecodeError as error:
+        place, what = error.start, f"byte 0x{data[error.start]:02x}"
+    likely = "utf-16" if 0 in data or data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    raise BadShardError(
+        f"text {name} must be UTF-8; it has {what} at {place}. If it is {likely}: "
+        f"iconv -f {likely} -t utf-8 FILE > NEW"
+    )
+
+
 def read_texts(stream: BinaryFile, name: str) -> Iterator[str]:
     """Texts of a shard's documents, in order; see :func:`read_numbered`."""
     return (text for _, text in read_numbered(stream, name))
@@ -115,12 +131,14 @@ class _TextFiles:
     def __init__(self, folder: Path) -> None:
         self._files = iter(text_files(folder))
         self._read = 0
+        self.name = str(folder / TEXT_FILES)  # of the file that was read last
 
     def read(self) -> bytes:
         """Bytes of the next file that is not empty; none at the end."""
         for path in self._files:
             if data := path.read_bytes():
                 self._read += len(data)
+                self.name = str(path)
                 return data
         return b""
 
@@ -138,7 +156,7 @@ class _TextFiles:
 def _whole_files(stream: BinaryFile) -> Documents:
     data = stream.read()  # of a file without text, too
     while True:
-        yield 0, {"text": data.decode("utf-8", errors="replace")}
+        yield 0, {"text": plain_text(data, str(getattr(stream, "name", "from its URL")))}
         if not (data := stream.read()):
             return
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from l2r.training.data.held_out import NEWEST
 from l2r.training.data.near_copies import without_near_copies
-from l2r.training.data.shards import TEXT_SUFFIXES, open_shard, read_numbered
+from l2r.training.data.shards import TEXT_SUFFIXES, open_shard, plain_text, read_numbered
 
 Files = Iterator[tuple[str, str]]
 _GENERATED = "encodings/"  # tables of characters that differ in a few of them
@@ -72,7 +72,8 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     """Folder and files of every domain: one per sub-folder, or ``text`` for files in ``folder``.
 
     A layer ``data/`` over the domains, as on the hub, is passed over; a hidden folder is no
-    domain. Raises ValueError when the folder is missing or holds no text.
+    domain. Raises ValueError when the folder is missing, holds no text, or holds text beside its
+    domains, which none of them would have (``.json`` is taken for facts about them).
     """
     if not folder.is_dir():
         raise ValueError(f"text folder must exist; got {folder}")
@@ -86,6 +87,13 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
         return {"text": (folder, files)}
     if not domains:
         raise _no_text(folder)
+    beside = [p.name for layer in layers for p in _text_in(layer) if p.suffix != ".json"]
+    if beside:
+        rest = f" and {len(beside) - 3} more" if len(beside) > 3 else ""
+        raise ValueError(
+            f"text folder {folder} holds text beside its sub-folders, which no domain would have: "
+            f"{', '.join(beside[:3])}{rest}; move it into a sub-folder, or out of the folder"
+        )
     return domains
 
 
@@ -110,14 +118,18 @@ def _shown_folders(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    paths = (path for path in folder.rglob("*") if path.name.endswith(TEXT_SUFFIXES))
+    return _text_in(folder, "**/*")
+
+
+def _text_in(folder: Path, pattern: str = "*") -> list[Path]:
+    paths = (path for path in folder.glob(pattern) if path.name.endswith(TEXT_SUFFIXES))
     return sorted(p for p in paths if p.is_file() and not p.name.startswith("."))
 
 
 def _documents(file: Path, label: str) -> Files:
     """Documents of a file; ``label`` is its name in theirs."""
     if not file.name.endswith(TEXT_SUFFIXES):
-        yield label, file.read_text(encoding="utf-8", errors="replace")
+        yield label, plain_text(file.read_bytes(), str(file))
         return
     with open_shard(str(file)) as stream:
         for line, text in read_numbered(stream, str(file)):

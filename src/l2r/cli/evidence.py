@@ -1,6 +1,7 @@
 """``l2r evidence``: run a registered plan over several seeds and judge it; write a new plan."""
 
 import os
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,6 +72,9 @@ def run(
 
     Example: l2r evidence paper --hours 3
     """
+    if judge_only:
+        _check_results(plan, results)  # before imports that take seconds
+
     from l2r.cli.console import print_pages, print_table
     from l2r.report.evidence import write_study
     from l2r.report.evidence_tables import main_table, terminal_table
@@ -97,10 +101,7 @@ def run(
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work
     if judge_only and not found:
-        raise ValueError(
-            f"--judge-only needs results of {registered.name}; got none in {places.results} "
-            "(--results names the folder of all studies)"
-        )
+        raise ValueError(_no_results(registered.name, places.results))
     if not judge_only:
         try:
             found = run_plan(registered, plan, places, Budget(most, hours, processes), say)
@@ -114,6 +115,21 @@ def run(
     page, text = write_study(study, pages, pages if judge_only else places.results)
     say(registered.state)
     print_pages([page, text], show=open_, err=True)
+
+
+def _check_results(plan: str, results: Path) -> None:
+    """Raise ValueError where a plan that exists has no file of results."""
+    name, packaged = Path(plan).stem, files("l2r.studies") / "plans" / f"{plan}.yaml"
+    folder = results / name
+    if (packaged.is_file() or Path(plan).is_file()) and not (folder / "results.jsonl").is_file():
+        raise ValueError(_no_results(name, folder))
+
+
+def _no_results(name: str, folder: Path) -> str:
+    return (
+        f"--judge-only needs results of {name}; got none in {folder.resolve()} (a clone of the "
+        "project has them; --results names the folder of all studies)"
+    )
 
 
 @evidence.command()

@@ -67,6 +67,8 @@ def test_numbers_of_a_model_that_uses_all_experts_are_json(l2r, root, tmp_path):
     record = parse_json(out.encode())
     assert record == parse_json((tmp_path / "mismatch.json").read_bytes())
     assert record["decisions_changed"] == 0 and record["margin"][0]["from"] is None
+    code, out, err = l2r("mismatch", root / "all", *SHORT, *more[:-1])
+    assert code == 0 and "by layer" in out and "by margin" not in out, err  # "inf to inf"
 
 
 def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):

@@ -1,6 +1,7 @@
 """Routes that differ: verdict, tables for the terminal, and the page of mismatch.html and .js."""
 
 import base64
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +84,20 @@ def tables(result: Mismatch, against: str) -> list[Table]:
             _percent(row["certified"]),
         )
         for row in result.by_margin()
+        if math.isfinite(row["from"])  # infinite where all experts are used: nothing is decided
     )
-    return [
+    printed = [
         Table(
             "Decisions that differ, by layer",
             ("layer", "changed", "input moved", "certified", "certified, changed"),
             layers,
         ),
         Table("What it costs", ("", "own experts", "same experts"), (*shown, large)),
-        Table(
-            "Decisions by margin (k-th minus next logit)",
-            ("margin", "changed", "certified"),
-            margins,
-        ),
     ]
+    by_margin = "Decisions by margin (k-th minus next logit)"
+    if margins:
+        printed.append(Table(by_margin, ("margin", "changed", "certified"), margins))
+    return printed
 
 
 def write_mismatch(path: Path, result: Mismatch, *, name: str, against: str) -> Path:

@@ -63,6 +63,17 @@ def test_adapters_are_as_they_should_be():
     assert unwell(beside) == {"trainable": "warning"}
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_one_expert_of_a_layer_needs_no_gradient_of_its_router(normalize):
+    """Softmax over one score is 1 whatever the score is."""
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": normalize}
+    model = tiny_model(FAMILIES["olmoe"], **sizes)
+    model.config.output_router_logits = True
+    found = {finding.check: finding for finding in check_model(model)}
+    assert found["gradient"].status == "skipped" and "two experts" in found["gradient"].found
+    assert unwell(model) == {}
+
+
 def test_what_trains_is_no_fault():
     model = with_loss()
     train_routers_only(model)

@@ -29,12 +29,8 @@ def trainable(subject: Subject) -> Finding:
 
 def gradient(subject: Subject) -> Finding:
     """The task loss must reach every router parameter that trains."""
-    if subject.is_offloaded:
-        return skipped("weights are offloaded")
-    if not any(
-        p.requires_grad for site in subject.sites for p in trainable_parameters(site).values()
-    ):
-        return skipped("no router parameter trains")
+    if reason := _nothing_to_reach(subject):
+        return skipped(reason)
     alone = [s for s in subject.sites if s.selection.normalize and s.sizes["top_k"] == 1]
     if alone:
         return fault(
@@ -66,6 +62,15 @@ def gradient(subject: Subject) -> Finding:
         sum(float(value.float().square().sum()) for value in found.values() if value is not None)
     )
     return ok(f"the task loss reaches {len(found)} router parameters, gradient norm {norm:.2g}")
+
+
+def _nothing_to_reach(subject: Subject) -> str:
+    if subject.is_offloaded:
+        return "weights are offloaded"
+    if all(site.sizes["num_experts"] == 1 for site in subject.sites):
+        return "no layer has two experts to choose from"
+    parameters = (p for site in subject.sites for p in trainable_parameters(site).values())
+    return "" if any(p.requires_grad for p in parameters) else "no router parameter trains"
 
 
 def checkpointing(subject: Subject) -> Finding:

@@ -95,7 +95,9 @@ def trained(subject: Subject) -> Finding:
     flat = [
         site
         for site in subject.sites
-        if site.path in routed and bool((routed[site.path][0].std(dim=1) == 0).all())
+        if site.path in routed
+        and site.sizes["num_experts"] > 1
+        and bool((routed[site.path][0].std(dim=1) == 0).all())
     ]
     if flat:
         return fault(

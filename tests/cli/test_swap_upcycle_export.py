@@ -1,6 +1,7 @@
 """The commands swap, upcycle and export on a tiny checkpoint, good and bad input."""
 
 import json
+import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -94,6 +95,42 @@ main(["swap", {str(checkpoint)!r}, "rank=2", "--out", {str(out)!r}])
     assert process.wait() == (0 if ignored else 143), process.err
     assert "Traceback" not in process.err
     assert list(out.parent.iterdir()) == ([out] if ignored else [])
+
+
+@pytest.mark.parametrize("command", ["swap", "upcycle", "export", "data tokenizer"])
+def test_a_full_disk_is_one_line_that_names_the_folder(
+    l2r, checkpoint, text_folder, tmp_path, command
+):
+    """safetensors and tokenizers have errors of their own for it."""
+    out = tmp_path / "out"
+    arguments = {
+        "swap": [checkpoint],
+        "upcycle": [
+            checkpoint,
+            "--data",
+            text_folder,
+            "--tokens",
+            600,
+            "--held-out",
+            300,
+            "--length",
+            32,
+        ],
+        "export": [checkpoint],
+        "data tokenizer": [text_folder, "--vocab-size", 300],
+    }[command]
+    if command == "export":
+        assert l2r("swap", checkpoint, "--out", tmp_path / "swapped").code == 0
+        arguments = [tmp_path / "swapped"]
+    before, limits = set(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # like a disk that is full
+        line = l2r(*command.split(), *arguments, "--out", out).refusal()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large: '" in line and str(out) in line
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and out in path.parents]
+    assert set(tmp_path.iterdir()) - before <= {out}
 
 
 def test_a_command_puts_the_handler_of_sigterm_back(l2r, checkpoint, tmp_path):

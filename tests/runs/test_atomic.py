@@ -40,6 +40,18 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch
     assert (tmp_path / "file").read_text() == "old"
 
 
+def test_errors_of_a_full_disk_name_the_file_whoever_raises_them(tmp_path) -> None:
+    """Libraries written in Rust raise classes of their own, which ended in a traceback."""
+    for error in (RuntimeError("I/O error: full (os error 28)"), OSError(errno.ENOSPC, "full")):
+        message = r"No space left on device: '.*/model'"
+        with pytest.raises(OSError, match=message), atomic.naming(tmp_path / "model"):
+            raise error
+    for error in (RuntimeError("28"), OSError(errno.ENOSPC, "full", "x"), ConnectionError(111, "")):
+        with pytest.raises(type(error)) as raised, atomic.naming(tmp_path / "model"):
+            raise error
+        assert raised.value is error
+
+
 def _die_before_the_name(path: Path) -> None:
     atomic.publish = lambda *_: os._exit(9)
     atomic.write_text(path, "new")

@@ -5,7 +5,9 @@ user's. A temporary name is drawn for every file and must not exist; a link unde
 name is replaced, not followed; what is opened in place (a log, a lock) must be a regular file.
 """
 
+import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -18,6 +20,8 @@ from typing import Any, BinaryIO
 
 from l2r.runs.plain_json import plain_json
 
+_DISK = {getattr(errno, name, -1) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")}
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader or a crash never meets half of it."""
@@ -29,7 +33,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, stream = new_file(path)
     try:
-        with stream:
+        with naming(path), stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -42,6 +46,25 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in the same way; keys keep their order, null is what is not finite."""
     write_text(path, plain_json(value) + "\n")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in errors of a full or broken disk that have no name.
+
+    Libraries written in Rust raise errors of their own for these, which become OSError.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError):
+            number = error.errno
+        else:
+            told = re.search(r"\(os error (\d+)\)", str(error))
+            number = int(told[1]) if told else None
+        if number is None or number not in _DISK or getattr(error, "filename", None):
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
@@ -65,7 +88,8 @@ def append_text(path: Path, text: str) -> None:
 
     Raises ValueError where there is a link or anything else that is no regular file.
     """
-    with os.fdopen(_open_regular(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as stream:
+    descriptor = _open_regular(path, os.O_WRONLY | os.O_APPEND)
+    with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as stream:
         stream.write(text)
 
 

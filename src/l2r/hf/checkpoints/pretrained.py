@@ -18,6 +18,7 @@ from l2r.hf.models.weight_files import read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
 from l2r.hf.swap.swapped_classes import mark_config
+from l2r.runs.atomic import naming
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -138,7 +139,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     check_new_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+    holder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+    with naming(out), holder as temporary:
         part = Path(temporary) / "part"
         part.mkdir()
         yield part

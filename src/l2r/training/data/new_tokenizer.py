@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from l2r.runs.atomic import write_text
 from l2r.runs.reading import file_sha256
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.tokenizer import write_tokenizer_config
@@ -23,8 +24,7 @@ def write_new_tokenizer(
     if vocab_size < LEAST_VOCABULARY:
         raise ValueError(f"vocab_size must be >= {LEAST_VOCABULARY}; got {vocab_size}")
     tokenizer = _train(texts, vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_tokenizer_config(folder, END_OF_TEXT, PADDING)
     return tokenizer, TokenizerIdentity(
         name=f"bpe-{vocab_size}",

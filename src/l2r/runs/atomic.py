@@ -60,8 +60,8 @@ def naming(path: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             number = error.errno
         else:
-            told = re.search(r"\(os error (\d+)\)", str(error))
-            number = int(told[1]) if told else None
+            match = re.search(r"\(os error (\d+)\)", str(error))
+            number = int(match[1]) if match else None
         if number is None or number not in _DISK or getattr(error, "filename", None):
             raise
         raise OSError(number, os.strerror(number), str(path)) from error

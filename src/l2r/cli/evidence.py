@@ -118,11 +118,10 @@ def run(
 
 
 def _check_results(plan: str, results: Path) -> None:
-    """Raise ValueError where a plan that exists has no file of results."""
-    name, packaged = Path(plan).stem, files("l2r.studies") / "plans" / f"{plan}.yaml"
-    folder = results / name
-    if (packaged.is_file() or Path(plan).is_file()) and not (folder / "results.jsonl").is_file():
-        raise ValueError(_no_results(name, folder))
+    """Raise ValueError where a packaged plan has no file of results."""
+    packaged, folder = files("l2r.studies") / "plans" / f"{plan}.yaml", results / plan
+    if packaged.is_file() and not (folder / "results.jsonl").is_file():
+        raise ValueError(_no_results(plan, folder))
 
 
 def _no_results(name: str, folder: Path) -> str:

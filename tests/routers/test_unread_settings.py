@@ -12,7 +12,7 @@ from l2r.routers import (
     make_config,
 )
 from l2r.routers.config import options_of
-from l2r.routers.zoo.xmoe_presets import PRESETS
+from l2r.routers.xmoe_presets import PRESETS
 from l2r.runs.router_names import PAPER_ROUTERS
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}

@@ -70,16 +70,6 @@ def test_adjusted_information_equals_the_usual_one_where_every_token_is_a_docume
     assert of.agreement(a, b).information == pytest.approx(expected, abs=error)
 
 
-def test_information_is_in_bits_and_entropy_is_that_of_shares():
-    assert of.entropy(np.array([5.0, 5.0, 0.0, 5.0, 5.0])) == pytest.approx(2)
-    assert of.information(np.eye(4) * 3) == pytest.approx(2)
-    assert of.information(np.ones((4, 4))) == pytest.approx(0)
-    counts = np.array([[3.0, 1.0], [0.0, 4.0]])
-    first, second = np.repeat([0, 0, 1], [3, 1, 4]), np.repeat([0, 1, 1], [3, 1, 4])
-    bits = mutual_info_score(first, second) / np.log(2)
-    assert of.information(counts) == pytest.approx(bits)
-
-
 def test_one_expert_for_all_agrees_with_itself():
     always = np.zeros((4, 5, 1), np.int64)
     assert of.agreement(always, always) == (1, 1, 1)

@@ -3,8 +3,8 @@
 Experts are chosen in one order everywhere, in these functions and in every kernel: largest first,
 the lowest index first among equals. NaN counts as -inf, so it comes last, and a token of which
 nothing is a number gets the first k experts. Softmax and sigmoid are ranked by their logits, whose
-order survives where probabilities round to 0 or 1. The kernels' own forms of the rule are listed in
-kernels/README.md.
+order survives where probabilities round to 0 or 1. The kernels' own forms of the rule are in
+kernels/cpu_selection.py, kernels/native/forward.cpp and kernels/triton/forward.py.
 
 Shape letters: T tokens, N experts, K experts chosen per token.
 """

@@ -33,7 +33,7 @@ _ROUTING = {
     "experts ever first": "ever_first",
     "routing gain": "routing_gain",
 }
-_TERMINAL_COLUMNS = (
+_TERMINAL_COLUMNS = (  # in this order, those that hold a value, as many as fit
     "top1",
     "CE mean",
     "stability",

@@ -1,4 +1,7 @@
-"""The router of a name: ``@register_router("name")`` adds one, ``build_router`` builds one."""
+"""The router of a name: ``@register_router("name")`` adds one, ``build_router`` builds one.
+
+A router's own file registers it; routers/__init__.py imports these files.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -51,7 +51,7 @@ class Selection:
         object.__setattr__(self, "fused", plain and type(self) is Selection)
 
     by_score = True  # the order of the scores decides, which is that of the logits
-    fused = False  # softmax top-k, which the kernels do in one call with the logits
+    fused = False  # softmax top-k, which the kernels do in one call, normalization included
 
     def __call__(
         self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None

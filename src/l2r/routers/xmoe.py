@@ -21,7 +21,7 @@ from l2r.routers.base import Router, truncated_normal
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 from l2r.routers.selection_rule import Selection
-from l2r.routers.zoo.xmoe_presets import PRESETS
+from l2r.routers.xmoe_presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ information of their first experts, and the overlap under the best matching of t
 Shape letters: R rows (sequences or images), S positions, K experts chosen, N and M experts.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from l2r.stats.chance import other_rows
+from l2r.stats.entropy import entropy, information, table
 
 Experts = Int[np.ndarray, "R S K"]  # the heaviest first, -1 where there is no token
 
@@ -67,37 +67,9 @@ def agreement(first: Experts, second: Experts) -> Agreement | None:
     return Agreement(adjusted, matched(observed), by_chance)
 
 
-def table(
-    first: Int[np.ndarray, "R S"], second: Int[np.ndarray, "R S"]
-) -> Float[np.ndarray, "N M"]:
-    """How often each pair of labels meets, over places where both have one (not -1)."""
-    real = (first >= 0) & (second >= 0)
-    a, b = first[real].astype(np.int64), second[real].astype(np.int64)
-    shape = (int(first.max()) + 1, int(second.max()) + 1)
-    return np.bincount(a * shape[1] + b, minlength=shape[0] * shape[1]).reshape(shape) * 1.0
-
-
-def information(counts: Float[np.ndarray, "N M"]) -> float:
-    """Mutual information of a table of counts, in bits."""
-    return entropy(counts.sum(1)) + entropy(counts.sum(0)) - entropy(counts.ravel())
-
-
 def matched(counts: Float[np.ndarray, "N M"]) -> float:
     """Share of a table's counts on the best matching of its rows and columns."""
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(counts, maximize=True)
     return float(counts[rows, columns].sum() / counts.sum())
-
-
-def normalized_entropy(counts: Float[np.ndarray, " N"]) -> float:
-    """Entropy of counts as shares, divided by log N; 1 for one entry or an empty count."""
-    if len(counts) < 2 or counts.sum() <= 0:
-        return 1.0
-    return entropy(counts) / math.log2(len(counts))
-
-
-def entropy(counts: Float[np.ndarray, " N"]) -> float:
-    """Entropy of counts as shares, in bits."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log2(share)).sum())

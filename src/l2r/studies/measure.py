@@ -25,7 +25,7 @@ from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.stats.agreement import normalized_entropy
+from l2r.stats.entropy import normalized_entropy
 from l2r.training import Ranks, build_task, check_text
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 

@@ -12,7 +12,7 @@ from l2r.functional import (
     router_z_loss,
 )
 from l2r.routers import Captured
-from l2r.stats.agreement import normalized_entropy
+from l2r.stats.entropy import normalized_entropy
 from l2r.training.recipes.schema import LossSection
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.analysis.diagnostics.streaming_sums import Sums, cosine_sums, margin_sums
-from l2r.stats.agreement import entropy, information, normalized_entropy
+from l2r.stats.entropy import entropy, information, normalized_entropy
 
 PERMUTATIONS = 200
 

@@ -1,4 +1,4 @@
-"""Router time at the sizes of the evidence: each arm of the studies by number of experts, over linear.
+"""Router time at the sizes of the evidence: each arm of the studies over its linear router.
 
     python -m scripts.machines.study_routers > results/router-time.md
 

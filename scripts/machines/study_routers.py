@@ -13,6 +13,7 @@ from l2r.cost.benchmarks.timing import measure
 from l2r.machine import describe_machine
 from l2r.routers import build_router
 from l2r.studies.registration import read_plan
+from l2r.training.recipes.schema import LanguageRecipe
 
 # plan -> its linear arm, as good as linear gets there
 STUDIES = {
@@ -37,6 +38,7 @@ def main() -> None:
         steps, parameters = {}, {}
         for cell in read_plan(name).plan.cells(1):
             recipe = cell.recipe
+            assert isinstance(recipe, LanguageRecipe)
             sizes = recipe.model
             router = build_router(
                 recipe.router,

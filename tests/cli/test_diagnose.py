@@ -147,6 +147,11 @@ def test_landscape_writes_a_page(l2r, tmp_path):
     assert "Score explorer" in page
 
 
+def test_a_folder_in_the_place_of_a_page_is_refused_by_name_and_reason(l2r, tmp_path):
+    refusal = l2r("landscape", "--out", tmp_path).refusal()
+    assert refusal == f"error: cannot use {tmp_path}: is a directory"
+
+
 def test_landscape_takes_the_anchors_of_a_layer(l2r, checkpoints, tmp_path):
     out = tmp_path / "page.html"
     code, _, err = l2r("landscape", checkpoints / "l2r_sips", "--layer", 1, "--out", out)

@@ -111,5 +111,5 @@ def test_a_run_that_did_not_note_its_text_goes_on(train, run, own):
 
 def test_another_recipe_is_named_before_its_text(train, run, own, tiny_changes):
     add_a_file(own)
-    with pytest.raises(ValueError, match="holds a run of another recipe"):
+    with pytest.raises(ValueError, match=r"another recipe: its data\.corpus is .+, not "):
         loop.train(load_recipe("demo/linear", tiny_changes), run.path, show_progress=False)

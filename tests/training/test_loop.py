@@ -350,8 +350,10 @@ def test_overflow_names_the_first_module(tiny_changes, tmp_path):
 
 
 def test_another_recipe_in_the_same_folder_is_refused(unbroken, tiny_changes):
-    with pytest.raises(ValueError, match="holds a run of another recipe"):
+    with pytest.raises(ValueError, match="another recipe: its seed is 0, not 7; choose another"):
         run(unbroken, tiny_changes, "seed=7")
+    with pytest.raises(ValueError, match=r"not 7 \(1 more differs\); choose another folder"):
+        run(unbroken, tiny_changes, "seed=7", "optimizer.lr=0.5")
 
 
 def test_a_folder_in_use_is_refused(tiny_changes, tmp_path):

@@ -113,7 +113,11 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def one_line(error: Exception | str) -> str:
-    """A message on a single line; operating-system errors keep their path."""
+    """A message on a single line; an operating-system error is its path and its reason."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        reason = error.strerror[0].lower() + error.strerror[1:]
+        path = error.filename2 or error.filename  # the second is where a finished file is moved
+        error = f"cannot use {path}: {reason}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from l2r.machine import describe_machine
 from l2r.runs.study import CellResult, Results, ScreenDesign, Study
@@ -12,7 +13,7 @@ from l2r.stats.contrasts import Judged, Pairs, judge
 from l2r.studies.cells import Cell
 from l2r.studies.registration import Registered
 from l2r.studies.study_plan import Plan
-from l2r.training import recipe_meaning
+from l2r.training import differing_fields, recipe_meaning
 from l2r.training.recipes import parse_recipe
 
 
@@ -36,7 +37,7 @@ class Places:
 def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[CellResult]:
     """Results of the cells that have one. Raises ValueError for one of another recipe."""
     stored = {(result.arm, result.seed): result for result in places.stored().read()}
-    meanings: dict[str, object] = {}  # of stored recipes without their seeds
+    meanings: dict[str, dict[str, Any]] = {}  # of stored recipes without their seeds
     results = []
     for cell in cells:
         result = stored.get((cell.arm, cell.recipe.seed))
@@ -47,10 +48,11 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
         if key not in meanings:
             source = str(places.stored().path)
             meanings[key] = recipe_meaning(parse_recipe(fields, source=source))
-        if meanings[key] != recipe_meaning(cell.recipe.model_copy(update={"seed": 0})):
+        planned = recipe_meaning(cell.recipe.model_copy(update={"seed": 0}))
+        if meanings[key] != planned:
             raise ValueError(
                 f"{places.stored().path} holds a run of another recipe than plan {plan.name} says "
-                f"({cell.name}); choose other --results"
+                f"({cell.name}: {differing_fields(meanings[key], planned)}); choose other --results"
             )
         results.append(result)
     return results

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from l2r.training.checkpoint import load_weights as load_weights
     from l2r.training.claim import check_text as check_text
     from l2r.training.claim import claim_run as claim_run
+    from l2r.training.claim import differing_fields as differing_fields
     from l2r.training.claim import has_recipe as has_recipe
     from l2r.training.claim import recipe_meaning as recipe_meaning
     from l2r.training.fit import FitOptions as FitOptions

@@ -1,5 +1,8 @@
 """One run folder, one recipe, one process (group) at a time."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
@@ -47,8 +50,11 @@ def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks, task: Task | None
     Raises ValueError where it is not, or where the text of ``task`` is not the run's.
     """
     if run.is_run() and not has_recipe(run, recipe):
+        own = recipe_meaning(load_recipe(str(run.recipe)))
+        fields = differing_fields(own, recipe_meaning(resumed(run, recipe)))
         raise ValueError(
-            f"output folder {run.path} holds a run of another recipe; choose another folder"
+            f"output folder {run.path} holds a run of another recipe: {fields}; "
+            "choose another folder"
         )
     if run.is_run() and task is not None:
         check_text(run, task)
@@ -73,6 +79,24 @@ def check_text(run: RunFolder, task: Task) -> None:
         )
 
 
-def recipe_meaning(recipe: AnyRecipe) -> dict[str, object]:
+def recipe_meaning(recipe: AnyRecipe) -> dict[str, Any]:
     """All fields that training depends on."""
     return recipe.model_dump(exclude={"training": {"logger"}})
+
+
+def differing_fields(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What differs between two recipes: ``its training.steps is 6, not 12 (1 more differs)``."""
+    mine, theirs = _by_field(own), _by_field(other)
+    pairs = {name: (mine.get(name, "unset"), theirs.get(name, "unset")) for name in mine | theirs}
+    name, *others = [name for name, (value, wanted) in pairs.items() if value != wanted]
+    more = f" ({len(others)} more differ{'s' * (len(others) == 1)})" if others else ""
+    return f"its {name} is {pairs[name][0]}, not {pairs[name][1]}{more}"
+
+
+def _by_field(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Nested sections as ``section.field``."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        fields |= _by_field(value, f"{place}{name}.") if nested else {f"{place}{name}": value}
+    return fields

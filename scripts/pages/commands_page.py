@@ -28,7 +28,7 @@ more. Made by `python scripts/pages/commands_page.py`.
 
 | variable | effect |
 |---|---|
-| `L2R_CACHE` | folder of tokenizers, corpora and compiled kernels |
+| `L2R_CACHE` | folder of tokenizers, corpora and compiled kernels (`~/.cache/l2r`) |
 | `L2R_CPU_KERNEL=off` | the router's torch code in place of its C++ kernel |
 | `L2R_CPU_MARCH` | processor that the C++ kernel is compiled for (`native`) |
 | `L2R_GUARD=off` | no comparison of a GPU's kernels with plain code before their first use |

@@ -52,6 +52,12 @@ def test_errors_of_a_full_disk_name_the_file_whoever_raises_them(tmp_path) -> No
         assert raised.value is error
 
 
+def test_a_folder_that_takes_no_file_is_refused_by_the_name_that_was_asked_for(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        atomic.new_file(tmp_path / "none" / "page.html")
+    assert raised.value.filename == str(tmp_path / "none" / "page.html")
+
+
 def _die_before_the_name(path: Path) -> None:
     atomic.publish = lambda *_: os._exit(9)
     atomic.write_text(path, "new")

@@ -70,7 +70,10 @@ def naming(path: Path) -> Iterator[None]:
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
     """Open a file next to ``path`` that did not exist; its name, ``.NAME.….part``, is drawn."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    return temporary, temporary.open("xb")  # x: never an existing file, and never a link
+    try:
+        return temporary, temporary.open("xb")  # x: never an existing file, and never a link
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def publish(temporary: Path, path: Path) -> None:

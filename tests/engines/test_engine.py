@@ -85,17 +85,17 @@ def test_what_an_engine_cannot_carry_is_refused(values, message):
     [
         ("l2r_sips", Selection(normalize=True), {"normalize_weights": True}),
         ("attention", Selection(), {"normalize_weights": False}),
-        ("xmoe", Selection(score="sigmoid"), {"gate": "sigmoid"}),
+        ("xmoe", Selection(gate="sigmoid"), {"gate": "sigmoid"}),
         (
             "sigmoid",
-            Selection(score="sigmoid", scale=2.5, bias="b"),
+            Selection(gate="sigmoid", scale=2.5, bias="b"),
             {"scale": 2.5, "normalize_weights": False},
         ),
-        ("l2r_sips", Selection(score="sigmoid"), None),
+        ("l2r_sips", Selection(gate="sigmoid"), None),
         ("l2r_sips", Selection(bias="b"), None),
         ("l2r_sips", Selection(scale=2.0), None),
         ("sigmoid", Selection(), None),
-        ("sigmoid", Selection(score="sigmoid", groups=2), None),
+        ("sigmoid", Selection(gate="sigmoid", groups=2), None),
     ],
 )
 def test_a_checkpoint_selects_as_the_engine_did_or_is_refused(kind, rule, expected):
@@ -106,5 +106,5 @@ def test_a_checkpoint_selects_as_the_engine_did_or_is_refused(kind, rule, expect
         return
     config: RouterConfig = selecting_as(router, rule)
     own = build_router(config, **SIZES).selection
-    assert (own.score, own.normalize, own.scale) == (rule.score, rule.normalize, rule.scale)
+    assert (own.gate, own.normalize, own.scale) == (rule.gate, rule.normalize, rule.scale)
     assert config.to_dict() == {**router.config.to_dict(), **expected}

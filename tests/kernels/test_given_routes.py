@@ -154,6 +154,6 @@ def test_routes_that_do_not_fit_the_call_are_refused() -> None:
         with pytest.raises(ValueError, match=match):
             route(inputs, **case.options(), routes=wrong)
     router = build_router("l2r_sips", hidden_size=12, num_experts=5, top_k=2)
-    router.selection = Selection(score="sigmoid")
+    router.selection = Selection(gate="sigmoid")
     with pytest.raises(ValueError, match="routes need a softmax top-k selection"):
         router(inputs["x"], routes=routes)

@@ -185,11 +185,11 @@ def test_equal_anchors_give_equal_logits_in_every_lane():
 @pytest.mark.parametrize(
     "selection",
     [
-        Selection(score="sigmoid"),
+        Selection(gate="sigmoid"),
         Selection(scale=2.0),
-        Selection(score="sigmoid", block_bias=True),
+        Selection(gate="sigmoid", block_bias=True),
         Selection(block_bias=True),
-        Selection(score="sigmoid", groups=4, kept_groups=2, block_bias=True),
+        Selection(gate="sigmoid", groups=4, kept_groups=2, block_bias=True),
         Selection(groups=4, kept_groups=2, group_best=1),
     ],
     ids=str,
@@ -212,7 +212,7 @@ def test_other_selections_follow_the_rule(selection, name):
 
 @pytest.mark.parametrize("worth", [-INF, NAN])
 def test_an_expert_of_a_kept_group_stands_before_those_of_dropped_ones(worth):
-    selection = Selection(score="sigmoid", groups=2, kept_groups=1, group_best=1, block_bias=True)
+    selection = Selection(gate="sigmoid", groups=2, kept_groups=1, group_best=1, block_bias=True)
     bias = torch.tensor([1.0, 1.0, 9.0, worth])
     assert selection(Stub(2), torch.zeros(1, 4), bias)[1].tolist() == [[2, 3]]
 

@@ -99,7 +99,7 @@ def test_a_router_with_a_selection_of_its_own_gets_the_bias_too():
             Config = RouterConfig
 
             def own_selection(self):
-                return Selection(score="sigmoid", scale=3.0)
+                return Selection(gate="sigmoid", scale=3.0)
 
             def raw_logits(self, x):
                 return x[:, :8]
@@ -107,7 +107,7 @@ def test_a_router_with_a_selection_of_its_own_gets_the_bias_too():
         router = make("test_own_selection")
     finally:
         ROUTERS.pop("test_own_selection")
-    assert router.selection == Selection(score="sigmoid", scale=3.0, bias=BIAS)
+    assert router.selection == Selection(gate="sigmoid", scale=3.0, bias=BIAS)
     router.get_buffer(BIAS)[5] = 9
     assert router(torch.randn(3, 16)).indices[:, 0].tolist() == [5, 5, 5]
 

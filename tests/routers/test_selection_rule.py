@@ -29,7 +29,7 @@ def _reference(logits, top_k, selection, bias):
     """One token after another, one expert after another, in float64."""
     all_weights, all_indices = [], []
     for row in logits:
-        if selection.score == "softmax":
+        if selection.gate == "softmax":
             shifted = [np.exp(z - max(row)) for z in row]
             scores = [e / sum(shifted) for e in shifted]
         else:
@@ -54,18 +54,18 @@ def _reference(logits, top_k, selection, bias):
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
-    score=st.sampled_from(["softmax", "sigmoid"]),
+    gate=st.sampled_from(["softmax", "sigmoid"]),
     normalize=st.booleans(),
     with_bias=st.booleans(),
     groups=st.sampled_from([(1, 1, 2), (2, 1, 2), (4, 2, 1), (4, 3, 2)]),
     top_k=st.integers(1, 4),
 )
-def test_a_selection_equals_the_loop(*, seed, score, normalize, with_bias, groups, top_k):
+def test_a_selection_equals_the_loop(*, seed, gate, normalize, with_bias, groups, top_k):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 16, generator=generator, dtype=torch.float64) * 2
     bias = torch.randn(16, generator=generator, dtype=torch.float64) if with_bias else None
     selection = Selection(
-        score=score,
+        gate=gate,
         normalize=normalize,
         norm_eps=1e-6,
         scale=2.5,
@@ -84,7 +84,7 @@ def test_a_selection_equals_the_loop(*, seed, score, normalize, with_bias, group
 
 def test_a_bias_held_by_the_router_is_found_by_its_path_and_replaces_the_passed_one():
     logits = torch.zeros(3, 4)
-    selection = Selection(score="sigmoid", bias="held.bias", block_bias=True)
+    selection = Selection(gate="sigmoid", bias="held.bias", block_bias=True)
     router = Stub(1, bias=torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
     weights, indices = selection(router, logits, torch.tensor([9.0, 0.0, 0.0, 0.0]))
     assert indices.flatten().tolist() == [2, 2, 2]
@@ -101,9 +101,9 @@ def test_a_normalized_softmax_is_the_softmax_of_the_chosen_logits():
 
 def test_the_bias_of_a_block_is_used_where_the_selection_says_so():
     logits, bias = torch.eye(4)[:1], torch.tensor([0.0, 0.0, 9.0, 0.0])
-    for score in ("softmax", "sigmoid"):
-        used = Selection(score=score, block_bias=True)(Stub(1), logits, bias)[1]
-        ignored = Selection(score=score)(Stub(1), logits, bias)[1]
+    for gate in ("softmax", "sigmoid"):
+        used = Selection(gate=gate, block_bias=True)(Stub(1), logits, bias)[1]
+        ignored = Selection(gate=gate)(Stub(1), logits, bias)[1]
         assert (used.item(), ignored.item()) == (2, 0)
 
 
@@ -113,7 +113,7 @@ def test_the_bias_of_a_block_is_used_where_the_selection_says_so():
     [
         (Selection(), {"route"}),
         (Selection(normalize=True, family="mixtral"), {"route"}),
-        (Selection(score="sigmoid"), {"route_logits"}),
+        (Selection(gate="sigmoid"), {"route_logits"}),
         (Selection(scale=2.0), {"route_logits"}),
         (Selection(block_bias=True), {"route_logits"}),
         (Selection(groups=2, kept_groups=1), {"route_logits"}),
@@ -171,7 +171,7 @@ def test_groups_are_ranked_by_their_two_best_unless_told_otherwise():
     """The second group has the best expert, the first the best pair."""
     scores = torch.tensor([[0.6, 0.6, 0.9, 0.1]]).logit()
     router = Stub(top_k=1)
-    usual = Selection(score="sigmoid", groups=2, kept_groups=1)
+    usual = Selection(gate="sigmoid", groups=2, kept_groups=1)
     assert usual(router, scores)[1].tolist() == [[0]]
     assert dataclasses.replace(usual, group_best=1)(router, scores)[1].tolist() == [[2]]
 
@@ -211,10 +211,10 @@ def test_weights_of_unlikely_experts_that_a_bias_chose_are_numbers_that_sum_to_o
     assert logits.grad.isfinite().all() and logits.grad[0, 1] > 0
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_biased_choice_is_weighed_as_in_a_replay(score, normalize):
-    selection = Selection(score=score, normalize=normalize, block_bias=True, scale=1.5)
+def test_a_biased_choice_is_weighed_as_in_a_replay(gate, normalize):
+    selection = Selection(gate=gate, normalize=normalize, block_bias=True, scale=1.5)
     torch.manual_seed(0)
     logits, bias = 3 * torch.randn(50, 8), torch.randn(8)
     weights, indices = selection(Stub(3), logits, bias)
@@ -225,8 +225,8 @@ def test_the_ranking_is_what_the_chosen_experts_are_best_by():
     logits = torch.randn(20, 8)
     for selection, bias in [
         (Selection(), None),
-        (Selection(score="sigmoid", scale=2.0), None),
-        (Selection(score="sigmoid", bias="held.bias"), torch.randn(8)),
+        (Selection(gate="sigmoid", scale=2.0), None),
+        (Selection(gate="sigmoid", bias="held.bias"), torch.randn(8)),
     ]:
         router = Stub(3, bias)
         _, chosen = selection(router, logits)
@@ -251,3 +251,11 @@ def test_the_ranking_is_what_the_chosen_experts_are_best_by():
 def test_a_selection_without_scores_to_rank_is_refused_a_margin(selection, message):
     with pytest.raises(ValueError, match=message):
         selection.ranking(Stub(2), torch.randn(3, 8))
+
+
+def test_a_pickle_that_calls_the_gate_score_keeps_its_rule():
+    state = dict(vars(Selection(gate="sigmoid", scale=2.0)))
+    state["score"] = state.pop("gate")
+    loaded = Selection.__new__(Selection)
+    loaded.__setstate__(state)
+    assert loaded == Selection(gate="sigmoid", scale=2.0) and not hasattr(loaded, "score")

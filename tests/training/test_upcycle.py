@@ -152,19 +152,19 @@ def test_agreement_is_complete_when_the_new_router_is_the_old_one(trained):
         assert apart == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_divergence_equals_the_sum_in_float64(score):
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_divergence_equals_the_sum_in_float64(gate):
     teacher, student = torch.randn(2, 5, 4, dtype=torch.float64)
     total = 0.0
     for t, s in zip(teacher.numpy(), student.numpy(), strict=True):
-        if score == "softmax":
+        if gate == "softmax":
             p, q = np.exp(t) / np.exp(t).sum(), np.exp(s) / np.exp(s).sum()
             total += sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
         else:
             p, q = 1 / (1 + np.exp(-t)), 1 / (1 + np.exp(-s))
             pairs = zip(p, q, strict=True)
             total += sum(a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b)) for a, b in pairs)
-    assert divergence(teacher, student, score=score).item() == pytest.approx(total / 5, rel=1e-9)
+    assert divergence(teacher, student, gate=gate).item() == pytest.approx(total / 5, rel=1e-9)
 
 
 def test_perplexity_of_a_uniform_model_is_the_vocabulary():

@@ -41,7 +41,7 @@ class TestMegatron:
             (Selection(scale=2.5), {"use_pre_softmax": True, "scaling_factor": 2.5}),
             (Selection(normalize=True), {}),
             (
-                Selection(score="sigmoid", normalize=True, norm_eps=1e-20),
+                Selection(gate="sigmoid", normalize=True, norm_eps=1e-20),
                 {"score_function": "sigmoid"},
             ),
         ],
@@ -62,7 +62,7 @@ class TestMegatron:
             logits, TOP_K, score_function="sigmoid", expert_bias=bias, num_groups=4, group_topk=2
         )
         rule = Selection(
-            score="sigmoid",
+            gate="sigmoid",
             normalize=True,
             norm_eps=1e-20,
             groups=4,

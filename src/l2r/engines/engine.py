@@ -123,7 +123,7 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
     Raises ValueError where no setting of this router selects so.
     """
     fields = {field.name for field in dataclasses.fields(router.config)}
-    wanted = {"normalize_weights": rule.normalize, "gate": rule.score, "scale": rule.scale}
+    wanted = {"normalize_weights": rule.normalize, "gate": rule.gate, "scale": rule.scale}
     config: RouterConfig = dataclasses.replace(
         router.config, **{name: value for name, value in wanted.items() if name in fields}
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from l2r.routers.own_routers import import_entry_points, import_named_modules
+from l2r.routers.external_routers import import_entry_points, import_named_modules
 from l2r.runs.router_names import PAPER_ROUTERS
 from l2r.runs.spelling import known_as
 
@@ -136,7 +136,7 @@ def options_of(kind: str) -> list[str]:
 def registered(kind: str) -> Registered:
     """Entry of a name in ``ROUTERS``, in either spelling; raises ValueError for an unknown one.
 
-    A name that is not there is looked for in the user's files too (l2r.routers.own_routers).
+    A name that is not there is looked for in the user's files too (l2r.routers.external_routers).
     """
     if isinstance(kind, str):
         given, kind = kind, known_as(kind, ROUTERS)

@@ -4,7 +4,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from l2r.kernels import dispatch
 class Selection:
     """Score all experts, take the k best, weigh them by their scores; softmax top-k by default.
 
-    score: softmax over experts, Eq. 2, or a sigmoid for each. normalize: make the weights sum
+    gate: softmax over experts, Eq. 2, or a sigmoid for each. normalize: make the weights sum
     to 1, with ``norm_eps`` added to the sum. scale: multiplies the weights.
     groups, kept_groups: experts outside the ``kept_groups`` best of ``groups`` equal groups are
     not chosen; a group is as good as the sum of its ``group_best`` best experts.
@@ -32,7 +32,7 @@ class Selection:
     ``ranking`` for a margin loss.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    gate: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False
     norm_eps: float = 0.0
     scale: float = 1.0
@@ -45,10 +45,15 @@ class Selection:
 
     def __post_init__(self) -> None:
         by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
-        plain = by_score and self.score == "softmax" and (self.norm_eps, self.scale) == (0, 1)
+        plain = by_score and self.gate == "softmax" and (self.norm_eps, self.scale) == (0, 1)
         # Stored, since a property would cost a decoded token a microsecond.
         object.__setattr__(self, "by_score", by_score)
         object.__setattr__(self, "fused", plain and type(self) is Selection)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "score" in state:  # the name of ``gate`` in pickles of before
+            state["gate"] = state.pop("score")
+        self.__dict__.update(state)
 
     by_score = True  # the order of the scores decides, which is that of the logits
     fused = False  # softmax top-k, which the kernels do in one call, normalization included
@@ -94,7 +99,7 @@ class Selection:
         return logits if self.by_score else self._ranking(router, self._scores(logits), None)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
-        if self.score == "softmax" and self.normalize and not self.norm_eps:
+        if self.gate == "softmax" and self.normalize and not self.norm_eps:
             # The same quotients from the k logits alone, and no 0 / 0 where all k are unlikely.
             return routing_probs(logits.gather(-1, indices)) * self.scale
         scores = self._scores(logits) if scores is None else scores
@@ -112,7 +117,7 @@ class Selection:
         return value.view(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        return torch.sigmoid(logits) if self.score == "sigmoid" else routing_probs(logits)
+        return torch.sigmoid(logits) if self.gate == "sigmoid" else routing_probs(logits)
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -136,7 +136,7 @@ class XMoERouter(Router):
         return dispatch.anchor_logits(query, anchors, score)
 
     def own_selection(self) -> Selection:
-        return Selection(score=self.config.gate, normalize=self.config.normalize_weights)
+        return Selection(gate=self.config.gate, normalize=self.config.normalize_weights)
 
     def _tempered(self, logits: Tensor) -> Tensor:
         if self.log_temperature is None:

@@ -204,7 +204,7 @@ def _fit(
         for _ in range(options.updates):
             loss = torch.stack(
                 [
-                    divergence(logits, student.logits(x), score=site.selection.score)
+                    divergence(logits, student.logits(x), gate=site.selection.gate)
                     for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
                 ]
             ).sum()

@@ -16,14 +16,14 @@ from l2r.routers.observe import chosen_too, watched
 
 
 def divergence(
-    teacher: Float[Tensor, "T N"], student: Float[Tensor, "T N"], *, score: str = "softmax"
+    teacher: Float[Tensor, "T N"], student: Float[Tensor, "T N"], *, gate: str = "softmax"
 ) -> Float[Tensor, ""]:
     """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
 
     ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
     own probability.
     """
-    if score == "softmax":
+    if gate == "softmax":
         p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
         return (p.exp() * (p - q)).sum(-1).mean()
     split = nn.functional.logsigmoid
@@ -56,7 +56,7 @@ def compare(
             zip(sites, students, observe(model, sites, ids), strict=True)
         ):
             both = agreement(model, site, student, x, indices)
-            apart = divergence(logits, student.logits(x), score=site.selection.score)
+            apart = divergence(logits, student.logits(x), gate=site.selection.gate)
             sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
     return [(float(a), float(d)) for a, d in sums / len(batches)]
 

@@ -79,7 +79,7 @@ def test_a_group_is_as_good_as_its_best_or_its_best_two():
             groups=site.selection.groups,
             kept_groups=site.selection.kept_groups,
             group_best=site.selection.group_best,
-            score="sigmoid",
+            gate="sigmoid",
         )
         router = nn.Module()
         router.top_k = 2

@@ -53,7 +53,7 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
     c, router = model.config, _check(model)
     softmax = c.moe_router_score_function == "softmax"
     rule = Selection(
-        score=c.moe_router_score_function,
+        gate=c.moe_router_score_function,
         normalize=not c.moe_router_pre_softmax if softmax else c.moe_router_topk > 1,
         scale=c.moe_router_topk_scaling_factor or 1.0,
         bias="expert_bias" if c.moe_router_enable_expert_bias else None,

@@ -57,7 +57,7 @@ def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
     if normalize not in (None, 1.0):
         raise ValueError(f"normalize_expert_weights must be None or 1; got {normalize}")
     rule = Selection(
-        score=str(mlp.router.gating_function),  # type: ignore[arg-type]
+        gate=str(mlp.router.gating_function),  # type: ignore[arg-type]
         normalize=normalize is not None,
         bias=None if mlp.router.bias_gamma is None else "score_bias",
     )

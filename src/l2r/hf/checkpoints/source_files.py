@@ -35,7 +35,7 @@ from .kernels_plain import {plain}
 
 dispatch = sys.modules[__name__]  # routers import it by this name
 """,
-    "l2r.routers.own_routers": """
+    "l2r.routers.external_routers": """
 def import_named_modules():
     \"\"\"In l2r-moe this imports the user's routers; a folder has those that it needs.\"\"\"
 

@@ -100,7 +100,7 @@ def _deepseek_v2(old: Any) -> Selection:
 def _cohere2(old: Any) -> Selection:
     if old.expert_selection_fn == "softmax":
         return Selection(normalize=True)
-    return Selection(score="sigmoid", normalize=old.norm_topk_prob)
+    return Selection(gate="sigmoid", normalize=old.norm_topk_prob)
 
 
 def _phimoe(old: Any) -> Selection:
@@ -120,13 +120,13 @@ _ernie = _rule({"norm_eps": "norm_min"}, normalize=True, bias="moe_statics.e_sco
 _SCALED = {"normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 _V3 = _rule(
     {**_SCALED, "groups": "num_group", "kept_groups": "topk_group"},
-    score="sigmoid",
+    gate="sigmoid",
     norm_eps=1e-20,
     bias="e_score_correction_bias",
 )
-_laguna = _rule({}, score="sigmoid", normalize=True, bias="e_score_correction_bias")
+_laguna = _rule({}, gate="sigmoid", normalize=True, bias="e_score_correction_bias")
 # From here on the selection bias belongs to the block and comes with each call.
-_BLOCK: dict[str, Any] = {"score": "sigmoid", "block_bias": True}
+_BLOCK: dict[str, Any] = {"gate": "sigmoid", "block_bias": True}
 _minimax_m2 = _rule({}, **_BLOCK, normalize=True)
 _lfm2 = _rule(_SCALED, **_BLOCK, norm_eps=1e-6)
 _afmoe = _rule({"scale": "route_scale"}, **_BLOCK, normalize=True, norm_eps=1e-20)

@@ -39,7 +39,7 @@ class SigmoidRouter(LinearRouter):
 
     def own_selection(self) -> Selection:
         return Selection(
-            score="sigmoid",
+            gate="sigmoid",
             normalize=self.config.normalize_weights,
             norm_eps=1e-20,
             scale=self.config.scale,

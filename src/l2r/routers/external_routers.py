@@ -1,4 +1,4 @@
-"""Files of one's own routers, from where the user's environment says: L2R_IMPORT, entry points.
+"""Routers from outside of this package, as the user's environment says: L2R_IMPORT, entry points.
 
 Importing such a file registers its routers. Nothing that is read from a checkpoint or a recipe
 chooses what is imported.

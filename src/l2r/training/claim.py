@@ -85,7 +85,10 @@ def recipe_meaning(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def differing_fields(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What differs between two recipes: ``its training.steps is 6, not 12 (1 more differs)``."""
+    """First field that differs between two recipes, with both values and the number of others.
+
+    For example ``its training.steps is 6, not 12 (1 more differs)``.
+    """
     mine, theirs = _by_field(own), _by_field(other)
     pairs = {name: (mine.get(name, "unset"), theirs.get(name, "unset")) for name in mine | theirs}
     name, *others = [name for name, (value, wanted) in pairs.items() if value != wanted]

@@ -5,11 +5,13 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from l2r.runs.folder import RunFolder
 from l2r.training import loop
 from l2r.training.health import NonFiniteError
 from l2r.training.language import LanguageTask
+from l2r.training.ranks import join_ranks
 from l2r.training.recipes.load import load_recipe
 from tests.processes import Running, command, in_turn, on_ranks
 
@@ -63,6 +65,21 @@ def test_the_same_ranks_train_twice(tiny_changes, tmp_path):
     commands = [[*train, "--out", str(tmp_path / name)] for name in ("first", "second")]
     on_ranks(2, tmp_path / "output", Running, in_turn, commands)
     assert_same(*(RunFolder(tmp_path / name) for name in ("first", "second")))
+
+
+def models_that_outlive_their_group(rounds):
+    """What a run leaves that ends with an error: its traceback holds the model under DDP."""
+    for _ in range(rounds):
+        with join_ranks() as ranks:
+            model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+            model(torch.ones(2, 4)).sum().backward()
+            ranks.least((ranks.rank, "a cause"))
+        del model
+
+
+def test_a_model_that_outlives_its_group_is_freed(tmp_path):
+    """DDP frees the group under the GIL, for which a thread of gloo may wait that it waits for."""
+    on_ranks(2, tmp_path / "output", Running, models_that_outlive_their_group, 20)
 
 
 @pytest.mark.slow("two processes")

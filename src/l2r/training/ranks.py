@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 _groups = itertools.count()
-# Groups that were left. A model under DDP may be freed after its group was left; were its reference
-# the last, it would free the group under the GIL, and wait for a thread of gloo that waits for the GIL.
+# Groups that were left. A model under DDP may be freed after its group was left; were its
+# reference the last, it would free the group under the GIL, and wait for a thread of gloo that
+# waits for the GIL.
 _left: list[dist.ProcessGroup | None] = []
 Value = TypeVar("Value", bound=tuple[Any, ...])
 

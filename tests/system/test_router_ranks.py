@@ -78,6 +78,21 @@ def both(rank):
     return found, standardized(RHO.chunk(2)[rank], UP.chunk(2)[rank])
 
 
+def all_on_the_first(rank):
+    part = slice(None) if rank == 0 else slice(0, 0)
+    return standardized(RHO[part], UP[part])
+
+
+def test_a_rank_without_tokens_takes_part_in_the_statistics(tmp_path):
+    """Else the others wait for it; its running statistics are theirs."""
+    first, second = on_two_ranks(all_on_the_first, tmp_path, within=100)
+    alone = standardized(RHO, UP)
+    for there, here in zip(first, alone, strict=True):
+        torch.testing.assert_close(there, here)
+    for there, here in zip(second[2:], alone[2:], strict=True):
+        torch.testing.assert_close(there, here)
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))

@@ -20,7 +20,7 @@ from l2r.functional.selection import routing_probs
 
 BalanceVariant = Literal["paper", "olmoe", "hf", "tutel"]
 ZVariant = Literal["paper", "olmoe", "centered"]
-_LEAST_VARIANCE = 1e-6  # where all scores are equal, a gradient without it would be NaN
+_VARIANCE_EPS = 1e-6  # added: at equal scores the gradient of the root of the variance is NaN
 
 
 def expert_usage(
@@ -166,7 +166,7 @@ def router_margin_loss(
 def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
     wide = ranking.to(torch.promote_types(ranking.dtype, torch.float32))
     best = wide.topk(top_k + 1, dim=-1).values
-    sigma = (wide.var(dim=-1, correction=0) + _LEAST_VARIANCE).sqrt()
+    sigma = (wide.var(dim=-1, correction=0) + _VARIANCE_EPS).sqrt()
     short = (1 - (best[:, top_k - 1] - best[:, top_k]) / (gap * sigma)).clamp_min(0)
     weight = _token_weight(ranking.shape[0], mask, ranking.device).to(short.dtype)
     return (weight * short).sum() / weight.sum().clamp_min(1)

@@ -37,8 +37,8 @@ class RouterOutput(NamedTuple):
 class Router(nn.Module):
     """Base class: a subclass gives ``Config``, its parameters, ``raw_logits`` and maybe ``query``.
 
-    Computes with autocast off in the widest of config.dtype, fp32 for half-precision inputs by
-    default. Raises ValueError for sizes that do not fit together.
+    Computes with autocast off, in the wider of config.dtype and the dtype of x: by default fp32
+    for half-precision inputs. Raises ValueError for sizes that do not fit together.
     """
 
     Config: ClassVar[type[RouterConfig]] = RouterConfig

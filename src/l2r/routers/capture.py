@@ -1,4 +1,4 @@
-"""Collect what the routers of any model return, without the routers remembering anything."""
+"""Record the outputs of every router of ours inside a model; the routers store nothing."""
 
 import threading
 from collections.abc import Iterator

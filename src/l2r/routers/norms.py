@@ -48,13 +48,14 @@ class _BatchNorm(nn.Module):
     def statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance [R] of values [T, R], or [T] where R is 1.
 
-        Those of the batch in training, which moves the running ones; else the running ones.
+        In training those of the batch of all ranks, which also update the running statistics; in
+        evaluation, or without a token, the running statistics. A rank without tokens takes part.
         """
-        if not self.training or values.numel() == 0:
+        if not self.training or (len(values) == 0 and not _several_ranks()):
             return self.running_mean, self.running_var
         tokens = values.new_full((1,), len(values))
         sums = _over_ranks(torch.cat([tokens, values.sum(dim=0).view(-1)]))
-        count = sums[0].detach()
+        count = sums[0].detach().clamp_min(1)
         mean = sums[1:] / count
         # The mean of the squares less the square of the mean would be rounding alone where the
         # values are nearly equal.
@@ -63,8 +64,10 @@ class _BatchNorm(nn.Module):
             return mean, var
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp_min(1))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+            some = sums[0].sign().to(self.running_mean.dtype)  # 0 where no rank has a token
+            momentum = self.momentum * some
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         return mean, var
 
 
@@ -103,9 +106,11 @@ class QueryBatchNorm(_BatchNorm):
 
 def _over_ranks(sums: Tensor) -> Tensor:
     """The sum over all ranks, with its gradient; the tensor itself in a single process."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return sums
-    return sum_over_ranks(sums)
+    return sum_over_ranks(sums) if _several_ranks() else sums
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def sum_over_ranks(value: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
@@ -131,6 +136,6 @@ class _SumOverRanks(torch.autograd.Function):
 def _recomputing() -> bool:
     """Whether activation checkpointing runs this forward again, inside backward.
 
-    The running statistics have taken in the batch by then.
+    The first forward has already updated the running statistics.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

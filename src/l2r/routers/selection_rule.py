@@ -23,9 +23,9 @@ class Selection:
     groups, kept_groups: experts outside the ``kept_groups`` best of ``groups`` equal groups are
     not chosen; a group is as good as the sum of its ``group_best`` best experts.
     bias: path inside the router of a selection bias [N], added to the scores when experts are
-    chosen and never to the weights (DeepSeek-V3). block_bias: so is the bias that the
-    surrounding block passes with each call. family: model family whose rule this is, None for a
-    router's own.
+    chosen and never to the weights (DeepSeek-V3). block_bias: the surrounding block passes such
+    a bias with each call; one at ``bias`` takes precedence. family: model family whose
+    rule this is, None for a router's own.
 
     Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
     A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from l2r.functional import unit
 
-_STEPS, _OWN = 60, 4.0  # of repulsion; how much harder anchors of one expert repel each other
+_STEPS = 60  # of repulsion
+_OWN = 4.0  # added to the strength 1 of repulsion between two anchors of one expert
 
 
 def even_anchors(experts: int, heads: int, rank: int) -> Float[Tensor, "N H R"]:

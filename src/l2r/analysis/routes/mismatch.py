@@ -1,8 +1,8 @@
 """Two runs of the same tokens: which experts differ, which decisions could not, and what it costs.
 
 A decision, a token in a layer, is certified when its certified radius exceeds the measured change
-of the router's input plus an allowance for the router's own rounding, hidden size * 2^-23 * the
-norm of the input. It is only spoken of where both routers have the same parameters.
+of the router's input plus an allowance for the router's own rounding, hidden size * 2^-23 * (the
+norm of the input + that of its change). Where the routers differ in parameters none is certified.
 
 Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen per token, V words.
 """
@@ -24,7 +24,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 class Comparison:
-    """Sums over batches of a model and what it is compared with, by token; see ``arrays``.
+    """Compare a model with another, or with recorded routes, token by token; see ``arrays``.
 
     Raises ValueError where the two do not have the same layers, experts, k and model type.
     """

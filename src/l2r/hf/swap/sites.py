@@ -70,7 +70,7 @@ def router_sites(model: nn.Module) -> list[Site]:
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """The same, or an empty list."""
+    """Sites of all routers in ``model``, in module order; an empty list where there are none."""
     return [
         Site(path, layer_index(path), module)
         for path, module in modules_by_path(model)

@@ -44,8 +44,8 @@ def swap_routers(
 ) -> M:
     """Replace the routers of ``model`` in place by fresh ones built from ``config``.
 
-    ``config`` None takes the setting that the evidence so far prefers for the model's sizes,
-    ``L2RConfig.for_experts``. A model whose routers are already ours can be swapped again.
+    ``config`` None takes ``L2RConfig.for_experts`` at the model's sizes, or ``L2RConfig()`` for an
+    image classifier. A model whose routers are already ours can be swapped again.
     ``layers`` are indices of decoder layers; None means every layer that has a router.
     ``selection="family"`` keeps the family's own, including its selection bias with the values
     it has; "router" lets the new router select as it does in our own models.
@@ -58,7 +58,8 @@ def swap_routers(
 
     Raises ValueError, before anything changes, for a family that cannot be swapped (with the
     reason), for routers that carry adapters, for layers without a router, for a model without a
-    configuration, and for ``config.normalize_weights`` where the family decides about it.
+    configuration, for an unknown ``selection``, and for ``config.normalize_weights`` or
+    ``config.selection_bias`` where the family decides about it.
     """
     replace_routers(model, config, layers=layers, selection=selection)
     warnings.warn(UNTRAINED_WARNING, UntrainedRoutersWarning, stacklevel=2)

@@ -108,8 +108,9 @@ class ProductKeysRouter(Router):
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and indices from the scores of rows and columns, without those of all experts.
 
-        From the latter where candidates would be over a quarter as many, under another rule of
-        selection, and where something sees the call or records its operations.
+        Falls back to the scores of all experts where K x K candidates are a quarter of N or more,
+        for a selection other than softmax top-k, and where something sees the call or records its
+        operations.
         """
         few = 4 * self.top_k**2 < self.num_experts and self.selection.fused
         if not few or self.is_watched() or traced(x) or transformed() or _in_cuda_graph(x):

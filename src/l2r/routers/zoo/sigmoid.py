@@ -50,9 +50,10 @@ class SigmoidRouter(LinearRouter):
 def update_selection_bias(
     bias: Float[Tensor, " N"], load: Float[Tensor, " N"], *, speed: float = 0.001
 ) -> None:
-    """After a step: lower the bias of experts above the mean load by ``speed``, raise the others.
+    """Lower the bias of experts above the mean load by ``speed``, raise that of those below.
 
-    ``load`` is what each expert got, in any unit and summed over ranks (``expert_usage``);
-    ``bias`` is what ``router.selection.held_bias(router)`` gives. In place.
+    Call it after each step; it works in place. ``load`` is what each expert got, in any unit
+    and summed over ranks (``expert_usage``); ``bias`` is what
+    ``router.selection.held_bias(router)`` gives.
     """
     bias += speed * torch.sign(load.mean() - load)

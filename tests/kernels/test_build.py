@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,25 @@ def test_a_kernel_of_another_user_is_not_loaded(part: str, compile_, monkeypatch
 
     monkeypatch.setattr(Path, "lstat", lstat)
     assert compile_().read_text().strip() == "2"
+
+
+X86 = "model\t\t: {}\nmodel name\t: X\nflags\t\t: fpu avx2\n"
+ARM = "Features\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: {}\n"
+
+
+@pytest.mark.parametrize("text", [X86, ARM])
+def test_another_processor_has_another_kernel(text, tmp_path):
+    """Folders of caches are shared between machines, and a kernel is for one kind of them."""
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(f"processor\t: 0\ncpu MHz\t\t: {name}\n" + text.format(name))
+    assert build.processor(tmp_path / "one") != build.processor(tmp_path / "other")
+
+
+def test_the_clock_of_a_processor_is_not_in_its_name(tmp_path):
+    for clock in ("2000", "3000"):
+        (tmp_path / clock).write_text(f"cpu MHz\t\t: {clock}\n" + X86.format(1))
+    assert build.processor(tmp_path / "2000") == build.processor(tmp_path / "3000")
+
+
+def test_without_a_list_of_processors_their_kind_is_the_name(tmp_path):
+    assert build.processor(tmp_path / "absent") == platform.machine().encode() != b""

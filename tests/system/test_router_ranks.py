@@ -93,6 +93,15 @@ def test_a_rank_without_tokens_takes_part_in_the_statistics(tmp_path):
         torch.testing.assert_close(there, here)
 
 
+def no_tokens(rank):
+    return standardized(RHO[:0], UP[:0])
+
+
+def test_without_a_token_on_any_rank_the_running_statistics_stay(tmp_path):
+    for _, _, mean, var in on_two_ranks(no_tokens, tmp_path, within=100):
+        assert (mean.item(), var.item()) == (0, 1)
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     return on_two_ranks(both, tmp_path_factory.mktemp("ranks"))

@@ -76,7 +76,7 @@ def _build(compiler: str) -> Path:
     """Path of the library; compiled under a temporary name and renamed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     sources = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
-    parts = [*sources, " ".join(_FLAGS).encode(), version, _processor()]
+    parts = [*sources, " ".join(_FLAGS).encode(), version, processor()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = _private_folder()
     path = folder / f"cpu-kernel-{digest}.so"
@@ -121,8 +121,9 @@ def _is_private(path: Path) -> bool:
     return existing and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
-def _processor() -> bytes:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_bytes().splitlines() if info.exists() else [platform.machine().encode()]
-    return b"\n".join(sorted({line for line in lines if line.startswith((b"model", b"flags"))}))
+def processor(info: Path = Path("/proc/cpuinfo")) -> bytes:
+    """What -march=native depends on; the names of Linux on x86 and on Arm."""
+    if not info.exists():
+        return platform.machine().encode()
+    names = (b"model", b"flags", b"Features", b"CPU ")
+    return b"\n".join(sorted({s for s in info.read_bytes().splitlines() if s.startswith(names)}))

@@ -50,6 +50,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
     later = (
         "experts-256",
         "flips",
+        "flips-decision",
         "flips-screen",
         "needed-rank",
         "rank-8-of-256",

@@ -1,4 +1,4 @@
-"""Autocast for what it does not know: products of ours, and sums it must leave alone."""
+"""Autocast for operations that it does not cover: our grouped products, and sums kept wide."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,12 +13,12 @@ def autocasts(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Sums, losses and statistics in the dtype of their inputs; free where autocast is off."""
+    """Context in which sums, losses and statistics keep the dtype of their inputs."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def product_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, as it does itself for torch's own products; float64 stays."""
+    """Both tensors in autocast's dtype, as torch casts for its own products; float64 stays."""
     if x.dtype == torch.float64 or not autocasts(x.device):
         return x, weight
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -1,7 +1,7 @@
 """Refuse a call whose tensors do not fit together, before a kernel takes their addresses.
 
-A decoded token feels every microsecond, so ``fits`` compares sizes and devices only; ``walk``
-compares the same by the letters of the sizes, and its error names what is wrong.
+``fits`` compares sizes and devices only, because its time is part of every decoding step. ``walk``
+makes the same comparison by the letters of the sizes, and its error names the tensor at fault.
 
 Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert, K chosen.
 """
@@ -35,9 +35,9 @@ def check(given: Tensors, top_k: int | None) -> None:
         raise AssertionError(f"no fault found in {[t if t is None else t.shape for t in given]}")
 
 
-# One function: what calls cost is more than what they would ask.
+# One function, because calls of smaller ones would take longer than the comparisons.
 def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
-    """Return whether ``walk`` would find nothing."""
+    """Return whether ``walk`` would raise no error."""
     x, weight, gain, anchors, query = given.x, given.weight, given.gain, given.anchors, given.query
     rho_hat, logits, routes = given.rho_hat, given.logits, given.routes
     starts = (x is None) + (query is None) + (logits is None) == 2
@@ -89,7 +89,10 @@ def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
 
 
 def check_operation(given: Tensors, options: Options, backend: str) -> None:
-    """``check``, and what only a call past ``dispatch`` can get wrong: dtypes, names, limits."""
+    """Raise ValueError for a direct call of the operation: ``check``, dtypes, names and limits.
+
+    ``dispatch`` never passes a wrong dtype, scoring or backend, nor a size beyond its limit.
+    """
     scoring = options.score.scoring
     if scoring not in SCORINGS:
         raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
@@ -166,16 +169,16 @@ def _check_up(tensors: Tensors, up: Tensors, top_k: int) -> None:
 
 
 def check_indices(tensors: Tensors) -> None:
-    """Raise ValueError for an index of no expert, which a sum of gradients would follow.
+    """Raise ValueError for an index outside [0, N): the backward would write outside a tensor.
 
-    What is on a GPU is not read: its kernels compare indices and never follow one.
+    Indices on a GPU are not read; its kernels compare indices and never use one as an address.
     """
     if tensors.indices is not None and tensors.logits is not None:
         check_range("indices", tensors.indices, tensors.logits.shape[1])
 
 
 def check_range(name: str, indices: Tensor, experts: int) -> None:
-    """Raise ValueError for an index of no expert. What is on a GPU is not read."""
+    """Raise ValueError for an index outside [0, experts). Indices on a GPU are not read."""
     if not indices.is_cpu or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))

@@ -58,8 +58,8 @@ class Tensors(NamedTuple):
     project: x [T, D], weight [R, D], maybe gain [D] to query [T, R] and, with a gain, rstd [T],
     one over the RMS of every token. score: query, anchors [N, H, R], maybe rho_hat [T] to logits
     [T, N]. select: logits to weights and indices [T, K] and lse [T], the log-sum-exp of the logits.
-    With routes [T, K], int64, nothing is chosen: they are the indices, but for tokens whose first
-    is negative.
+    With routes [T, K], int64, these are the indices; only tokens whose first route is negative
+    choose for themselves.
 
     ``Inputs`` and ``Results`` name those that may be one or the other; query and logits are both.
     """

@@ -29,7 +29,7 @@ _SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fit
 
 
 def forward(given: Tensors, options: Options) -> Tensors:
-    """Results of the one stage that is given."""
+    """Compute the one stage whose inputs are given."""
     if given.x is not None:
         return _project(given, options.score)
     if given.anchors is not None:
@@ -39,7 +39,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
 
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
-    """Gradients of what the one stage was given."""
+    """Compute the gradients of that stage's inputs."""
     if tensors.x is not None:
         return _project_backward(tensors, up, need_x=options.need_x)
     if tensors.anchors is not None:
@@ -53,17 +53,17 @@ def _project(given: Tensors, score: ScoreConstants) -> Tensors:
     assert x is not None and weight is not None
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
-    norm = None if gain is None else x.new_empty(tokens, dtype=torch.float32)
+    rstd = None if gain is None else x.new_empty(tokens, dtype=torch.float32)
     query = x.new_empty(tokens, weight.shape[0], dtype=torch.float32)
     for block in _blocks(tokens, _read_size(weight, gain)):
         rows = x[block].float()
         _times_rows(folded, rows, out=query[block])
-        if norm is not None:
-            torch.linalg.vector_norm(rows, dim=1, out=norm[block])
-    if norm is not None:
-        norm.square_().mul_(1 / hidden).add_(score.norm_eps).rsqrt_()
-        query.mul_(norm.unsqueeze(1))
-    return given._replace(query=query.to(weight.dtype), rstd=norm)
+        if rstd is not None:
+            torch.linalg.vector_norm(rows, dim=1, out=rstd[block])
+    if rstd is not None:  # holds the norms until here
+        rstd.square_().mul_(1 / hidden).add_(score.norm_eps).rsqrt_()
+        query.mul_(rstd.unsqueeze(1))
+    return given._replace(query=query.to(weight.dtype), rstd=rstd)
 
 
 def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors:
@@ -126,7 +126,7 @@ class _Core:
         return phi(rho_hat, gamma=self.score.gamma, beta=self.score.beta)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of tokens with their scores [B, H, N], in one buffer that is used again."""
+        """Iterate over blocks of tokens and their scores [B, H, N], which share one buffer."""
         tokens, columns = self.a.shape[1], self.b.shape[1]
         size = max(1, _SCORE_NUMBERS * torch.get_num_threads() // columns)
         buffer = self.a.new_empty(min(size, tokens), columns)

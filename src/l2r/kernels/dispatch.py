@@ -23,7 +23,7 @@ from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import traced, transformed
 
-# Of a selection alone that has a gradient; for fewer torch's own derivatives are faster on a CPU.
+# Least logits of a selection with a gradient on a CPU; with fewer, torch's derivatives are faster.
 _MIN_LOGITS = 2**13
 
 followed = plain.followed

@@ -49,7 +49,7 @@ verdicts: dict[tuple[object, ...], Verdict] = {}  # of this process, by kind of 
 
 
 class Guarded:
-    """A ``contract.Backend``: the one that ``load`` imports, or the fallback ``instead``."""
+    """Backend that uses the kernels of ``load`` if they agree with plain code, else ``instead``."""
 
     def __init__(self, load: Callable[[], Backend], instead: Backend) -> None:
         self.load, self.instead = load, instead
@@ -92,15 +92,15 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
     exact = {name: tensor.double().cpu().requires_grad_() for name, tensor in given.items()}
 
     done = kernels.forward(Tensors(**given, routes=routes), options._replace(save=True))
-    made = _plain(Tensors(**exact, routes=routes), options, done.indices)
-    best = made.pop("best", None)
-    up = {n: draw(value.shape, getattr(done, n).dtype) for n, value in made.items()}
+    expected = _plain(Tensors(**exact, routes=routes), options, done.indices)
+    best = expected.pop("best", None)
+    up = {n: draw(value.shape, getattr(done, n).dtype) for n, value in expected.items()}
     grads = kernels.backward(done, Tensors(**up), options._replace(need_x=True))
-    slopes = [up[name].double().cpu() for name in made]
-    wanted = torch.autograd.grad(list(made.values()), list(exact.values()), slopes)
+    exact_up = [up[name].double().cpu() for name in expected]
+    exact_grads = torch.autograd.grad(list(expected.values()), list(exact.values()), exact_up)
 
-    pairs = [(getattr(done, name), value) for name, value in made.items()]
-    pairs += [(getattr(grads, name), value) for name, value in zip(exact, wanted, strict=True)]
+    pairs = [(getattr(done, name), value) for name, value in expected.items()]
+    pairs += [(getattr(grads, name), value) for name, value in zip(exact, exact_grads, strict=True)]
     if best is not None:
         pairs.append((done.weights, best))
     computed = [tensor.dtype for name, tensor in given.items() if name != "x"]
@@ -111,28 +111,28 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
 
 def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str, Tensor]:
     """Return results by name; weights of the ``chosen`` experts, since equals have two orders."""
-    query, logits, made = given.query, given.logits, {}
+    query, logits, results = given.query, given.logits, {}
     if given.x is not None and given.weight is not None:
         query = plain.routing_query(given.x, given.weight, given.gain, options.score)
-        made = {"query": query}
+        results = {"query": query}
     if given.anchors is not None and query is not None:
         logits = plain.anchor_logits(query, given.anchors, options.score, given.rho_hat)
-        made = {"logits": logits}
+        results = {"logits": logits}
     if chosen is not None and logits is not None:
         rule: Any = {"normalize": options.normalize}
-        made["weights"] = expert_weights(routing_probs(logits), chosen.cpu(), **rule)
+        results["weights"] = expert_weights(routing_probs(logits), chosen.cpu(), **rule)
         routes = None if given.routes is None else given.routes.cpu()
         best, _ = plain.softmax_top_k(logits.detach(), options.top_k, routes=routes, **rule)
-        made["best"] = best
-    return made
+        results["best"] = best
+    return results
 
 
-def _error(actual: Tensor | None, wanted: Tensor, computed: list[torch.dtype]) -> float:
-    """Return the largest difference over the largest wanted entry, over its limit; NaN is inf."""
-    if actual is None or actual.shape != wanted.shape:
+def _error(actual: Tensor | None, expected: Tensor, computed: list[torch.dtype]) -> float:
+    """Return the largest difference over the largest expected entry and its limit; NaN is inf."""
+    if actual is None or actual.shape != expected.shape:
         return float("inf")
-    wanted = wanted.detach()
-    gap = (actual.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp_min(_LEAST)
+    expected = expected.detach()
+    gap = (actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(_LEAST)
     limit = max(torch.finfo(dtype).eps for dtype in (actual.dtype, *computed)) ** 0.5
     return float(torch.nan_to_num(gap, nan=float("inf"))) / limit
 

@@ -65,7 +65,7 @@ def run(name: str, watched: bool, given: Tensors, options: Options) -> Tensors:
     """
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not (watched or grad):
-        # Without the operation: a decoded token feels every microsecond of the call.
+        # Skip the registered operation: its overhead is a large part of a decoding step.
         return backend(name).forward(_dense(given), options)
     inputs = inputs_of(given)
     if not watched:
@@ -103,7 +103,7 @@ def _setup(ctx: Any, inputs: Inputs, results: Results, outputs: Iterable[Tensor 
 
 
 def _facts(tensors: Tensors) -> list[Any]:
-    """What of the tensors must not change until a backward; compared, not read."""
+    """Shapes and devices, which must not change between forward and backward."""
     return [None if t is None else (t.shape, t.device) for t in tensors]
 
 
@@ -127,7 +127,7 @@ def _wanted(grads: Inputs, needed: Iterable[bool], tensors: Tensors) -> list[Ten
 
 
 class _Eager(Function):
-    """For calls that ``dispatch`` has checked: what is checked again is what may change since."""
+    """Autograd function of calls that ``dispatch`` has checked; backward checks shapes again."""
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:

@@ -71,14 +71,14 @@ def softmax_top_k(
 ) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
     """Softmax over experts and the k largest, Eq. 2 and 3; the logits decide which they are.
 
-    ``routes`` are the experts instead, for all tokens but those whose first is negative.
+    ``routes`` replace that choice, but not for tokens whose first route is negative.
     """
     indices = followed(best_experts(logits, top_k), routes)
     return expert_weights(routing_probs(logits), indices, normalize=normalize), indices
 
 
 def followed(own: Int[Tensor, "T K"], routes: Int[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
-    """The experts of ``routes``, and a token's own choice where its first is negative."""
+    """Replace each token's own choice by its routes, unless its first route is negative."""
     return own if routes is None else torch.where(routes[:, :1] < 0, own, routes)
 
 

@@ -1,7 +1,7 @@
 """Whether something watches or transforms torch operations, so that fused code must step aside.
 
-torch has no public question for modes and transforms. Where its private ones are gone, the
-answer is the safe one: everything counts as watched, or as transformed.
+torch has no public function that says so for modes and transforms. Where a private one is
+missing, everything counts as watched, or as transformed, which is safe.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""The grouped product: every row times the matrix of its expert, wherever torch's own refuses.
+"""Grouped product: multiply every row by the matrix of its expert, also where torch refuses.
 
-``grouped_mm`` takes fp32, bf16 and fp16 with strides and addresses that are multiples of 16
-bytes; its shape rules, which compilers, torch.export and the meta device ask, take bf16 alone.
-``grouped_linear`` is the one place that knows. No case waits for numbers from the device,
-except float64, which serves gradient checks.
+``grouped_mm`` takes fp32, bf16 and fp16 whose strides and addresses are multiples of 16 bytes.
+Its shape rules, which compilers, torch.export and the meta device use, take bf16 only.
+``grouped_linear`` handles both limits. Only float64, which serves gradient checks, waits for
+numbers from the device.
 
 Shape letters: S rows sorted by expert, N experts, I inputs, O outputs.
 """
@@ -40,7 +40,7 @@ def grouped_linear(
 
 
 def _only_shapes(x: Tensor) -> bool:
-    """Whether shape rules answer in place of the product: in a compiler, or without storage."""
+    """Whether only shapes are computed: inside a compiler, or for a tensor without storage."""
     return torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
 
 
@@ -49,7 +49,7 @@ def _segments(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
-    """Zeros up to a multiple of 16 bytes per row (and of rows), and an address that is one."""
+    """Pad rows (and their number) with zeros, and copy if needed, to multiples of 16 bytes."""
     step = _BYTES // tensor.element_size()
     wide = -tensor.shape[-1] % step
     high = -tensor.shape[-2] % step if rows else 0

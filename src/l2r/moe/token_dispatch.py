@@ -54,10 +54,10 @@ class ByExpert(NamedTuple):
 
 
 class ByRow(NamedTuple):
-    """The S assignments in the tokens' own order, for a handful of them on a CPU.
+    """S assignments in the order of the tokens, for few tokens on a CPU.
 
-    The grouped product is a loop over all experts there, the empty ones included, and sorting
-    costs more than it saves. expert [S]: expert of each row; ``experts``: the same as numbers.
+    On a CPU the grouped product loops over all experts, the empty ones included, and for few tokens
+    sorting costs more than it saves. expert [S]: expert of each row; experts: the same as integers.
     """
 
     expert: Int[Tensor, " S"]

@@ -109,14 +109,14 @@ class Router(nn.Module):
             return self._inside_holders(self._all_logits, x)
 
     def own_selection(self) -> Selection:
-        """How this router selects unless a model family decides, Eq. 2 and 3; without a bias."""
+        """Selection rule of the router by itself, Eq. 2 and 3, without a bias."""
         return Selection(normalize=self.config.normalize_weights)
 
     def kernel_weights(self, x: Tensor) -> KernelWeights | None:
-        """Projection, gain and anchors where, with ``score``, they are the whole router.
+        """Projection, gain and anchors of a router that these and ``score`` describe whole.
 
-        One call of the kernels then makes the logits, and with them the usual selection. None,
-        the default: ``raw_logits`` is called.
+        One call of the kernels then computes the logits and, where the selection is the usual one,
+        weights and indices. None, the default, means that ``raw_logits`` is called instead.
         """
         del x
         return None
@@ -126,9 +126,9 @@ class Router(nn.Module):
     ) -> RouterOutput:
         """Route every token of x; leading dimensions are flattened to T.
 
-        ``bias`` [N] is what some model families pass for their selection. ``routes`` [T, K],
-        int64, are experts to weigh in place of the router's choice, for softmax top-k alone; a
-        token whose first is negative chooses. Raises ValueError for another selection.
+        ``bias`` [N] is the selection bias that some model families pass. ``routes`` [T, K], int64,
+        are experts that replace the router's choice; a token whose first is negative chooses for
+        itself. Raises ValueError for ``routes`` with a selection other than softmax top-k.
         """
         if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
             pass
@@ -138,14 +138,14 @@ class Router(nn.Module):
         return self._inside_holders(self._route, x, bias, routes)
 
     def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
-        """Weights and indices [T, K] for whoever needs no logits, which a router may leave out."""
+        """Weights and indices [T, K]; a router may compute them without all logits."""
         _, weights, indices = self(x)
         return weights, indices
 
     def is_watched(self) -> bool:
-        """Whether more than the caller takes part in a call: a capture, a hook, a replaced forward.
+        """Whether a capture, a hook or a replaced forward takes part in a call.
 
-        The latter two are how other libraries bring weights, and how routes are replayed.
+        Other libraries bring weights by hooks and replaced forwards, and routes are replayed so.
         """
         hooks = self._forward_hooks or self._forward_pre_hooks
         hooks = hooks or self._backward_hooks or self._backward_pre_hooks
@@ -236,10 +236,10 @@ def truncated_normal(weight: Tensor, std: float) -> None:
 
 
 def constrain(model: nn.Module) -> None:
-    """Let every Router inside ``model`` restore its constraint; call it after each optimizer step.
+    """Restore the constraint of every Router inside ``model``; call it after each optimizer step.
 
-    Our training loop, ``add_router_losses`` and joint training of an upcycled model do. It works
-    on whole parameters and on those that FSDP2 has sharded, which a forward must not write to.
+    Our training loop, ``add_router_losses`` and joint training of an upcycled model call it. It
+    changes parameters in place, whole or sharded by FSDP2, which a forward must not do.
     """
     for module in model.modules():
         if isinstance(module, Router):

@@ -39,8 +39,8 @@ class RouterConfig:
     learn_temperature: make log tau a parameter.
     dtype: smallest dtype the router computes in, whatever autocast says.
 
-    A field that only some values of another field read is named in ``read_with``, field -> {other:
-    its values}; with other values it must keep its default, so that no setting is without effect.
+    ``read_with`` names the fields that are used only with some values of another field, as field ->
+    {other: its values}. With other values they must keep their defaults: no setting is ignored.
     """
 
     read_with: ClassVar[ReadWith] = {}
@@ -173,9 +173,9 @@ def check_types(config: RouterConfig) -> None:
 
 
 def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
-    """Raise ValueError for a field off its default that nothing reads with the other values.
+    """Raise ValueError for a field that has no effect beside the others and is not at its default.
 
-    ``defaults`` are those of the fields to check.
+    ``defaults``: default of each field to check, by its name.
     """
     for field, conditions in read_with.items():
         if field not in defaults:

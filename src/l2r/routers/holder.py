@@ -21,10 +21,10 @@ class Holder(nn.Module):
 
 
 def takes_part(holder: nn.Module) -> bool:
-    """Whether a call of a holder does more than run what it is given.
+    """Whether a call of a holder does more than call ``run``.
 
-    It does with a hook, an adapter around or a parametrization inside it, and a replaced forward:
-    with whatever other libraries bring tensors by.
+    A hook, an adapter around it, a parametrization inside it or a replaced forward does: these
+    are the ways by which other libraries bring tensors.
     """
     h = holder
     return bool(

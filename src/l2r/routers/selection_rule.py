@@ -77,7 +77,7 @@ class Selection:
     def weigh(
         self, router: nn.Module, logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"]
     ) -> Float[Tensor, "T K"]:
-        """Weights by the same rule of experts that something else chose.
+        """Weights, by the same rule, of experts that were chosen elsewhere (replayed routes).
 
         Scores are taken before groups are dropped, so that an expert outside of the groups that
         the router would keep has its weight, and its gradient. ``router`` gives ``training``.
@@ -86,7 +86,7 @@ class Selection:
         return self._weights(logits, indices)
 
     def ranking(self, router: nn.Module, logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
-        """What experts are chosen by, for which a margin is a number: the k largest are chosen.
+        """Scores whose k largest entries are the chosen experts; margins are differences of them.
 
         Raises ValueError for a rule that has no such scores (groups) or whose bias the block has.
         """
@@ -107,7 +107,7 @@ class Selection:
         return weights * self.scale
 
     def held_bias(self, router: nn.Module) -> Tensor | None:
-        """The bias inside ``router`` that ``bias`` is the path of, flat, or None without a path."""
+        """Bias [N] of ``router`` at the path ``bias``, or None where there is no path."""
         if self.bias is None:
             return None
         value: object = router
@@ -127,10 +127,11 @@ class Selection:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def _ranking(self, router: nn.Module, scores: Tensor, bias: Tensor | None) -> Tensor:
-        held = self.held_bias(router)
-        passed = bias.reshape(-1) if bias is not None and self.block_bias else None
-        if (added := passed if held is None else held) is not None:
-            scores = scores + added
+        selection_bias = self.held_bias(router)
+        if selection_bias is None and bias is not None and self.block_bias:
+            selection_bias = bias.reshape(-1)
+        if selection_bias is not None:
+            scores = scores + selection_bias
         if self.kept_groups >= self.groups:
             return scores
         grouped = scores.masked_fill(scores.isnan(), float("-inf"))
@@ -138,6 +139,6 @@ class Selection:
         quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
         groups = best_experts(quality, self.kept_groups)
         dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, groups, False)
-        # Whatever the kept are worth, they stand before the dropped.
+        # Kept experts come before dropped ones, whatever their scores.
         grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
         return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)

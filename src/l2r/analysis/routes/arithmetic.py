@@ -48,7 +48,7 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
 
 
 def rounded(weight: Tensor, name: str, inputs: int = -1) -> Tensor:
-    """A weight rounded to int8 or fp8 by output channel; ``inputs``: the dimension summed over."""
+    """Round a weight to int8 or fp8 by output channel; ``inputs`` is the dimension summed over."""
     wide = weight.float()
     scale = wide.abs().amax(dim=inputs, keepdim=True).clamp_min(1e-30) / _LARGEST[name]
     steps = wide / scale
@@ -57,7 +57,7 @@ def rounded(weight: Tensor, name: str, inputs: int = -1) -> Tensor:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """Weights of linear layers and of experts, and the dimension that a product sums over."""
+    """Iterate over weights of linear layers and experts, with the dimension of their sums."""
     embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -71,7 +71,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
 
 
 def _compute_wide(router: nn.Module) -> None:
-    """Let a family's own router take inputs of half precision with its own wider weights."""
+    """Compute a family's own router in the dtype of its weights, whatever its inputs are."""
     forward: Any = router.forward
 
     def wide(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -38,9 +38,9 @@ class Comparison:
             fingerprint_of(other).check(self.fingerprint)
             pairs = zip(self._routers, running_sites(other), strict=True)
             self._alike = [_equal(router, site.router) for router, site in pairs]
-        nothing = "the other side's inputs of the router are not known"
-        differ = "the two routers have other parameters"
-        remark = nothing if other is None else differ
+        remark = "the two routers have other parameters"
+        if other is None:
+            remark = "the other side's inputs of the router are not known"
         self.remarks = ["" if alike else remark for alike in self._alike]
         self.lengths: list[int] = []  # of the sequences read
         self._parts: dict[str, list[np.ndarray]] = {}
@@ -51,12 +51,12 @@ class Comparison:
         first, second = read_routing(self._model, ids), read_routing(self._other, ids)
         again = read_routing(self._other, ids, first.routes)
         self._keep(first, second.routes, ids)
-        moved, held = self.changes(first, second)
+        moved, certified = self.changes(first, second)
         own, replayed = _log_probs(second.logits, ids), _log_probs(again.logits, ids)
         before = _log_probs(first.logits, ids)
         self._add(
             moved=moved,
-            certified=held,
+            certified=certified,
             own=own - before,
             replayed=replayed - before,
             kl_own=_divergence(first.logits, second.logits),
@@ -78,18 +78,18 @@ class Comparison:
         self._keep(first, routes, ids)
         again = read_routing(self._model, ids, routes)
         before, after = _log_probs(first.logits, ids), _log_probs(again.logits, ids)
-        layers, none = len(self._routers), torch.full((ids.numel(),), torch.nan)
+        layers, unknown = len(self._routers), torch.full((ids.numel(),), torch.nan)
         if log_probs is None:
-            costs = {"own": after - before, "replayed": none}
+            costs = {"own": after - before, "replayed": unknown}
             divergence = _divergence(first.logits, again.logits)
         else:
             other = log_probs.flatten().cpu()
-            costs, divergence = {"own": other - before, "replayed": other - after}, none
+            costs, divergence = {"own": other - before, "replayed": other - after}, unknown
         self._add(
-            moved=none.expand(layers, -1),
+            moved=unknown.expand(layers, -1),
             certified=torch.full((layers, ids.numel()), NO_STATEMENT),
             kl_own=divergence,
-            kl_replayed=none,
+            kl_replayed=unknown,
             **costs,
         )
 
@@ -112,24 +112,24 @@ class Comparison:
         """Relative change of every router's input, and 1 for a certified decision, 0 for one
         that is not, NO_STATEMENT where nothing can be said."""
         pairs = enumerate(zip(first.inputs, second.inputs, strict=True))
-        moved, held = zip(*(self._change(layer, *pair) for layer, pair in pairs), strict=True)
-        return torch.stack(moved), torch.stack(held)
+        moved, certified = zip(*(self._change(layer, *pair) for layer, pair in pairs), strict=True)
+        return torch.stack(moved), torch.stack(certified)
 
     def _change(self, layer: int, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """Relative change [T] of a router's input, and 1, 0 or NO_STATEMENT of each decision."""
         wide = x.double()
         distance = torch.linalg.vector_norm(wide - other.to(wide.device).double(), dim=1)
-        size = torch.linalg.vector_norm(wide, dim=1)
-        held = torch.full((len(x),), NO_STATEMENT)
+        norm = torch.linalg.vector_norm(wide, dim=1)
+        certified = torch.full((len(x),), NO_STATEMENT)
         if self._alike[layer]:
-            allowance = x.shape[1] * _EPS * (size + distance)
+            allowance = x.shape[1] * _EPS * (norm + distance)
             try:
-                certified = holds_within(self._routers[layer], x.float(), distance + allowance)
-                held = certified.to(held.dtype).cpu()
+                holds = holds_within(self._routers[layer], x.float(), distance + allowance)
+                certified = holds.to(certified.dtype).cpu()
             except ValueError as error:
                 self._alike[layer] = False
                 self.remarks[layer] = str(error)
-        return (distance / size.clamp_min(1e-30)).float().cpu(), held
+        return (distance / norm.clamp_min(1e-30)).float().cpu(), certified
 
     def _keep(self, first: Reading, other: Routes, ids: Tensor) -> None:
         other.fingerprint.check(self.fingerprint)

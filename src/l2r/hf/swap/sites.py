@@ -130,7 +130,7 @@ def old_weight(site: Site) -> Tensor:
 
 
 def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
-    """A router of ours with the sizes, device, selection and its bias of the one at a site."""
+    """Build a router with the sizes, device and selection, its bias included, of a site's own."""
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be family or router; got selection={selection!r}")
     keep = selection == "family" and site.selection.family is not None
@@ -171,9 +171,9 @@ def _is_recorded(router: Router) -> bool:
 
 
 def _record_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Hand the logits to transformers' ``output_router_logits``, as its own hook does.
+    """Collect the logits for transformers' ``output_router_logits``, as its own hook does.
 
-    That one is a closure, with which a model can be neither pickled nor sent to a process.
+    Its own hook is a closure, so a model with it cannot be pickled or sent to a process.
     """
     collected = output_capturing._active_collector.get()
     if collected is not None and "router_logits" in collected:
@@ -181,7 +181,7 @@ def _record_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 
 
 def _carry(old: nn.Module, router: Router, name: str) -> None:
-    """Move a buffer, a parameter or a module's own, so that they keep their keys."""
+    """Move a buffer, a parameter or the tensors of a module to ``router`` under the same keys."""
     if name in old._buffers:
         router.register_buffer(name, old._buffers[name])
     elif name in old._parameters:

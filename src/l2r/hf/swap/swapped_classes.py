@@ -76,7 +76,7 @@ def swapped_model(base: Any) -> Any:
         "__module__": HOME,
         "_init_weights": initialize,
         "config_class": swapped_config(base.config_class),
-        # Of the classes' module these read the source, and whether it is transformers'.
+        # These read the source of the class's module and ask whether it is transformers' own.
         "_can_set_attn_implementation": classmethod(
             lambda cls: base._can_set_attn_implementation()
         ),
@@ -93,9 +93,9 @@ def swapped_model(base: Any) -> Any:
 
 
 def mark(model: nn.Module) -> None:
-    """Give a model whose routers were replaced, and its configuration, the classes of swapped ones.
+    """Change a model with replaced routers, and its configuration, to the classes of swapped ones.
 
-    A class of the user's own stays what it is; the configuration says what the model has.
+    A class that the user wrote is not changed; the configuration then names the routers.
     """
     config: Any = model.config
     if not isinstance(config, PreTrainedConfig):
@@ -107,7 +107,7 @@ def mark(model: nn.Module) -> None:
 
 
 def mark_config(config: Any) -> None:
-    """Give a configuration of transformers or of ours the class of swapped models."""
+    """Change the class of a configuration, transformers' or ours, to that of swapped models."""
     base = type(config)
     if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
@@ -115,12 +115,12 @@ def mark_config(config: Any) -> None:
 
 
 def stock_base(swapped: type) -> Any:
-    """The class of which a class of swapped models or configurations was made."""
+    """Class from which a class of swapped models or configurations was made."""
     return next(base for base in swapped.__bases__ if base is not NeedsPackage)
 
 
 def unmark(model: nn.Module) -> None:
-    """Give back the classes that ``mark`` changed."""
+    """Restore the classes that ``mark`` changed."""
     config: Any = model.config
     for part in [config, *model.modules()]:
         if type(part).__module__ == HOME:
@@ -129,7 +129,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def _rename(model: nn.Module) -> None:
-    """Take away the name of the folder that was loaded: TRL and PEFT open it for this model."""
+    """Replace the name of the loaded folder: TRL and PEFT would open that, not this model."""
     for part in [model.config, *model.modules()]:
         if isinstance(part, PreTrainedConfig | PreTrainedModel) and part.name_or_path:
             part.name_or_path = UNSAVED

@@ -37,11 +37,12 @@ def product_logsumexp(
 def product_top_k(
     first: Float[Tensor, "T A"], second: Float[Tensor, "T B"], top_k: int
 ) -> Int[Tensor, "T K"]:
-    """``best_experts(product_scores(first, second), top_k)``, equals too, from K x K candidates.
+    """Indices of ``best_experts(product_scores(first, second), top_k)`` from K x K candidates.
 
-    The best of a grid are among the K best rows and K best columns, but for one case: a worse
-    row, rounded with its column, may equal the last expert chosen. Tokens for which it may are
-    ranked by all their scores; finding out waits for the device.
+    Equal scores are resolved as there. The best experts of a grid are in its K best rows and K
+    best columns, with one exception: rounded, a score of a worse row may equal that of the last
+    expert chosen. Tokens for which it may are ranked by all their scores: the host waits for the
+    device.
     """
     first, second = _comparable(first), _comparable(second)
     rows, best_row, next_row = _leading(first, top_k)
@@ -53,17 +54,17 @@ def product_top_k(
     indices = chosen_rows * second.shape[1] + chosen_columns
     left_out = torch.cat([next_row + best_column, best_row + next_column], dim=1)
     last = candidates.gather(1, places[:, -1:])
-    unsure = (_comparable(left_out) >= last).any(dim=1).nonzero().flatten()
-    if len(unsure):
-        scores = product_scores(first[unsure], second[unsure])
-        indices[unsure] = dispatch.best_experts(scores, top_k)
+    maybe_tied = (_comparable(left_out) >= last).any(dim=1).nonzero().flatten()
+    if len(maybe_tied):
+        scores = product_scores(first[maybe_tied], second[maybe_tied])
+        indices[maybe_tied] = dispatch.best_experts(scores, top_k)
     return indices
 
 
 def _leading(scores: Float[Tensor, "T A"], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of the K best, lowest index first; the best score; that of the best left out.
+    """Indices [T, K] of the K best, ascending; the best score [T, 1]; the best score left out.
 
-    The last has no column where nothing is left out.
+    The last is [T, 1], or [T, 0] where nothing is left out.
     """
     order = dispatch.best_experts(scores, min(top_k + 1, scores.shape[1]))
     values = scores.gather(1, order)
@@ -71,5 +72,5 @@ def _leading(scores: Float[Tensor, "T A"], top_k: int) -> tuple[Tensor, Tensor, 
 
 
 def _comparable(scores: Tensor) -> Tensor:
-    """NaN as -inf, which is what it counts as when experts are chosen."""
+    """Scores with NaN replaced by -inf, as in the choice of experts."""
     return scores.masked_fill(scores.isnan(), -math.inf)

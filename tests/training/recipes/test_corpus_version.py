@@ -55,6 +55,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
         "needed-rank",
         "rank-8-of-256",
         "rivals-64",
+        "transfer",
         "why-256",
     )  # registered when there was a second
     assert plan.corpus_version == (2 if name in later else 1)

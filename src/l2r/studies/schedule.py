@@ -65,9 +65,9 @@ class _Schedule:
     def run(self) -> list[CellResult]:
         start, budget = time.monotonic(), self.budget
         arms = len(self.plan.all_arms())
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         self.report(
-            f"{self.registered.name}: {arms} arms, {self.processes} at a time with "
-            f"{self.threads} threads each"
+            f"{self.registered.name}: {arms} arms, {self.processes} at a time with {threads} each"
         )
         if budget.hours is not None:
             self.measure(budget.seeds, cells=1)  # a cell in every process shows how long one takes

@@ -1,0 +1,143 @@
+"""Ratios of router time at the ranks that the evidence prefers: own and swapped, fp32 and bf16.
+
+    OMP_NUM_THREADS=1 python -m scripts.machines.router_ratios > results/router-ratios-1-thread.md
+
+d = 2048, k = 8. Three tables: every router over the fastest linear one in fp32; inputs in bf16 over
+the router of transformers' OLMoE in bf16, whose product is in bf16 too; one token. All contenders
+of a cell take turns, and one that is wrong against float64 gets no number. Run it once per number
+of threads on a quiet machine: some six minutes each.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2r.cost.benchmarks.contenders import (
+    STOCK,
+    Contender,
+    contenders,
+    forward_step,
+    is_correct,
+    training_step,
+)
+from l2r.cost.benchmarks.results import BenchSettings
+from l2r.cost.benchmarks.timing import Step, Timing, measure
+from l2r.hf.models import one_layer
+from l2r.hf.swap import replace_routers
+from l2r.machine import describe_machine
+from l2r.routers import make_config
+
+HIDDEN, CHOSEN, TOKENS = 2048, 8, 4096
+EXPERTS = (64, 256, 1024)
+SETTINGS = {
+    f"L2R r{rank} H{heads}": (rank, heads)
+    for rank, heads in ((2, 16), (8, 1), (8, 4), (16, 1), (16, 4), (32, 1), (32, 4))
+}
+
+
+def entries_of(experts: int, settings: Sequence[str], dtype: torch.dtype) -> list[Contender]:
+    """Routers of these sizes, own and swapped, with linear, X-MoE and transformers' own."""
+    routers: dict[str, tuple[str, dict[str, Any]]] = {
+        "linear": ("linear", {}),
+        "X-MoE": ("xmoe", {}),
+    }
+    for label in settings:
+        rank, heads = SETTINGS[label]
+        routers[label] = ("l2r_sips", {"rank": rank, "heads": heads})
+    every_form = contenders(
+        BenchSettings(), hidden=HIDDEN, experts=experts, top_k=CHOSEN, routers=routers
+    )
+    entries = [e for e in every_form if e.form == "fused" or e.name == "linear, plain"]
+    for entry in entries:
+        entry.name = entry.name.removesuffix(", fused")
+    sizes = {"hidden_size": HIDDEN, "num_experts": experts, "top_k": CHOSEN}
+    torch.manual_seed(0)
+    stock = one_layer(**sizes).model.layers[0].mlp.gate.to(dtype)
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    entries.append(Contender(STOCK, stock, "fused", tolerance=tolerance))
+    for label in settings:
+        rank, heads = SETTINGS[label]
+        model = replace_routers(one_layer(**sizes), make_config("l2r_sips", rank=rank, heads=heads))
+        router = model.model.layers[0].mlp.gate
+        entries.append(Contender(f"{label}, swapped", router, "fused"))
+    return entries
+
+
+def times(entries: Sequence[Contender], x: Tensor, phase: str, seconds: float) -> dict[str, Timing]:
+    """Time of every contender that is right."""
+    steps: dict[str, Step] = {}
+    for entry in entries:
+        if not is_correct(entry, x):
+            continue
+        if phase == "forward":
+            steps[entry.name] = forward_step(entry.call, [x])
+        else:
+            steps[entry.name] = training_step(entry.call, entry.router.parameters(), [x])
+    kind = "cpu" if torch.get_num_threads() == 1 else "wall"
+    return measure(steps, device="cpu", seconds=seconds, rounds=7, kind=kind)
+
+
+def ratios(timings: Mapping[str, Timing], bases: Sequence[str]) -> dict[str, str]:
+    """Ratio to the fastest base, turn by turn: median and range."""
+    base = [min(turns) for turns in zip(*(timings[name].turns for name in bases), strict=True)]
+    cells = {}
+    for name, timing in timings.items():
+        values = sorted(t / b for t, b in zip(timing.turns, base, strict=True))
+        cells[name] = f"{values[len(values) // 2]:.2f} ({values[0]:.2f}-{values[-1]:.2f})"
+    return cells
+
+
+def table(title: str, columns: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> None:
+    """Print a Markdown table; a contender that was wrong has no number."""
+    print(f"\n## {title}\n\n| router | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name in names:
+        print(f"| {name} | {' | '.join(cells.get(name, '') for cells in columns.values())} |")
+
+
+def main() -> None:
+    """Measure and print the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=12.0, help="for all contenders of a cell")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    options = parser.parse_args()
+    seconds, most = options.seconds, options.tokens
+    machine = describe_machine()
+    print(f"{machine['processor']}, torch {torch.__version__}, {torch.get_num_threads()} threads;")
+    print("median of 7 turns and range; processor time with one thread, else wall time.")
+
+    names: list[str] = []
+    columns: dict[str, dict[str, str]] = {}
+    for experts in EXPERTS:
+        entries = entries_of(experts, list(SETTINGS), torch.float32)
+        names = [entry.name for entry in entries]
+        for phase in ("forward", "forward+backward"):
+            timings = times(entries, torch.randn(most, HIDDEN), phase, seconds)
+            label = f"N {experts}, {'f+b' if phase != 'forward' else phase}"
+            columns[label] = ratios(timings, ["linear", "linear, plain", STOCK])
+    table(f"fp32, {most:,} tokens, over the fastest linear router", columns, names)
+
+    columns = {}
+    few = ["L2R r2 H16", "L2R r8 H1", "L2R r8 H4"]
+    entries = entries_of(64, few, torch.bfloat16)
+    for tokens in (1, 16, 256, 1024, most):
+        for phase in ("forward", "f+b") if tokens > 1 else ("forward",):
+            x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
+            columns[f"T {tokens}, {phase}"] = ratios(times(entries, x, phase, seconds / 3), [STOCK])
+    table(
+        "bf16 inputs, N 64, over transformers' router in bf16", columns, [e.name for e in entries]
+    )
+
+    columns = {}
+    for experts in (64, 256):
+        entries = entries_of(experts, few, torch.float32)
+        timings = times(entries, torch.randn(1, HIDDEN), "forward", seconds / 3)
+        columns[f"N {experts}"] = ratios(timings, [STOCK])
+    table("fp32, one token, over transformers' router", columns, [e.name for e in entries])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A text of the reader's own, of any length, as the routers of a checkpoint see it."""
+"""Routing of a text of the reader's own, of any length, by the routers of a checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -49,7 +49,7 @@ def build_app() -> typer.Typer:
             typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
         ] = False,
     ) -> None:
-        """What holds for every command."""
+        """Options of all commands."""
 
     for panel, names in PANELS.items():
         for name in names:
@@ -132,7 +132,7 @@ def with_option(message: str, group: Any, words: list[str]) -> str:
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """What to install for a command whose optional dependency is missing."""
+    """Install line for a command whose optional dependency is missing."""
     from l2r.cli.extras import how_to_install
 
     name = error.name or ""

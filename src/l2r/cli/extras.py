@@ -33,7 +33,7 @@ def extras() -> dict[str, list[Requirement]]:
 
 
 def missing(requirements: Iterable[Requirement]) -> list[str]:
-    """Those that are not installed, or in a version that does not do."""
+    """Requirements that are not installed, or in a version that is not accepted."""
     lacking = []
     for requirement in requirements:
         try:

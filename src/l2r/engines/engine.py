@@ -106,7 +106,7 @@ class Plug:
 
 
 class _Logits(nn.Module):
-    """A router whose forward gives logits alone: functional_call knows no other method."""
+    """Router whose forward returns only logits, since functional_call calls no other method."""
 
     def __init__(self, router: Router) -> None:
         super().__init__()

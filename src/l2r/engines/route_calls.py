@@ -15,7 +15,7 @@ from l2r.hf.routes import in_backward, next_number, outside_of_graphs, running_n
 
 
 class Part(NamedTuple):
-    """Which of ``ranks`` equal pieces of every row this rank has, and the group of the ranks."""
+    """Index of this rank's piece among ``ranks`` equal pieces of every row, and their group."""
 
     rank: int = 0
     ranks: int = 1
@@ -61,26 +61,26 @@ class Calls(ABC):
 
     @outside_of_graphs
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call begins."""
+        """Begin a call of the model."""
         rows, columns = _shape([*args, *kwargs.values()])
         self._check(Call(rows, columns, self.sequences))
         self._now, self._first_node = Call(rows, columns, self.sequences), next_number()
 
     @outside_of_graphs
     def keep(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It has succeeded."""
+        """Count the rows of a call that succeeded."""
         if self._now is not None:
             self.sequences += self._now.rows
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It is over, but for its backward pass."""
+        """End a call; its backward pass may follow."""
         if self._now is not None and next_number() > self._first_node:
             self._spans.append((range(self._first_node, next_number()), self._now))
         self._now = None
 
     def ask(self, layer: int, own: Tensor, part: Part) -> Tensor:
-        """The experts that a router takes, from those that it chose; see ``Choose``."""
+        """Experts that a router uses in place of its choice ``own``; see ``Choose``."""
         call = self._running()
         if call is None:
             return own

@@ -30,7 +30,7 @@ from l2r.hf.swap import layer_index
 
 
 class Recorder(Calls):
-    """Experts that the routers of an engine's model took; see the engine's ``record``."""
+    """Experts that the routers of an engine's model used; see the engine's ``record``."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class Ablation:
 
     @property
     def title(self) -> str:
-        """As the paper's captions: ``Varying rank with heads 4``."""
+        """Title in the form of the paper's captions: ``Varying rank with heads 4``."""
         name = _NAMES.get(self.field, self.field)
         shared = ", ".join(phrase(field, value) for field, value in self.fixed.items())
         return f"Varying {name}" + (f" with {shared}" if shared else "")

@@ -188,7 +188,7 @@ def write_report(
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:
-    """What the runs count their progress in: tokens or images."""
+    """Unit in which the runs count their progress: tokens or images."""
     return read_progress(runs[0]).unit
 
 

@@ -131,7 +131,7 @@ def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
 
 
 def summary_table(views: Mapping[str, Diagnosis]) -> Table:
-    """What a terminal shows: a row per checkpoint in six columns, the verdict above."""
+    """Table for a terminal: a row per checkpoint in six columns, the verdict above."""
     rows = []
     for name, view in views.items():
         numbers, experts = view.numbers(), len(view.array(0, "top1"))
@@ -237,7 +237,7 @@ def _is_certified(view: Diagnosis) -> bool:
 
 
 def _geometry(view: Diagnosis) -> list[Any]:
-    """Of the first, the middle and the last layer."""
+    """Figures of queries and anchors in the first, the middle and the last layer."""
     chosen = view.few_layers()
     planes = [layer for layer in chosen if f"{layer}.plane_first" in view.arrays]
     drawn = [_PLANE_KEY, routing_planes(view, planes)] if planes else []

@@ -103,7 +103,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
 
 
 def _registration(study: Study) -> list[str]:
-    """What the plan is, what was run, on what, and what it could find: a paragraph each."""
+    """Paragraphs on the plan, the runs, the machine and the differences it could find."""
     ran = (
         f"{len(study.results)} runs: {len(study.arms)} arms, {study.seeds} whole seeds of "
         f"{study.least} to {study.most} in the plan."

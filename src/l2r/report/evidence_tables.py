@@ -52,7 +52,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
 
 
 def precision_table(study: Study) -> Table:
-    """What the seeds can resolve, by metric: deviations of paired differences, half-widths."""
+    """Table of precision by metric: deviations of paired differences and half-widths."""
     rows = []
     for metric in dict.fromkeys(j.contrast.metric for j in study.judged):
         own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
@@ -101,7 +101,7 @@ def terminal_table(study: Study) -> Table:
 
 
 def proposals(study: Study) -> Table:
-    """What each screen proposes, by its fit and by what was run."""
+    """Table of each screen's proposals: best by its fit, and best of what was run."""
     rows = []
     for name, effects in effects_by_screen(study).items():
         screen = study.screens[name]

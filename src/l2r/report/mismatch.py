@@ -39,7 +39,7 @@ def verdict(result: Mismatch, against: str) -> str:
 
 
 def limits(result: Mismatch) -> str:
-    """What the numbers cannot say."""
+    """Limits of the numbers, in words."""
     parts = [
         f"{len(result.tokens):,} tokens of {len(result.lengths)} sequences of one text: rare flips "
         "may be missing, and another text may flip more.",
@@ -107,7 +107,7 @@ def write_mismatch(path: Path, result: Mismatch, *, name: str, against: str) -> 
 
 
 def page_data(result: Mismatch, title: str, against: str) -> dict[str, Any]:
-    """What the script reads: words, sums, and the first tokens of each domain one by one."""
+    """Data of the page's script: words, sums, and the first tokens of each domain."""
     shown = _shown_rows(result)
     starts = np.cumsum(result.lengths) - result.lengths
     columns = min(int(result.lengths.max()), max(1, _SHOWN // max(1, len(shown))))

@@ -23,7 +23,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Key:
-    """What colors mean: (color, meaning, shape); shapes are box, line, line dashed, line dotted."""
+    """Key of colors: (color, meaning, shape); shapes are box, line, line dashed, line dotted."""
 
     entries: Sequence[tuple[str, str, str]]
 

@@ -161,7 +161,7 @@ def images_table(record: Mapping[str, Any]) -> Table:
 
 
 def seeds_caption(seeds: Sequence[int]) -> str:
-    """What the numbers of a row are, with the numbers of seeds that rows have."""
+    """Caption that says over how many seeds the numbers of the rows are means."""
     if seeds == [1]:
         return "One seed each: differences of this size say nothing without more seeds."
     counts = "/".join(map(str, seeds))

@@ -48,7 +48,7 @@ def bench_table(bench: Mapping[str, Any]) -> Table:
 
 
 def of_bench(bench: Mapping[str, Any]) -> str:
-    """Which contender is fastest, or smallest, in how many of the groups."""
+    """Sentence on the contender that is fastest, or smallest, in most groups."""
     best: dict[str, int] = {}
     for group in groups(bench):
         own = [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]

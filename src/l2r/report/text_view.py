@@ -54,7 +54,7 @@ def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
 
 
 def prose_first(routing: TextRouting) -> TextRouting:
-    """The same with the domains in the order of their share of letters and spaces: code last."""
+    """Sort the domains by their share of letters and spaces: code comes last."""
     shares = []
     for domain in range(len(routing.domains)):
         rows = routing.shown[routing.domain[routing.shown] == domain]
@@ -68,7 +68,7 @@ def prose_first(routing: TextRouting) -> TextRouting:
 
 
 def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
-    """What the script reads: every distinct text once, and the checkpoints that read it."""
+    """Data of the page's script: every distinct text once, and the checkpoints that read it."""
     distinct: list[TextRouting] = []
     checkpoints = []
     for name, routing in texts.items():

@@ -32,7 +32,7 @@ _JUDGED = {
 
 
 def of_runs(runs: Sequence[RunFolder]) -> Verdict:
-    """What ended runs show about their arms; runs that differ in the seed alone are one arm."""
+    """Verdict of ended runs about their arms; runs that differ only in the seed are one arm."""
     arms: dict[str, list[RunFolder]] = {}
     for run in runs:
         arms.setdefault(run.name.partition(SEED_MARK)[0], []).append(run)
@@ -40,7 +40,7 @@ def of_runs(runs: Sequence[RunFolder]) -> Verdict:
 
 
 def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
-    """What the ended runs of each arm show, by its name; the first arm is the reference."""
+    """Verdict of each arm's ended runs, by its name; the first arm is the reference."""
     ended = {name: [r for r in runs if read_progress(r).ended] for name, runs in arms.items()}
     last = {name: _results(runs) for name, runs in ended.items() if _results(runs)}
     if not last:
@@ -94,7 +94,7 @@ def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool)
 
 
 def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
-    """Experts that are ever first in each checkpoint, and what the choice of experts is worth."""
+    """Verdict of a diagnosis: experts ever first in each checkpoint, and its routing gain."""
     first = {name: ever_first(view) for name, view in views.items()}
     low = min(first, key=lambda name: min(first[name]))
     experts = len(views[low].array(0, "top1"))
@@ -152,7 +152,7 @@ def of_study(study: Study) -> Verdict:
 
 
 def of_plan(plan: Mapping[str, Any]) -> Verdict:
-    """What to run, whether it fits, and how long it takes."""
+    """Verdict of a plan: what to run, whether it fits and how long it takes."""
     best, above = plan["best"], plan["above"]
     peak = (best["simulated"] or best["formula"]) / 1e9
     form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours

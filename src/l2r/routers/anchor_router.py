@@ -1,4 +1,4 @@
-"""What the routers with anchors share: the score's fields, the query norm and the anchors."""
+"""Base of the routers with anchors: the score's fields, the query norm and the anchors."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -52,7 +52,7 @@ class AnchorConfig(RouterConfig):
 
 
 class AnchorRouter(Router):
-    """What routers with SIPS-type anchors share: query norm, anchors [N, H, R], scoring."""
+    """Base class of routers with anchors: query norm, anchors [N, H, R], scoring."""
 
     anchors: nn.Parameter
 

@@ -32,7 +32,7 @@ class Captured:
         return [output.indices for calls in self.outputs.values() for output in calls]
 
     def rankings(self) -> list[Tensor]:
-        """What experts were chosen by, [T, N] of every layer; see ``Selection.ranking``."""
+        """Scores [T, N] of every layer by which experts were chosen; see ``Selection.ranking``."""
         return [
             self.routers[name].selection.ranking(self.routers[name], output.logits)
             for name, calls in self.outputs.items()

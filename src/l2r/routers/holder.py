@@ -39,7 +39,7 @@ def takes_part(holder: nn.Module) -> bool:
 
 
 def hooks_of_all_modules() -> bool:
-    """Whether torch calls something for whatever module is called."""
+    """Whether a global hook of torch is called for every module."""
     return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 

@@ -24,7 +24,7 @@ def last_tenth(run: RunFolder, field: str, *, end: int | None = None) -> float |
 
 
 def final_losses(run: RunFolder) -> dict[str, float]:
-    """What the run ends with, where it has it: train_ce and balance, validation_ce."""
+    """Losses at the end of a run, as far as it has them: train_ce, balance, validation_ce."""
     validation = (run.read_metrics("validation") or [{}])[-1]
     losses = {
         "train_ce": last_tenth(run, "ce"),

@@ -1,4 +1,4 @@
-"""Markdown tables, whatever stands in their cells."""
+"""Markdown tables; special characters in cells are escaped."""
 
 
 def one_cell(text: str) -> str:

@@ -105,7 +105,7 @@ class Mismatch(Arrays):
         }
 
     def costs(self) -> dict[str, dict[str, float | None]]:
-        """Of own and of replayed routes: KL, largest and mean change, share above LARGE."""
+        """Costs of own and of replayed routes: KL, largest and mean change, share above LARGE."""
         costs = {}
         for name in ("own", "replayed"):
             size, kl = np.abs(getattr(self, name)), getattr(self, f"kl_{name}")
@@ -142,7 +142,7 @@ class Mismatch(Arrays):
         return [self._tokens(name, where) for name, where in groups]
 
     def by_kind(self) -> list[dict[str, Any]]:
-        """The same by kind of token."""
+        """Changed tokens by kind of token."""
         kinds = np.array([kind_of(str(piece)) for piece in self.pieces])[self.tokens]
         rows = [self._tokens(kind, kinds == kind) for kind in _MARKS]
         return [row for row in rows if row["tokens"]]

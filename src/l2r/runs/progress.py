@@ -1,4 +1,4 @@
-"""How far a run is: the steps on record, and the steps that its recipe asks for."""
+"""Progress of a run: the steps on record, and the steps of its recipe."""
 
 from typing import NamedTuple
 

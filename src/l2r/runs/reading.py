@@ -93,7 +93,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def files_of(folder: Path) -> Iterator[None]:
-    """What goes wrong inside the block is due to a file in ``folder``: a ValueError says so."""
+    """Turn an error inside the block into a ValueError that blames a file in ``folder``."""
     try:
         yield
     except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:

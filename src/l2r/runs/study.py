@@ -51,7 +51,7 @@ class CellResult:
     facts: Mapping[str, Any]
 
     def rounded(self) -> "CellResult":
-        """The same with measures and curve in as many digits as files keep."""
+        """Round measures and curve to the digits that files keep."""
         sides = [
             {k: _rounded(v) for k, v in side.items()} for side in (self.trained, self.untrained)
         ]

@@ -47,7 +47,7 @@ def overlap(first: Experts, second: Experts) -> Overlap:
 
 
 def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
-    """What the load of the experts alone would give: the same against other documents."""
+    """Overlap that the experts' load alone would give: first against other documents of second."""
     if len(first) < 2:
         return None
     overlaps = [overlap(first, second[others]) for others in other_rows(len(first))]
@@ -55,7 +55,7 @@ def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
 
 
 def agreement(first: Experts, second: Experts) -> Agreement | None:
-    """Agreement of two routers whatever their experts are called; None for a single row."""
+    """Agreement of two routers up to a renumbering of experts; None for a single row."""
     observed = table(first[..., 0], second[..., 0])
     if len(first) < 2:
         return None

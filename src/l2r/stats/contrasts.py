@@ -60,11 +60,11 @@ class Pairs:
         return [a - b for a, b in zip(self.first, self.second, strict=True)]
 
     def untrained(self) -> list[float]:
-        """The same at step 0."""
+        """Differences at step 0, first - second."""
         return [a - b for a, b in zip(self.first_untrained, self.second_untrained, strict=True)]
 
     def learned(self) -> list[float]:
-        """What training added to the difference; 0 where it is rounding, which has a sign too."""
+        """Changes of the differences by training; 0 where they are rounding, which has signs."""
         scale = max((abs(x) for side in (self.first, self.second) for x in side), default=0.0)
         changes = [t - u for t, u in zip(self.trained(), self.untrained(), strict=True)]
         return [c if abs(c) > _ROUNDING * max(1.0, scale) else 0.0 for c in changes]

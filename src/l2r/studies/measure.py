@@ -1,4 +1,4 @@
-"""Numbers of a run: what its routers do on its own validation data, and what that is worth."""
+"""Numbers of a run: its routers on its own validation data, and their routing gain."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -35,7 +35,7 @@ class Registered:
     state: str
 
     def mark(self) -> dict[str, Any]:
-        """What a result keeps of it."""
+        """Fields that a result keeps."""
         return {"name": self.name, "digest": self.digest, "commit": self.commit}
 
 

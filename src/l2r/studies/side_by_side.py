@@ -117,7 +117,7 @@ class _Group:
                     yield ended
 
     def stopped(self, stop: StopRequest) -> Iterator[tuple[int, Ended]]:
-        """How those ended that were asked to save; raise what one of them raised."""
+        """Iterate over the ends of runs that were asked to save; raise one's error."""
         if self.raised is not None:
             raise self.raised
         number = None if stop.signal is None else int(stop.signal)
@@ -163,7 +163,7 @@ class _Group:
         self.workers[self.workers.index(worker)] = self._start()
 
     def _ready(self) -> "list[_Worker]":
-        """Those with something to read; soon back where there is nothing, to look for a signal."""
+        """Wait at most 0.2 s, to notice signals, for workers that have sent something."""
         pipes = {worker.pipe: worker for worker in self._busy()}
         return [pipes[pipe] for pipe in wait(list(pipes), timeout=0.2)]  # type: ignore[index]
 

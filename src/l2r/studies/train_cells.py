@@ -19,7 +19,7 @@ from l2r.training.recipes import AnyRecipe
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: ``error`` is one line, ``signal`` says that somebody stopped it."""
+    """End of a cell: ``error`` is one line, ``signal`` the signal by which it was stopped."""
 
     cell: Cell
     run: RunFolder

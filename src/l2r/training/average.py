@@ -30,7 +30,7 @@ class WeightAverage:
             self.buffers[name].copy_(buffer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, under flat names."""
+        """State for a checkpoint, under flat names."""
         values = {**self.parameters, **self.buffers}
         return {f"average.{name.removeprefix('module.')}": v for name, v in values.items()}
 

@@ -21,7 +21,7 @@ _SHOWN_CLASSES = 20  # classes with a separate row in figures; the rest share on
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """Validation images as a checkpoint wants to see them, with the class as the domain."""
+    """Validation images, prepared as a checkpoint's inputs, with the class as the domain."""
 
     dataset: ImageDataset
     section: ImageSection
@@ -52,7 +52,7 @@ class ImageInput:
             raise ValueError(f"none of {len(chosen)} images can be read, e.g. {skipped[0]}")
 
     def standard(self, pixels: Tensor) -> Tensor:
-        """Bytes as the model wants them."""
+        """Convert bytes to the model's input."""
         return standardize(pixels / 255, *self.section.standard)
 
 

@@ -14,7 +14,7 @@ from l2r.training.ranks import Ranks
 
 
 class Display(Protocol):
-    """Where bars and lines are shown: rich's Progress here, or another process's."""
+    """Display of bars and lines: rich's Progress here, or that of another process."""
 
     @property
     def console(self) -> Any:

@@ -1,4 +1,4 @@
-"""What the loop needs to know about a task, and which task trains which recipe."""
+"""Interface between the training loop and a task, and the task of each recipe."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ def build_task(recipe: AnyRecipe, report: Callable[[str], None]) -> Task:
 
 
 def task_class(recipe: AnyRecipe) -> Any:
-    """Which task trains a recipe, imported now: each needs packages the other can do without."""
+    """Task class of a recipe, imported here: each needs packages that the other does not."""
     if isinstance(recipe, VisionRecipe):
         from l2r.training.vision import VisionTask
 

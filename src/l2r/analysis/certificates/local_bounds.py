@@ -86,7 +86,7 @@ class LocalBounds:
         return torch.where((low > floor)[:, None, None], bound, -torch.inf)
 
     def _query_remainder(self, radius: Tensor) -> Tensor:
-        """How far q can be from its tangent over the ball; 0 without an RMSNorm."""
+        """Largest distance of q from its tangent over the ball; 0 without an RMSNorm."""
         if self.form.norm_eps is None:
             return torch.zeros_like(radius)
         part = radius / (self.hidden**0.5 * self.rms)

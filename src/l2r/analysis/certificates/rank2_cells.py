@@ -190,7 +190,7 @@ def _start(sizes: Tensor) -> Cells:
 
 
 def _examine(form: AnchorMap, cells: Cells, keep: int) -> tuple[Tensor, Tensor]:
-    """Which cells are not proven constant, and whether halving their angle helps more."""
+    """Masks of the cells not proven constant, and of those where halving the angle helps more."""
     experts, heads, _ = form.anchors.shape
     rows = max(1, _WORK // max(experts * heads, keep * (experts - keep)))
     parts = [

@@ -1,4 +1,4 @@
-"""What a model's routing is worth: its loss with other experts, less its own.
+"""Routing gain: a model's loss with other experts, less its own.
 
 Works on models with routers of ours, swapped or trained, and on Hugging Face MoE models whose
 routers return (logits, weights, indices).
@@ -32,7 +32,7 @@ class RoutingGain(NamedTuple):
     shuffled: float
 
     def numbers(self) -> dict[str, float]:
-        """As a diagnosis names them."""
+        """Numbers by their names in a diagnosis."""
         names = ("cross_entropy", "routing_gain", "shuffled_gain")
         return dict(zip(names, self, strict=True))
 

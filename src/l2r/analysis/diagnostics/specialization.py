@@ -171,7 +171,7 @@ class Frequency(NamedTuple):
 def frequency_dependence(
     words: Words, first: Int[np.ndarray, "R S"], margin: Float[np.ndarray, "R S"], num_experts: int
 ) -> Frequency:
-    """How routing differs between rare and frequent words of the data."""
+    """Differences of routing between rare and frequent words of the data."""
     real = (words >= 0) & (first >= 0)
     _, number, counts = np.unique(words[real], return_inverse=True, return_counts=True)
     often, chosen, gaps = counts[number], first[real], margin[real].astype(np.float64)

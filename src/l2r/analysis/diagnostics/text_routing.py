@@ -108,7 +108,7 @@ class TextTrace(Reducer):
 
 
 class _Layer:
-    """What one router did so far."""
+    """Counts of one router so far."""
 
     def __init__(self, router: nn.Module) -> None:
         self.router = router
@@ -165,7 +165,7 @@ class _Layer:
         }
 
     def _count(self, indices: Int[Tensor, "T K"]) -> None:
-        """How often each token came to each expert; only pairs that occur take memory."""
+        """Count the tokens of each word at each expert; only pairs that occur take memory."""
         pairs = (self._ids[:, None] * self.num_experts + indices).flatten()
         pairs = torch.cat([self._pairs, pairs])
         counts = torch.cat([self._counts, torch.ones(indices.numel(), dtype=torch.int64)])

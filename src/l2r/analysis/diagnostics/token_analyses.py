@@ -53,7 +53,7 @@ def model_analyses(
 
 
 def _words(choices: Choices) -> dict[str, Words]:
-    """What a token's choice may follow: the word it is, the next one, and the model's guess."""
+    """Words that a token's choice may follow: its own, the next one and the model's guess."""
     if choices.words is None:
         return {}
     following = np.full_like(choices.words, -1)

@@ -107,7 +107,7 @@ def _step(
 
 
 def _contenders(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, Experts], Any]:
-    """The same experts under every implementation, and their module."""
+    """Calls of the same experts under every implementation, and their module."""
     from l2r.hf.models import one_layer, register_experts
 
     ours = register_experts()

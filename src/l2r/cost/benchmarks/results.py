@@ -47,7 +47,7 @@ class BenchSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in: bf16 on a GPU, else fp32."""
+        """Dtype of the models: bf16 on a GPU, else fp32."""
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
 
@@ -126,7 +126,7 @@ class Bench:
             self.settings.watch(round(100 * done / self.groups), 100, what)
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``save`` writes."""
+        """Dictionary that ``save`` writes."""
         stored = asdict(replace(self, settings=replace(self.settings, watch=None)))
         del stored["settings"]["watch"], stored["groups"]
         return stored

@@ -55,7 +55,7 @@ def run(settings: BenchSettings) -> Bench:
 
 
 def _phases(tokens: int) -> tuple[str, ...]:
-    """What is timed of so many tokens: one at a time is inference."""
+    """Phases that are timed for so many tokens; one token is inference, without backward."""
     return ("forward",) if tokens == 1 else ("forward", "forward+backward")
 
 

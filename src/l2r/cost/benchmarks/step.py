@@ -58,7 +58,7 @@ def run(settings: BenchSettings) -> Bench:
 
 
 def _stock_step(model: nn.Module, batches: list[Tensor]) -> Step:
-    """What a user writes first: the model's own losses, clipping, torch's AdamW."""
+    """Step that a user writes first: the model's own losses, clipping, torch's AdamW."""
 
     def backward(batch: Tensor) -> None:
         model(input_ids=batch, labels=batch, output_router_logits=True).loss.backward()

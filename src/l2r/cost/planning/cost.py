@@ -31,7 +31,7 @@ class Step:
 
     @property
     def bottleneck(self) -> str:
-        """What takes longest."""
+        """Name of the longest part."""
         names = ("arithmetic", "gradients", "weights", "tokens")
         return max(names, key=lambda name: float(getattr(self, name)))
 

@@ -86,7 +86,7 @@ class L2RTopKRouter(TopKRouter):
 
 
 def moe_submodules(layer: Any) -> Any:
-    """What a layer spec builds its MoE from, None for one without; its ``router`` is a builder."""
+    """Submodules of a layer spec's MoE, or None without one; ``router`` is a builder."""
     mlp = layer.submodules.mlp
     # A spec before 0.18, a partial of the layer from then on.
     submodules = getattr(mlp, "keywords", vars(mlp)).get("submodules")

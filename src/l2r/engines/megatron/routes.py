@@ -130,7 +130,7 @@ def _replaying(router: Any) -> Callable[[Choose], _TopK]:
 
 
 def _part(config: Any) -> Part:
-    """The piece of the sequence that this rank's routers see."""
+    """Piece of the sequence that this rank's routers get."""
     if not config.sequence_parallel:
         return WHOLE
     group = parallel_state.get_tensor_model_parallel_group()

@@ -85,13 +85,13 @@ class L2RMoERouter(MoERouter):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         found = next(self.parameters()).device
         return torch.device("cpu") if found.type == "meta" else found
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the router as our own models draw it, whatever part of it this rank holds."""
+        """Initialize the part of the router on this rank as our own models initialize it."""
         super().reset_parameters()
         for name, value in self.plug.draw().items():
             mine = getattr(self, name)
@@ -104,7 +104,7 @@ class L2RMoERouter(MoERouter):
         return self.plug.logits(x, values)
 
     def apply_tp(self, tp_mesh: Any, float8_enabled: bool = False) -> None:
-        """Every rank holds all parameters and sees its part of the sequence."""
+        """Replicate the parameters; every rank routes its part of the sequence."""
         super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
         for name, value in list(self.named_parameters()):
             whole = distribute_tensor(value.data, tp_mesh, [Replicate()])

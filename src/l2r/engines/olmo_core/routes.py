@@ -76,6 +76,6 @@ def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor
 
 
 def _part(router: Any) -> Part:
-    """The piece of the sequence that this rank's router sees."""
+    """Piece of the sequence that this rank's router gets."""
     mesh = router.tp_mesh
     return WHOLE if mesh is None else Part(mesh.get_local_rank(), mesh.size(), mesh.get_group())

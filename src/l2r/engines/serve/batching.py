@@ -143,7 +143,7 @@ class Batching(Worker):
 
 
 class _Taken:
-    """Gives the sequences that ask for it the experts that a step took for their tokens."""
+    """Hand the experts that a step used to the sequences that ask for routes."""
 
     def __init__(self, model: Any, sequences: Mapping[str, Sequence]) -> None:
         self._model, self._sequences = model, sequences

@@ -80,7 +80,7 @@ def connection_class(limits: ServeLimits) -> type:
 
 
 def _last_answer(error: RequestError) -> bytes:
-    """HTTP by hand, for a connection on which no request was read."""
+    """Answer in HTTP on a connection from which no request was read."""
     body = json.dumps(error.body()).encode()
     again = "Retry-After: 1\r\n" if error.status == HTTPStatus.TOO_MANY_REQUESTS else ""
     head = (

@@ -92,7 +92,7 @@ class _Request(_Fields):
         return False
 
     def sampling(self, max_tokens: int, choice: int) -> Sampling:
-        """How the answer number ``choice`` draws its tokens: each with another seed."""
+        """Sampling settings of answer number ``choice``; each answer has another seed."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,

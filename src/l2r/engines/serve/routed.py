@@ -22,7 +22,7 @@ from l2r.hf.routes import (
 
 
 def routes_of(model: Any) -> Fingerprint | str:
-    """What the experts of a model's tokens are written with, or why they cannot be."""
+    """Fingerprint with which a model's routes are written, or the reason why they cannot be."""
     try:
         fingerprint = fingerprint_of(model)
     except ValueError as error:
@@ -63,7 +63,7 @@ class RoutedTokens:
 
 @contextmanager
 def noting(model: Any) -> Iterator[Choices]:
-    """What the routers choose in the forward that comes, or in each: ``begin`` before it."""
+    """Record the routers' choices in the next forward; call ``begin`` before each further one."""
     choices = Choices(model)
     with replaced_functions(choices.forwards()):
         choices.begin()

@@ -1,4 +1,4 @@
-"""The choice of one token from logits, as a request asks for it."""
+"""Choose one token from logits by the settings of a request."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class Sampler:
         return self.score(logits, self._token(logits))
 
     def score(self, logits: Tensor, token: int) -> Choice:
-        """A given token, with what the request asks to know of it; ``logits`` [V] on the CPU."""
+        """Given token, with the numbers that the request asks for; ``logits`` [V] on the CPU."""
         if self._sampling.alternatives is None:
             return Choice(token)
         logprobs = logits.log_softmax(-1).clamp(min=_LEAST)

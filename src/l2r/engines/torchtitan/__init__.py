@@ -52,7 +52,7 @@ class L2RGate(Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the router as our own models draw it, whatever part of it this rank holds."""
+        """Initialize the part of the router on this rank as our own models initialize it."""
         for name, value in self.plug.draw().items():
             mine = getattr(self, name)
             whole = value.to(mine.device, mine.dtype)
@@ -99,7 +99,7 @@ def plug_of(config: L2RGate.Config, *, seed: int | None = None) -> Plug:
 
 
 class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
-    """Qwen3's adapter that also knows the parameters of our gates."""
+    """Qwen3's state-dict adapter, extended by the parameters of our gates."""
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)

@@ -44,7 +44,7 @@ def load_causal_lm(
 def load_model(
     folder: Path, *, placement: Placement, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """The same of a language model or an image classifier in a folder here."""
+    """Load a language model or an image classifier, and its tokenizer or None, from a folder."""
     options = placement.options(checkpoint_folder(folder))
     model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)

@@ -145,7 +145,7 @@ def _words(value: Any) -> Any:
 
 
 def _without_folders(value: Any) -> Any:
-    """The same with the name alone of every absolute path: a card is for others to read."""
+    """Replace every absolute path by its last name: a card is for other people."""
     if isinstance(value, Mapping):
         return {name: _without_folders(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -30,7 +30,7 @@ _UPLOAD = ("private", "token", "revision", "create_pr", "commit_message", "commi
 
 
 class Loading(NamedTuple):
-    """How what was saved is loaded: ``library_name`` of the card, and a section of it."""
+    """Instructions to load a saved model: ``library_name`` of the card, and a section of it."""
 
     library: str
     text: str
@@ -47,7 +47,7 @@ class SavesCard:
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """As in transformers, with a model card. ``push_to_hub`` uploads the folder with it."""
+        """Save as transformers does, and write a model card. ``push_to_hub`` uploads the folder."""
         folder = Path(save_directory)
         repo_id = options.pop("repo_id", folder.name)
         upload = _taken(options, _UPLOAD) if push_to_hub else {}
@@ -61,7 +61,7 @@ class SavesCard:
     def push_to_hub(
         self, repo_id: str, *, tags: str | list[str] | None = None, **options: Any
     ) -> Any:
-        """As in transformers, with a model card where the repository has none of a person's."""
+        """Upload as transformers does, with a model card unless a person wrote the repository's."""
         if tags:
             self.add_model_tags(tags)  # type: ignore[attr-defined]
         upload = _taken(options, _UPLOAD)

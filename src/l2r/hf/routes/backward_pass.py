@@ -25,6 +25,6 @@ def running_number() -> int:
 
 
 def outside_of_graphs(function: F) -> F:
-    """The same function, which torch.compile calls and does not trace."""
+    """Wrap a function so that torch.compile calls it and does not trace it."""
     wrapped: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return wrapped

@@ -16,7 +16,7 @@ from l2r.routers.observe import routed
 
 
 class _Chosen:
-    """What the router of a layer chose in the call that runs."""
+    """Choice of a layer's router in the running call."""
 
     indices: Tensor | None = None
     weights: Tensor | None = None

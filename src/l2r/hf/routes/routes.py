@@ -167,7 +167,7 @@ class Routes:
         return self._rows(rows, np.minimum(self.lengths, length), counts)
 
     def with_fingerprint(self, fingerprint: Fingerprint) -> "Routes":
-        """The same of another model. Raises ValueError where the sizes do not fit."""
+        """Return them with another model's fingerprint. Raises ValueError where sizes differ."""
         return replace(self, fingerprint=fingerprint)
 
     @cached_property

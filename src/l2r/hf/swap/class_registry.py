@@ -93,7 +93,7 @@ def _stock_class(name: str) -> Any:
 
 
 def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:
-    """Auto classes that know a configuration class, each with its model class."""
+    """Auto classes that map a configuration class, each with its model class."""
     for auto in vars(modeling_auto).values():
         is_auto = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
         mapping = auto._model_mapping if is_auto else None

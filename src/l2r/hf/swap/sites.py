@@ -21,7 +21,7 @@ SELECTIONS = ("family", "router")
 
 @dataclass(frozen=True)
 class Site:
-    """Where a router sits: its module path, the index of its layer, and the module itself."""
+    """Place of a router: its module path, the index of its layer, and the module itself."""
 
     path: str
     layer: int

@@ -97,7 +97,7 @@ def _build(compiler: str) -> Path:
 
 
 def _private_folder() -> Path:
-    """Where this user keeps kernels; a folder for this process alone where that is not safe."""
+    """Folder of this user's kernels, or one for this process alone where that is not safe."""
     user = os.getuid() if hasattr(os, "getuid") else "own"
     folder = cache_folder() / f"kernels-{user}"  # a cache may be shared by several users
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _is_private(path: Path) -> bool:
 
 
 def processor(info: Path = Path("/proc/cpuinfo")) -> bytes:
-    """What -march=native depends on; the names of Linux on x86 and on Arm."""
+    """Facts on which -march=native depends, by the names of Linux on x86 and on Arm."""
     if not info.exists():
         return platform.machine().encode()
     names = (b"model", b"flags", b"Features", b"CPU ")

@@ -66,7 +66,7 @@ class ImageSource:
         return Image.open(item) if isinstance(item, str) else Image.fromarray(item)
 
     def name(self, index: int) -> str:
-        """What to call the image in a message."""
+        """Name of the image in messages."""
         item = self.items[index]
         return item if isinstance(item, str) else f"image {index}"
 

@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens. ``sha256`` is of its tokenizer.json, empty if unknown."""
+    """Tokenizer of the tokens. ``sha256`` is of its tokenizer.json, empty if unknown."""
 
     name: str
     vocab_size: int

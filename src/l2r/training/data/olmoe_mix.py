@@ -77,7 +77,7 @@ class PlannedDomain:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which shards make a subset of ``target_tokens``; the JSON form is ``dataclasses.asdict``."""
+    """Shards of a subset of ``target_tokens``; the JSON form is ``dataclasses.asdict``."""
 
     repository: str
     target_tokens: int

@@ -18,7 +18,7 @@ Parts = dict[str, TokenFile]  # the token file of every part of one shard
 
 @dataclass(frozen=True)
 class Receipts:
-    """What earlier runs finished: a small file per shard and part, next to the tokens."""
+    """Record of finished work: a small file per shard and part, next to the tokens."""
 
     folders: Mapping[str, Path]
     identity: TokenizerIdentity

@@ -177,7 +177,7 @@ def _gzip_lines(stream: BinaryFile) -> Documents:
 
 
 class _Borrowed:
-    """A stream that pyarrow cannot close: it belongs to whoever opened it."""
+    """Stream that pyarrow cannot close; its opener closes it."""
 
     def __init__(self, stream: BinaryFile) -> None:
         self._stream = stream

@@ -98,7 +98,7 @@ def write_token_files(
 
 
 class _HashedFile:
-    """A file under a temporary name that knows the SHA-256 of what was written."""
+    """File under a temporary name that computes the SHA-256 of what is written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

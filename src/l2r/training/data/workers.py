@@ -72,7 +72,7 @@ def tokenize_shards(
 
 
 class _Worker(NamedTuple):
-    """What one worker process keeps between shards."""
+    """State that a worker process keeps between shards."""
 
     tokenizer: "Tokenizer"
     identity: TokenizerIdentity

@@ -133,7 +133,7 @@ class TaskResult:
     def from_dict(
         cls, values: dict[str, Any], scored: tuple[ScoredDocument, ...] = ()
     ) -> "TaskResult":
-        """What ``to_dict`` wrote, with the documents."""
+        """Read what ``to_dict`` wrote and add the documents."""
         error = math.nan if values["standard_error"] is None else values["standard_error"]
         return cls(**{**values, "standard_error": error, "scored": scored})
 

@@ -27,7 +27,7 @@ EVALUATION_FILE = "evaluation.json"
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What an accuracy depends on besides the weights; as for :func:`evaluate_tasks`."""
+    """Settings that change an accuracy besides the weights; see :func:`evaluate_tasks`."""
 
     split: str = "val"
     limit: int | None = None

@@ -84,7 +84,7 @@ def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str,
 
 
 def _for_router(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays of a router section under another one."""
+    """Fields of a router section that stay under another router."""
     if "preset" in above:
         return {}  # it gives every option
     if "kind" not in above:

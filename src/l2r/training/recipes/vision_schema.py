@@ -65,7 +65,7 @@ class VitSection(Section):
 
 
 class AugmentationSection(Section):
-    """What happens to training images; zero switches a step off (l2r.training.data.augment)."""
+    """Augmentation of training images; zero switches a step off (l2r.training.data.augment)."""
 
     read_with: ClassVar = {"magnitude": {"randaugment": OtherThan(0)}}
 
@@ -164,7 +164,7 @@ class VisionRecipe(Recipe):
         )
 
     def completed(self, values: Mapping[str, Any]) -> Self:
-        """The same with ``values`` for open fields. Raises ValueError where they do not fit."""
+        """Fill open fields with ``values``. Raises ValueError where they do not fit."""
         whole = self.model_dump()
         for field in self.open_fields():
             section, _, name = field.partition(".")

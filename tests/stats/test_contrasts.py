@@ -222,6 +222,15 @@ def test_holm_holds_back_what_a_single_test_would_call():
     assert (unclear.verdict, unclear.reason) == ("undecided", "")  # its interval holds 0
 
 
+@pytest.mark.parametrize("primary", [True, False])
+def test_a_contrast_with_fewer_seeds_than_the_plan_says_so(primary):
+    """Neither Holm's procedure nor the untrained model is why it is undecided."""
+    gaps = [pairs(np.array([1.0, 1.01, 1.02]))]
+    for least, word, reason in ((4, "undecided", "seeds missing"), (3, "worse", "")):
+        (judged,) = judge([contrast(primary=primary)], gaps, alpha=ALPHA, margins={}, least=least)
+        assert (judged.verdict, judged.reason) == (word, reason)
+
+
 def test_an_undecided_primary_contrast_needs_the_seeds_of_its_share_of_alpha():
     gaps = [0.03, -0.02, 0.04, -0.01]
     kinds = [contrast(), contrast(), contrast(primary=False)]

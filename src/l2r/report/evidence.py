@@ -34,7 +34,8 @@ _TWO_INTERVALS = (
 )
 _WHY = (
     "Why undecided: the interval leaves out 0, but training did not add the difference (there "
-    "before training), or its p-value exceeds alpha after Holm's procedure (not after Holm)."
+    "before training), its p-value exceeds alpha after Holm's procedure (not after Holm), or the "
+    "plan's least seeds are not complete (seeds missing)."
 )
 _BARS = "Bars are 95% intervals; primary contrasts are bold."
 _KEY = Key(

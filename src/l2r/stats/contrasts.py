@@ -130,7 +130,9 @@ def judge(
         elif enough and same[i] <= alpha:
             verdict = "equivalent"
         needed = None
-        reason = _reason(pair, gaps, unadjusted[i], alpha) if verdict == "undecided" else ""
+        reason = ""
+        if verdict == "undecided":
+            reason = _reason(pair, gaps, unadjusted[i], alpha, enough=enough)
         undecided = enough and verdict == "undecided" and reason != NOT_FINITE
         if undecided and margin is not None and gaps.freedom:
             each = alpha / len(primary) if contrast.primary else alpha
@@ -163,8 +165,11 @@ def _of_all_seeds(
     return estimate(pair.trained()).interval(alpha), p
 
 
-def _reason(pair: Pairs, gaps: Estimate, p: float, alpha: float) -> str:
-    """Why an undecided contrast has an interval without 0; ``p`` is before Holm's procedure."""
+def _reason(pair: Pairs, gaps: Estimate, p: float, alpha: float, *, enough: bool) -> str:
+    """Reason why a contrast is undecided although its interval leaves out 0, else empty.
+
+    ``p`` is before Holm's procedure; ``enough``: whether the plan's least seeds are complete.
+    """
     if not pair.are_finite():
         return NOT_FINITE
     interval = gaps.interval(alpha)
@@ -172,6 +177,8 @@ def _reason(pair: Pairs, gaps: Estimate, p: float, alpha: float) -> str:
         return ""
     if p > alpha:
         return "there before training"
+    if not enough:
+        return "seeds missing"
     return "not after Holm" if gaps.freedom else ""
 
 

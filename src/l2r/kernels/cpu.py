@@ -30,7 +30,7 @@ _sizes, _score = Struct("6q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
 _NO_EXPERT = 2  # what the compiled code returns for a route to no expert
 _MAX_RANK = 64  # above, the products of torch are faster
-_MAX_HALF_NUMBERS = 2**21  # of x in half precision, above which its copy in fp32 is slower
+_MAX_HALF_NUMBERS = 2**21  # of x in half precision; a larger copy of it in fp32 is slower
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
 
@@ -70,8 +70,8 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     if not (weight.dtype is wide and anchors.dtype is wide and x.is_cpu):
         return None
     if x.dtype is not wide:
-        if x.numel() > _MAX_HALF_NUMBERS:
-            return None
+        if x.numel() > _MAX_HALF_NUMBERS and x.shape[0] > 1:
+            return _whole_router_in_parts(given, options)
         x = x.float()
     tokens, hidden = x.shape
     experts, heads, rank = anchors.shape
@@ -101,6 +101,23 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     if failure:
         raise _failed(failure, sizes, routes)
     return Tensors(given.x, weight, gain, anchors, logits=logits, weights=weights, indices=indices)
+
+
+def _whole_router_in_parts(given: Tensors, options: Options) -> Tensors | None:
+    """Results of ``_whole_router``, for tokens of which so many at a time are copied to fp32."""
+    x, routes = given.x, given.routes
+    assert x is not None
+    rows = max(1, _MAX_HALF_NUMBERS // x.shape[1])
+    parts = []
+    for start in range(0, x.shape[0], rows):
+        own_routes = None if routes is None else routes[start : start + rows]
+        part = given._replace(x=x[start : start + rows], routes=own_routes)
+        results = _whole_router(part, options)
+        if results is None:
+            return None
+        parts.append((results.logits, results.weights, results.indices))
+    logits, weights, indices = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return given._replace(logits=logits, weights=weights, indices=indices)
 
 
 def _failed(code: int, sizes: tuple[int, ...], routes: Tensor | None) -> Exception:

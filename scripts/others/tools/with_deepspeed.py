@@ -13,22 +13,25 @@ from scripts.others.tools.subjects import IDS, Subject, in_routers
 from tests.processes import on_two_ranks
 
 ROWS: list[Row] = []
-# A process that is killed while it compiles leaves a lock, and all later ones wait for it. So this
-# process has a folder of its own, which the ranks that it starts inherit.
-if "TORCH_EXTENSIONS_DIR" not in os.environ:
-    _EXTENSIONS = TemporaryDirectory()
-    os.environ["TORCH_EXTENSIONS_DIR"] = _EXTENSIONS.name
 
 
 @cache
-def _compile_once() -> None:
-    """Compile DeepSpeed's all-reduce before the ranks, which have a deadline."""
+def _extensions() -> TemporaryDirectory[str]:
+    """Compile DeepSpeed's all-reduce into a folder of this run.
+
+    Ranks have a deadline. One that is killed while it compiles leaves a lock, for which all later
+    ones wait.
+    """
+    folder = TemporaryDirectory()
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
     build_shm_op()
+    return folder
 
 
-def _steps(rank: int, subject: Subject) -> list[float]:
+def _steps(rank: int, subject: Subject, extensions: str) -> list[float]:
     """Loss of three steps; every rank has the same batch, so one process gives the same."""
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     model = subject.model().train()
     options = {
         "train_micro_batch_size_per_gpu": 2,
@@ -52,9 +55,9 @@ def _steps(rank: int, subject: Subject) -> list[float]:
 @row(ROWS, "ZeRO-3 on two ranks gives the losses of one process")
 def zero3(subject: Subject) -> None:
     """Three steps of SGD."""
-    _compile_once()
+    extensions = _extensions().name
     with TemporaryDirectory() as folder:
-        first, second = on_two_ranks(_steps, Path(folder), subject)
+        first, second = on_two_ranks(_steps, Path(folder), subject, extensions)
     model = subject.model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []

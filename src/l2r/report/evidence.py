@@ -23,7 +23,7 @@ from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.verdicts import of_study
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Study
-from l2r.stats.contrasts import NOT_FINITE
+from l2r.stats.contrasts import NOT_FINITE, SEEDS_MISSING
 from l2r.stats.paired_t import detectable
 
 _TWO_INTERVALS = (
@@ -34,9 +34,9 @@ _TWO_INTERVALS = (
 )
 _WHY = (
     "Why undecided: the interval leaves out 0, but training did not add the difference (there "
-    "before training), its p-value exceeds alpha after Holm's procedure (not after Holm), or the "
-    "plan's least seeds are not complete (seeds missing)."
+    "before training), or its p-value exceeds alpha after Holm's procedure (not after Holm)."
 )
+_TOO_FEW = "Seeds missing: the plan's least seeds are not complete, so no contrast is decided."
 _BARS = "Bars are 95% intervals; primary contrasts are bold."
 _KEY = Key(
     (
@@ -138,8 +138,11 @@ def _notes(study: Study) -> list[str]:
     notes = []
     if any(j.plain is not None for j in study.judged):
         notes.append(_TWO_INTERVALS.format(first=study.first))
-    if any(j.reason not in ("", NOT_FINITE) for j in study.judged):
+    reasons = {j.reason for j in study.judged}
+    if reasons - {"", NOT_FINITE, SEEDS_MISSING}:
         notes.append(_WHY)
+    if SEEDS_MISSING in reasons:
+        notes.append(_TOO_FEW)
     return notes
 
 

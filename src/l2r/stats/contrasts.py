@@ -19,6 +19,7 @@ from l2r.stats.paired_t import Estimate, estimate, holm, seeds_needed
 
 _ROUNDING = 1e-6  # of a measure: sums in fp32, stored with seven digits
 NOT_FINITE = "a value is not finite"
+SEEDS_MISSING = "seeds missing"
 Verdict = Literal["better", "worse", "equivalent", "undecided"]
 
 
@@ -178,7 +179,7 @@ def _reason(pair: Pairs, gaps: Estimate, p: float, alpha: float, *, enough: bool
     if p > alpha:
         return "there before training"
     if not enough:
-        return "seeds missing"
+        return SEEDS_MISSING
     return "not after Holm" if gaps.freedom else ""
 
 

@@ -3,6 +3,7 @@
 Shape letters: T tokens, R rank, N experts, H anchors.
 """
 
+from collections.abc import Iterator
 from struct import Struct
 
 import torch
@@ -31,6 +32,7 @@ _pointers = Struct(f"{len(Tensors._fields)}P").pack
 _NO_EXPERT = 2  # what the compiled code returns for a route to no expert
 _MAX_RANK = 64  # above, the products of torch are faster
 _MAX_HALF_NUMBERS = 2**21  # of x in half precision; a larger copy of it in fp32 is slower
+_BY_TOKEN = ("x", "query", "logits", "routes", "rstd", "weights", "indices", "lse")
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
 
@@ -42,7 +44,8 @@ def forward(given: Tensors, options: Options) -> Tensors:
     sizes = sizes_of(given)
     if _compiled(given, sizes):
         done = empty_results(given, options)
-        _run("l2r_forward", sizes, options, _wide(done))
+        for part in _parts(done):
+            _run("l2r_forward", sizes_of(part), options, _wide(part))
         return done
     if in_one_stage(given, options):
         return blocks.forward(given, options)
@@ -70,8 +73,8 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     if not (weight.dtype is wide and anchors.dtype is wide and x.is_cpu):
         return None
     if x.dtype is not wide:
-        if x.numel() > _MAX_HALF_NUMBERS and x.shape[0] > 1:
-            return _whole_router_in_parts(given, options)
+        if x.numel() > _MAX_HALF_NUMBERS:
+            return None
         x = x.float()
     tokens, hidden = x.shape
     experts, heads, rank = anchors.shape
@@ -103,23 +106,6 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     return Tensors(given.x, weight, gain, anchors, logits=logits, weights=weights, indices=indices)
 
 
-def _whole_router_in_parts(given: Tensors, options: Options) -> Tensors | None:
-    """Results of ``_whole_router``, for tokens of which so many at a time are copied to fp32."""
-    x, routes = given.x, given.routes
-    assert x is not None
-    rows = max(1, _MAX_HALF_NUMBERS // x.shape[1])
-    parts = []
-    for start in range(0, x.shape[0], rows):
-        own_routes = None if routes is None else routes[start : start + rows]
-        part = given._replace(x=x[start : start + rows], routes=own_routes)
-        results = _whole_router(part, options)
-        if results is None:
-            return None
-        parts.append((results.logits, results.weights, results.indices))
-    logits, weights, indices = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return given._replace(logits=logits, weights=weights, indices=indices)
-
-
 def _failed(code: int, sizes: tuple[int, ...], routes: Tensor | None) -> Exception:
     """The error for what the compiled code returned."""
     if code == _NO_EXPERT and routes is not None:
@@ -131,7 +117,8 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given; see ``contract.Backend``."""
     anchors, sizes = tensors.anchors, sizes_of(tensors)
     few = anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS
-    if few and _compiled(tensors, sizes):
+    # In parts the backward would take new memory for each; blocks use theirs again.
+    if few and not _is_large_half(tensors) and _compiled(tensors, sizes):
         wide = _wide(tensors)
         grads = empty_grads(wide, options)
         _run("l2r_backward", sizes, options, wide, up, grads)
@@ -143,14 +130,30 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     return backward_in_stages(backward, tensors, up, options)
 
 
+def _is_large_half(tensors: Tensors) -> bool:
+    x = tensors.x
+    return x is not None and x.dtype is not torch.float32 and x.numel() > _MAX_HALF_NUMBERS
+
+
+def _parts(tensors: Tensors) -> Iterator[Tensors]:
+    """Iterate over views of the tokens of which x is copied to fp32 at a time."""
+    if tensors.x is None or not _is_large_half(tensors):
+        yield tensors
+        return
+    tokens, hidden = tensors.x.shape
+    size = max(1, _MAX_HALF_NUMBERS // hidden)
+    by_token = {n: t for n in _BY_TOKEN if (t := getattr(tensors, n)) is not None}
+    for start in range(0, tokens, size):
+        rows = slice(start, start + size)
+        yield tensors._replace(**{name: tensor[rows] for name, tensor in by_token.items()})
+
+
 def _compiled(tensors: Tensors, sizes: Sizes) -> bool:
     """Whether the compiled code takes these tensors and is not slower than torch's products."""
     t = tensors
     for tensor in (t.weight, t.anchors, t.query, t.logits):
         if tensor is not None and tensor.dtype is not torch.float32:
             return False
-    if t.x is not None and t.x.dtype is not torch.float32 and t.x.numel() > _MAX_HALF_NUMBERS:
-        return False
     is_small = sizes.rank <= _MAX_RANK or sizes.tokens <= blocks.FEW_TOKENS
     if t.rho_hat is not None or sizes.tokens == 0 or not is_small:
         return False

@@ -173,7 +173,7 @@ def check_types(config: RouterConfig) -> None:
 
 
 def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
-    """Raise ValueError for a field that has no effect beside the others and is not at its default.
+    """Raise ValueError for a field that is set, but unused with the values of the other fields.
 
     ``defaults``: default of each field to check, by its name.
     """

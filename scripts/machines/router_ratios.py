@@ -1,11 +1,13 @@
 """Ratios of router time at the ranks that the evidence prefers: own and swapped, fp32 and bf16.
 
     OMP_NUM_THREADS=1 python -m scripts.machines.router_ratios > results/router-ratios-1-thread.md
+    python -m scripts.machines.router_ratios --device cuda --seconds 1 > results/gpu/router-ratios.md
 
 d = 2048, k = 8. Three tables: every router over the fastest linear one in fp32; inputs in bf16 over
 the router of transformers' OLMoE in bf16, whose product is in bf16 too; one token. All contenders
 of a cell take turns, and one that is wrong against float64 gets no number. Run it once per number
-of threads on a quiet machine: some six minutes each.
+of threads on a quiet machine: some six minutes each. On a GPU steps are replays of CUDA graphs, the
+time on the device alone; launches are in the tables of ``l2r bench router --device cuda``.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from l2r.cost.benchmarks.contenders import (
     training_step,
 )
 from l2r.cost.benchmarks.results import BenchSettings
-from l2r.cost.benchmarks.timing import Step, Timing, measure
+from l2r.cost.benchmarks.timing import Step, Timing, graphed, measure
 from l2r.hf.models import one_layer
 from l2r.hf.swap import replace_routers
 from l2r.machine import describe_machine
@@ -38,7 +40,9 @@ SETTINGS = {
 }
 
 
-def entries_of(experts: int, settings: Sequence[str], dtype: torch.dtype) -> list[Contender]:
+def entries_of(
+    experts: int, settings: Sequence[str], dtype: torch.dtype, device: str
+) -> list[Contender]:
     """Routers of these sizes, own and swapped, with linear, X-MoE and transformers' own."""
     routers: dict[str, tuple[str, dict[str, Any]]] = {
         "linear": ("linear", {}),
@@ -48,20 +52,24 @@ def entries_of(experts: int, settings: Sequence[str], dtype: torch.dtype) -> lis
         rank, heads = SETTINGS[label]
         routers[label] = ("l2r_sips", {"rank": rank, "heads": heads})
     every_form = contenders(
-        BenchSettings(), hidden=HIDDEN, experts=experts, top_k=CHOSEN, routers=routers
+        BenchSettings(device), hidden=HIDDEN, experts=experts, top_k=CHOSEN, routers=routers
     )
-    entries = [e for e in every_form if e.form == "fused" or e.name == "linear, plain"]
+    entries = [
+        entry
+        for entry in every_form
+        if entry.name != STOCK and (entry.form == "fused" or entry.name == "linear, plain")
+    ]
     for entry in entries:
         entry.name = entry.name.removesuffix(", fused")
     sizes = {"hidden_size": HIDDEN, "num_experts": experts, "top_k": CHOSEN}
     torch.manual_seed(0)
-    stock = one_layer(**sizes).model.layers[0].mlp.gate.to(dtype)
+    stock = one_layer(**sizes).model.layers[0].mlp.gate.to(device, dtype)
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     entries.append(Contender(STOCK, stock, "fused", tolerance=tolerance))
     for label in settings:
         rank, heads = SETTINGS[label]
         model = replace_routers(one_layer(**sizes), make_config("l2r_sips", rank=rank, heads=heads))
-        router = model.model.layers[0].mlp.gate
+        router = model.model.layers[0].mlp.gate.to(device)
         entries.append(Contender(f"{label}, swapped", router, "fused"))
     return entries
 
@@ -76,8 +84,10 @@ def times(entries: Sequence[Contender], x: Tensor, phase: str, seconds: float) -
             steps[entry.name] = forward_step(entry.call, [x])
         else:
             steps[entry.name] = training_step(entry.call, entry.router.parameters(), [x])
+    if x.is_cuda:
+        steps = {name: graphed(step) for name, step in steps.items()}
     kind = "cpu" if torch.get_num_threads() == 1 else "wall"
-    return measure(steps, device="cpu", seconds=seconds, rounds=7, kind=kind)
+    return measure(steps, device=x.device.type, seconds=seconds, rounds=7, kind=kind)
 
 
 def ratios(timings: Mapping[str, Timing], bases: Sequence[str]) -> dict[str, str]:
@@ -103,29 +113,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=12.0, help="for all contenders of a cell")
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--experts", type=int, nargs="*", default=EXPERTS, help="of the first table")
     options = parser.parse_args()
-    seconds, most = options.seconds, options.tokens
+    seconds, most, device = options.seconds, options.tokens, options.device
     machine = describe_machine()
-    print(f"{machine['processor']}, torch {torch.__version__}, {torch.get_num_threads()} threads;")
-    print("median of 7 turns and range; processor time with one thread, else wall time.")
+    if device == "cpu":
+        threads = torch.get_num_threads()
+        print(f"{machine['processor']}, torch {torch.__version__}, {threads} threads;")
+        print("median of 7 turns and range; processor time with one thread, else wall time.")
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};")
+        print("median of 7 turns and range; replays of CUDA graphs.")
 
     names: list[str] = []
     columns: dict[str, dict[str, str]] = {}
-    for experts in EXPERTS:
-        entries = entries_of(experts, list(SETTINGS), torch.float32)
+    for experts in options.experts:
+        entries = entries_of(experts, list(SETTINGS), torch.float32, device)
         names = [entry.name for entry in entries]
         for phase in ("forward", "forward+backward"):
-            timings = times(entries, torch.randn(most, HIDDEN), phase, seconds)
+            timings = times(entries, torch.randn(most, HIDDEN, device=device), phase, seconds)
             label = f"N {experts}, {'f+b' if phase != 'forward' else phase}"
             columns[label] = ratios(timings, ["linear", "linear, plain", STOCK])
     table(f"fp32, {most:,} tokens, over the fastest linear router", columns, names)
 
     columns = {}
     few = ["L2R r2 H16", "L2R r8 H1", "L2R r8 H4"]
-    entries = entries_of(64, few, torch.bfloat16)
+    entries = entries_of(64, few, torch.bfloat16, device)
     for tokens in (1, 16, 256, 1024, most):
         for phase in ("forward", "f+b") if tokens > 1 else ("forward",):
-            x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
+            x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
             columns[f"T {tokens}, {phase}"] = ratios(times(entries, x, phase, seconds / 3), [STOCK])
     table(
         "bf16 inputs, N 64, over transformers' router in bf16", columns, [e.name for e in entries]
@@ -133,8 +150,8 @@ def main() -> None:
 
     columns = {}
     for experts in (64, 256):
-        entries = entries_of(experts, few, torch.float32)
-        timings = times(entries, torch.randn(1, HIDDEN), "forward", seconds / 3)
+        entries = entries_of(experts, few, torch.float32, device)
+        timings = times(entries, torch.randn(1, HIDDEN, device=device), "forward", seconds / 3)
         columns[f"N {experts}"] = ratios(timings, [STOCK])
     table("fp32, one token, over transformers' router", columns, [e.name for e in entries])
 

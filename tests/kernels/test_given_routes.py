@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from routing_cases import TOLERANCE, Case, check_gradients, double, error, leaves, route
+from routing_cases import (
+    TOLERANCE,
+    Case,
+    check_gradients,
+    device_of,
+    double,
+    error,
+    leaves,
+    route,
+)
 from torch import Tensor
 from torch.library import opcheck
 
@@ -49,12 +58,12 @@ def drawn(case: Case) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_and_gradients_equal_float64(name: str, case: Case, poisoned: None) -> None:
-    inputs, routes = case.inputs("cpu"), drawn(case)
+    inputs, routes = case.inputs(device_of(name)), drawn(case)
     ours, exact = leaves(inputs), double(inputs)
     with implementation(name):
-        routed = route(ours, **case.options(), routes=routes)
-    followed = torch.where(routes[:, :1] < 0, routed.indices, routes)
-    assert torch.equal(routed.indices, followed)
+        routed = route(ours, **case.options(), routes=routes.to(device_of(name)))
+    followed = torch.where(routes[:, :1] < 0, routed.indices.cpu(), routes)
+    assert torch.equal(routed.indices.cpu(), followed)
     wanted = route(exact, plain, **case.options(), routes=followed)
     query = plain.routing_query(exact["x"], exact["projection"], exact["gain"])
     tolerance = case.tolerance(query)
@@ -62,8 +71,8 @@ def test_weights_and_gradients_equal_float64(name: str, case: Case, poisoned: No
     assert error(routed.weights, wanted.weights) <= 4 * tolerance
     slope = torch.linspace(-1, 1, routed.weights.numel(), dtype=torch.float64)
     for result in (routed, wanted):
-        loss = (result.weights.double() * slope.view_as(result.weights)).sum()
-        (loss + result.logits.double().sin().sum() / case.experts).backward()
+        loss = (result.weights.double().cpu() * slope.view_as(result.weights)).sum()
+        (loss + result.logits.double().cpu().sin().sum() / case.experts).backward()
     check_gradients(ours, exact, tolerance)
 
 
@@ -73,7 +82,7 @@ def test_own_choices_given_back_are_equal_to_the_bit(name: str, case: Case, trai
     results = []
     routes = None
     for _ in range(2):
-        inputs = leaves(case.inputs("cpu"))
+        inputs = leaves(case.inputs(device_of(name)))
         with implementation(name), torch.set_grad_enabled(trained):
             routed = route(inputs, **case.options(), routes=routes)
         if trained:
@@ -89,11 +98,13 @@ def test_own_choices_given_back_are_equal_to_the_bit(name: str, case: Case, trai
 def test_logits_alone_weigh_given_experts(name: str, normalize: bool) -> None:
     case = Case(300, 1, 40, 1, 1, 4)
     logits = torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
-    routes = drawn(case)
+    routes, device = drawn(case), device_of(name)
     with implementation(name):
-        weights, indices = dispatch.softmax_top_k(logits, 4, normalize=normalize, routes=routes)
+        weights, indices = dispatch.softmax_top_k(
+            logits.to(device), 4, normalize=normalize, routes=routes.to(device)
+        )
     wanted, chosen = plain.softmax_top_k(logits.double(), 4, normalize=normalize, routes=routes)
-    assert torch.equal(indices, chosen)
+    assert torch.equal(indices.cpu(), chosen)
     assert error(weights, wanted) <= TOLERANCE[torch.float32]
 
 
@@ -102,13 +113,14 @@ def test_logits_alone_weigh_given_experts(name: str, normalize: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.15's own
 def test_the_registered_operation_passes_opcheck(backend: str, top_k: int) -> None:
     case = Case(6, 12, 5, 2, 2, 2)
-    x, weight, gain, anchors = leaves(case.inputs("cpu")).values()
+    device = device_of(backend)
+    x, weight, gain, anchors = leaves(case.inputs(device)).values()
     options = ("sips", list(case.score()[1:]), 2, True, backend)
     if top_k:
-        given = Tensors(x, weight, gain, anchors, routes=drawn(case))
+        given = Tensors(x, weight, gain, anchors, routes=drawn(case).to(device))
     else:
-        logits = torch.randn(6, 5, requires_grad=True)
-        given = Tensors(logits=logits, routes=drawn(case))
+        logits = torch.randn(6, 5, device=device, requires_grad=True)
+        given = Tensors(logits=logits, routes=drawn(case).to(device))
     opcheck(operation._route, (*inputs_of(given), *options))
 
 

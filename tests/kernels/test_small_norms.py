@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from routing_cases import Case, double, error, leaves, route
+from routing_cases import Case, device_of, double, error, leaves, route
 from tests.tiers import few
 
 from l2r.kernels import cpu, guard, plain
@@ -20,9 +20,9 @@ def test_vectors_shorter_than_eps_have_the_gradient_of_a_constant_divisor(
 ):
     if form == "blocks":
         monkeypatch.setattr(cpu, "library", lambda: None)
-    inputs = Case(12, 10, 6, heads, 3, 2, gain=False).inputs("cpu")
-    inputs["x"] *= torch.linspace(0.05, 1.5, 12)[:, None]
-    inputs["anchors"] *= torch.linspace(0.05, 1.5, 6)[:, None, None]
+    inputs = Case(12, 10, 6, heads, 3, 2, gain=False).inputs(device_of(form))
+    inputs["x"] *= torch.linspace(0.05, 1.5, 12)[:, None].to(inputs["x"])
+    inputs["anchors"] *= torch.linspace(0.05, 1.5, 6)[:, None, None].to(inputs["x"])
     score = ScoreConstants(scoring, gamma=1.3, beta=0.8, p=3.0, eps=EPS)
     exact = double(inputs)
     query = plain.routing_query(exact["x"], exact["projection"])
@@ -35,7 +35,7 @@ def test_vectors_shorter_than_eps_have_the_gradient_of_a_constant_divisor(
     results.append(route(exact, plain, score=score, top_k=2))
     slopes = torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
     for output in results:
-        (output.logits.double() * slopes).sum().backward()
+        (output.logits.double().cpu() * slopes).sum().backward()
     assert error(results[0].logits, results[1].logits) <= 1e-5
     for name in ("x", "projection", "anchors"):
         assert error(ours[name].grad, exact[name].grad) <= 1e-4, name

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_cases import device_of
 from tests.routers.test_selection_rule import Stub
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def chosen(form: str, logits: Tensor, top_k: int, *, normalize: bool = False) ->
         return call(logits, top_k, normalize=normalize)[1]
     name = {"compiled": "cpu", "blocks": "cpu"}.get(form, form)
     with implementation(name):
-        return dispatch.softmax_top_k(logits, top_k, normalize=normalize)[1]
+        return dispatch.softmax_top_k(logits.to(device_of(form)), top_k, normalize=normalize)[1]
 
 
 def rule(logits: Tensor, top_k: int) -> list[list[int]]:
@@ -145,9 +146,10 @@ def test_experts_with_the_same_anchors_are_taken_in_the_same_order_everywhere(
     projection = torch.randn(2, 6, generator=generator)
     top_k = min(experts, 5)
     for name in ("plain", "cpu", "triton"):
+        there, *parts = (tensor.to(device_of(name)) for tensor in (x, projection, anchors))
         with implementation(name):
             logits, _, indices = dispatch.route(
-                x, (projection, None, anchors), ScoreConstants(scoring), top_k=top_k
+                there, (parts[0], None, parts[1]), ScoreConstants(scoring), top_k=top_k
             )
         assert indices.tolist() == rule(logits, top_k), name
 
@@ -161,8 +163,9 @@ def test_whole_routers_agree_on_ties_that_no_rounding_breaks():
     anchors = torch.randint(-1, 2, (37, 1, 2), generator=generator).float()
     found = []
     for name in ("plain", "cpu", "triton"):
+        there, *parts = (tensor.to(device_of(name)) for tensor in (x, projection, anchors))
         with implementation(name):
-            routed = dispatch.route(x, (projection, None, anchors), ScoreConstants(), top_k=6)
+            routed = dispatch.route(there, (parts[0], None, parts[1]), ScoreConstants(), top_k=6)
         found.append(routed[2].tolist())
     assert found[0] == found[1] == found[2] == rule(routed[0], 6)
 
@@ -195,12 +198,13 @@ def test_equal_anchors_give_equal_logits_in_every_lane():
     ids=str,
 )
 def test_other_selections_follow_the_rule(selection, name):
-    logits = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]])
-    bias = torch.zeros(8)
+    device = device_of(name)
+    logits = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]], device=device)
+    bias = torch.zeros(8, device=device)
     kept = [0, 2, 3] if selection.groups == 1 else [0, 2, 3, 1]
     with implementation(name):
         indices = selection(Stub(len(kept)), logits, bias)[1]
-        all_nan = selection(Stub(3), torch.full((2, 8), NAN), bias)[1]
+        all_nan = selection(Stub(3), torch.full((2, 8), NAN, device=device), bias)[1]
     if selection.group_best == 1:  # four groups of equal best experts: the first two are kept
         assert indices.tolist() == [[0, 2, 3, 1]]
     elif selection.groups == 4:  # groups 1 and 3 are whole, 2 is not

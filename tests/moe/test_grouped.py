@@ -40,6 +40,35 @@ def test_any_width_gives_the_product_and_its_gradients(inputs, outputs, dtype):
         assert (got.double() - want).abs().max() <= room * 4 * max(1.0, want.abs().max())
 
 
+def refuse_many(monkeypatch, most):
+    """Let the product refuse more than so many matrices, as it does in bf16 on a GPU."""
+    product = grouped.grouped_mm
+
+    def small(a, b, *, offs):
+        assert len(offs) <= most, f"Can't process more than {most} groups"
+        return product(a, b, offs=offs)
+
+    monkeypatch.setattr(grouped, "grouped_mm", small)
+    monkeypatch.setattr(grouped, "_MATRICES", most)
+    monkeypatch.setattr(grouped, "_too_many", lambda x, ends: len(ends) > most)
+
+
+@pytest.mark.parametrize("function", ["grouped_linear", "_as_operation"])
+@pytest.mark.parametrize("most", [3, 4, 5, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_experts_than_a_product_takes_give_the_same_bits(dtype, most, function, monkeypatch):
+    """Seven experts, the first, one in the middle and the last without a row."""
+    ends = torch.tensor([0, 3, 3, 4, 9, 11, 11], dtype=torch.int32)
+    x, weight = torch.randn(11, 37).to(dtype), torch.randn(7, 21, 37).to(dtype)
+    upstream = torch.randn(11, 21).to(dtype)
+    call = getattr(grouped, function)
+    whole = results(lambda x, w: call(x, w, ends), x, weight, upstream)
+    refuse_many(monkeypatch, most)
+    parts = results(lambda x, w: call(x, w, ends), x, weight, upstream)
+    for got, want in zip(parts, whole, strict=True):
+        assert torch.equal(got, want)
+
+
 def unaligned(tensor):
     """The same values at an address that is no multiple of 16 bytes."""
     room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]

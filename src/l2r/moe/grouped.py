@@ -2,12 +2,13 @@
 
 ``grouped_mm`` takes fp32, bf16 and fp16 whose strides and addresses are multiples of 16 bytes.
 Its shape rules, which compilers, torch.export and the meta device use, take bf16 only.
-``grouped_linear`` handles both limits. Only float64, which serves gradient checks, waits for
-numbers from the device.
+In bf16 a GPU multiplies fewer than 1,024 matrices at a time. ``grouped_linear`` handles these
+limits. Only float64, which serves gradient checks, waits for numbers from the device.
 
 Shape letters: S rows sorted by expert, N experts, I inputs, O outputs.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.functional import grouped_mm, pad
 from l2r.functional.autocast import product_inputs
 
 _BYTES = 16
+_MATRICES = 1023  # of one product in bf16 on a GPU
 
 
 def grouped_linear(
@@ -35,8 +37,37 @@ def grouped_linear(
         return torch.cat([rows @ weight[n].T for n, rows in enumerate(_segments(x, ends))])
     outputs = weight.shape[1]
     x, weight = _aligned(x), _aligned(weight, rows=True)
-    product = grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    if _too_many(x, ends):
+        product = _in_parts(x, weight, ends)
+    else:
+        product = grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     return product if product.shape[1] == outputs else product[:, :outputs]
+
+
+def _too_many(x: Tensor, ends: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(ends) > _MATRICES
+
+
+def _in_parts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Add products of some experts each; a zero matrix multiplies the rows of all others.
+
+    Exact, but every part computes all rows. Rows of one part alone would be cut at numbers that
+    only the device knows.
+    """
+    none = weight.new_zeros(1, *weight.shape[1:])
+    products = [
+        grouped_mm(x, torch.cat([none, weight[some], none]).transpose(-2, -1), offs=offsets)
+        for some, offsets in _parts(ends, len(x))
+    ]
+    return sum(products[1:], products[0])
+
+
+def _parts(ends: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Experts of each part, and the ends of: rows before theirs, theirs, rows after them."""
+    bounds, experts, each = pad(ends, (1, 0)), len(ends), _MATRICES - 2
+    for first in range(0, experts, each):
+        last = min(first + each, experts)
+        yield slice(first, last), pad(bounds[first : last + 1], (0, 1), value=rows)
 
 
 def _only_shapes(x: Tensor) -> bool:
@@ -77,7 +108,12 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         pairs = zip(_segments(grad, ends), _segments(x, ends), strict=True)
         return torch.stack([up.T @ rows for up, rows in pairs])
-    wide = grouped_mm(_aligned(grad).T, _aligned(x), offs=ends)
+    up, down = _aligned(grad).T, _aligned(x)
+    if _too_many(x, ends):
+        parts = _parts(ends, len(x))
+        wide = torch.cat([grouped_mm(up, down, offs=offsets)[1:-1] for _, offsets in parts])
+    else:
+        wide = grouped_mm(up, down, offs=ends)
     return wide[:, : grad.shape[1], : x.shape[1]].contiguous()
 
 

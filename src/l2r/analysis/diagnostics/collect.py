@@ -28,7 +28,8 @@ from l2r.routers.offload import materialized
 class LayerRecord:
     """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
 
-    ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one.
+    ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one, all on
+    the CPU.
     """
 
     name: str
@@ -36,6 +37,10 @@ class LayerRecord:
     num_experts: int
     sums: dict[str, sums.Sums]
     sample: Fields
+
+    def inputs(self) -> Tensor:
+        """Inputs [S, D] of the sample, on the device of the router."""
+        return self.sample["x"].to(next(self.router.parameters()).device)
 
 
 def collect_records(

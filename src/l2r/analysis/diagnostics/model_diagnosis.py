@@ -89,9 +89,7 @@ def diagnose_layers(
 def _measure(
     record: LayerRecord, settings: DiagnosisSettings
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    router, collected = record.router, record.sample
-    device = next(router.parameters()).device
-    x = collected["x"].to(device)
+    router, x = record.router, record.inputs()
     wide = x.float()
     numbers: dict[str, Any] = {
         **metrics.margin_from_sums(record.sums["margin"]),

@@ -21,6 +21,16 @@ if compgen -G ".whl/*.whl" >/dev/null; then
     --target "$parts/site" .whl/*.whl && export PYTHONPATH="src:$parts/site"
 fi
 
+collect() { # what there is so far, if the machine is taken away
+  cp "$parts/ratios.log" "$OUT/router-ratios.md" 2>/dev/null
+  cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
+  python3 - "$parts/out" "$OUT/gpu.json" <<'PY'
+import json, pathlib, sys
+results = {p.stem: json.loads(p.read_text()) for p in sorted(pathlib.Path(sys.argv[1]).glob("*.json"))}
+pathlib.Path(sys.argv[2]).write_text(json.dumps(results, indent=1) + "\n")
+PY
+}
+
 asked=" $* "
 part() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 start=$SECONDS
@@ -31,6 +41,7 @@ part() { # NAME SECONDS COMMAND...
   echo "$name: exit $code after $((SECONDS - start)) s" | tee -a "$OUT/status.txt"
   if [ $code -ne 0 ]; then tail -n 40 "$parts/$name.log"; fi
   cat "$parts/$name.log" >>"$OUT/log.txt"
+  collect
 }
 
 bench() { # NAME SECONDS OPTIONS...
@@ -47,21 +58,27 @@ ratio_seconds=0.7
 if [ -n "$few" ]; then ratio_seconds=0.1; fi
 ratios="python3 -m scripts.machines.router_ratios --device cuda"
 
-commands() { # a run in bf16 and what one does with it
+commands() { # a run in bf16 and what one does with it; one that hangs says where
   cat >"$parts/commands.sh" <<SH
-set -ex
-PS4='+ \\D{%T} '
-python3 -m l2r doctor --json
-python3 -m l2r train demo/l2r-sips training.steps=60 training.precision=bf16 --out "$parts/run"
-python3 -m l2r diagnose "$parts/run" --device cuda --out "$parts/diagnosis" >/dev/null
-python3 -m l2r mismatch "$parts/run" --against bf16 --device cuda --out "$parts/mismatch"
-python3 -m l2r mismatch "$parts/run" --against fp8 --device cuda --out "$parts/mismatch-fp8"
+export PYTHONFAULTHANDLER=1
+failed=0
+try() {
+  echo "\$(date +%T) l2r \$*"
+  timeout -s ABRT 45 python3 -m l2r "\$@" || failed=1
+}
+try doctor --json
+try train demo/l2r-sips training.steps=60 training.precision=bf16 --out "$parts/run"
+try diagnose "$parts/run" --device cuda --out "$parts/diagnosis"
+try mismatch "$parts/run" --against bf16 --device cuda --out "$parts/mismatch"
+try mismatch "$parts/run" --against fp8 --device cuda --out "$parts/mismatch-fp8"
+date +%T
+exit \$failed
 SH
-  part commands 150 bash "$parts/commands.sh"
+  part commands "${LIMIT:-150}" bash "$parts/commands.sh"
 }
 
 # shellcheck disable=SC2086  # options, not names
-part tests 200 python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q $workers \
+part tests "${LIMIT:-200}" python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q $workers \
   -p no:cacheprovider --durations=10 &
 for experts in 64 256 1024; do # compiles
   part ratios-compile 120 $ratios --seconds 0.01 --experts "$experts" &
@@ -71,24 +88,16 @@ wait
 part guard 60 python3 scripts/machines/guard_cost.py --out "$parts/out"
 # shellcheck disable=SC2086
 {
-  bench router 80 --seconds 1.5 ${few:---compiled} $few
+  bench router 80 --seconds 1 ${few:---compiled} $few
+  part ratios 100 $ratios --seconds "$ratio_seconds"
+  for router in linear l2r-sips; do
+    part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
+      --out "$parts/out"
+  done
   bench moe 45 --seconds 1.5 $few
   bench step 50 --seconds 3 $few
   bench inference 50 --seconds 3 $few
   bench memory 20 $few
   bench scaling 50 --seconds 0.8 $few
-  part ratios 100 $ratios --seconds "$ratio_seconds"
 }
-for router in linear l2r-sips; do
-  part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
-    --out "$parts/out"
-done
-
-cp "$parts/ratios.log" "$OUT/router-ratios.md" 2>/dev/null
-cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
-python3 - "$parts/out" "$OUT/gpu.json" <<'PY'
-import json, pathlib, sys
-found = {p.stem: json.loads(p.read_text()) for p in sorted(pathlib.Path(sys.argv[1]).glob("*.json"))}
-pathlib.Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
-PY
 cat "$OUT/tables.txt" "$OUT/status.txt"

@@ -129,8 +129,9 @@ def error(found: Tensor, wanted: Tensor, *, least: float = 1e-3) -> float:
     """Largest difference, relative to the largest wanted entry (or least); NaN counts as inf."""
     if wanted.numel() == 0:
         return 0.0
-    gap = (found.detach().double().cpu() - wanted.detach()).abs().max()
-    ratio = gap / wanted.detach().abs().max().clamp_min(least)
+    wanted = wanted.detach().cpu()
+    gap = (found.detach().double().cpu() - wanted).abs().max()
+    ratio = gap / wanted.abs().max().clamp_min(least)
     return float("inf") if bool(torch.isnan(ratio)) else ratio.item()
 
 

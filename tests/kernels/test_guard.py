@@ -222,6 +222,10 @@ def test_a_compiled_router_is_compared_when_it_first_runs(monkeypatch, broken):
         ((20, 30, 3, 2, 8), "sips", torch.bfloat16),
         ((33, 7, 3, 5, 7), "dot", torch.float16),
         ((24, 70, 1, 20, 4), "sips", torch.bfloat16),
+        ((51, 31, 1, 1, 3), "cosine", torch.float32),
+        ((64, 16, 4, 1, 3), "cosine", torch.bfloat16),
+        ((1, 8, 1, 16, 2), "dot", torch.bfloat16),
+        ((1, 8, 2, 16, 2), "sips", torch.float16),
     ],
     ids=str,
 )

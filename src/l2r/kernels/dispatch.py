@@ -21,7 +21,7 @@ from l2r.kernels.checks import DTYPES, beyond_triton, check
 from l2r.kernels.contract import DEFAULTS, Options, ScoreConstants, Tensors, first_input
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
-from l2r.kernels.tracing import traced, transformed
+from l2r.kernels.tracing import exported, traced, transformed
 
 # Least logits of a selection with a gradient on a CPU; with fewer, torch's derivatives are faster.
 _MIN_LOGITS = 2**13
@@ -148,7 +148,7 @@ def _fused(
         [tensor.dtype for tensor in present if tensor is not given.routes]
     ):
         return None
-    if torch.compiler.is_exporting() if watched else transformed():
+    if exported() if watched else transformed():
         return None
     if name == "cpu" and first is given.logits:
         derived = first.requires_grad and torch.is_grad_enabled()

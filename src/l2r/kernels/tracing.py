@@ -23,6 +23,15 @@ def traced(*tensors: Tensor | None) -> bool:
     return not _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
+def exported() -> bool:
+    """Whether torch.export reads the code.
+
+    Inside torch.compile the public function is always true before torch 2.13.
+    """
+    flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else flag
+
+
 def transformed() -> bool:
     """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts."""
     if _functorch_layer is None or _functorch_layer() is not None:

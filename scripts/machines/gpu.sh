@@ -23,7 +23,7 @@ fi
 
 collect() { # what there is so far, if the machine is taken away
   cp "$parts/ratios.log" "$OUT/router-ratios.md" 2>/dev/null
-  cat "$parts"/{router,moe,step,inference,memory,scaling}.log >"$OUT/tables.txt" 2>/dev/null
+  cp "$parts/benches.log" "$OUT/tables.txt" 2>/dev/null
   python3 - "$parts/out" "$OUT/gpu.json" <<'PY'
 import json, pathlib, sys
 results = {p.stem: json.loads(p.read_text()) for p in sorted(pathlib.Path(sys.argv[1]).glob("*.json"))}
@@ -42,12 +42,6 @@ part() { # NAME SECONDS COMMAND...
   if [ $code -ne 0 ]; then tail -n 40 "$parts/$name.log"; fi
   cat "$parts/$name.log" >>"$OUT/log.txt"
   collect
-}
-
-bench() { # NAME SECONDS OPTIONS...
-  local name=$1 limit=$2
-  shift 2
-  part "$name" "$limit" python3 -m l2r bench "$name" --device cuda --out "$parts/out" "$@"
 }
 
 : >"$OUT/status.txt" >"$OUT/log.txt"
@@ -86,18 +80,16 @@ done
 commands &
 wait
 part guard 60 python3 scripts/machines/guard_cost.py --out "$parts/out"
-# shellcheck disable=SC2086
-{
-  bench router 80 --seconds 1 ${few:---compiled} $few
-  part ratios 100 $ratios --seconds "$ratio_seconds"
-  for router in linear l2r-sips; do
-    part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
-      --out "$parts/out"
-  done
-  bench moe 45 --seconds 1.5 $few
-  bench step 50 --seconds 3 $few
-  bench inference 50 --seconds 3 $few
-  bench memory 20 $few
-  bench scaling 50 --seconds 0.8 $few
-}
+part ratios 100 $ratios --seconds "$ratio_seconds"
+for router in linear l2r-sips; do
+  part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
+    --out "$parts/out"
+done
+benches=()
+for job in "80 router --seconds 1 ${few:---compiled}" "45 step --seconds 3" "45 moe --seconds 1.5" \
+  "50 inference --seconds 3" "20 memory" "50 scaling --seconds 0.8"; do
+  read -r limit name options <<<"$job"
+  benches+=("$limit bench $name --device cuda --out $parts/out $options $few")
+done
+part benches 300 python3 scripts/machines/in_one_process.py "${benches[@]}"
 cat "$OUT/tables.txt" "$OUT/status.txt"

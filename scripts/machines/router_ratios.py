@@ -1,7 +1,7 @@
 """Ratios of router time at the ranks that the evidence prefers: own and swapped, fp32 and bf16.
 
     OMP_NUM_THREADS=1 python -m scripts.machines.router_ratios > results/router-ratios-1-thread.md
-    python -m scripts.machines.router_ratios --device cuda --seconds 1 > results/gpu/router-ratios.md
+    python -m scripts.machines.router_ratios --device cuda --seconds 1 > router-ratios.md
 
 d = 2048, k = 8. Three tables: every router over the fastest linear one in fp32; inputs in bf16 over
 the router of transformers' OLMoE in bf16, whose product is in bf16 too; one token. All contenders
@@ -33,6 +33,7 @@ from l2r.machine import describe_machine
 from l2r.routers import make_config
 
 HIDDEN, CHOSEN, TOKENS = 2048, 8, 4096
+_BASE = "base, us"
 EXPERTS = (64, 256, 1024)
 SETTINGS = {
     f"L2R r{rank} H{heads}": (rank, heads)
@@ -91,9 +92,9 @@ def times(entries: Sequence[Contender], x: Tensor, phase: str, seconds: float) -
 
 
 def ratios(timings: Mapping[str, Timing], bases: Sequence[str]) -> dict[str, str]:
-    """Ratio to the fastest base, turn by turn: median and range."""
+    """Ratio to the fastest base, turn by turn: median and range; and the base's median time."""
     base = [min(turns) for turns in zip(*(timings[name].turns for name in bases), strict=True)]
-    cells = {}
+    cells = {_BASE: f"{1e6 * sorted(base)[len(base) // 2]:.1f}"}
     for name, timing in timings.items():
         values = sorted(t / b for t, b in zip(timing.turns, base, strict=True))
         cells[name] = f"{values[len(values) // 2]:.2f} ({values[0]:.2f}-{values[-1]:.2f})"
@@ -104,7 +105,7 @@ def table(title: str, columns: Mapping[str, Mapping[str, str]], names: Sequence[
     """Print a Markdown table; a contender that was wrong has no number."""
     print(f"\n## {title}\n\n| router | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
-    for name in names:
+    for name in (_BASE, *names):
         print(f"| {name} | {' | '.join(cells.get(name, '') for cells in columns.values())} |")
 
 
@@ -114,7 +115,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="for all contenders of a cell")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--experts", type=int, nargs="*", default=EXPERTS, help="of the first table")
+    first = "numbers of experts of the first table"
+    parser.add_argument("--experts", type=int, nargs="*", default=EXPERTS, help=first)
     options = parser.parse_args()
     seconds, most, device = options.seconds, options.tokens, options.device
     machine = describe_machine()

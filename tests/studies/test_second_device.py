@@ -79,9 +79,8 @@ def test_other_arithmetic_changes_as_many_decisions_there(trained, arithmetic, t
 
     def changed(device):
         place = Placement("float32", str(device))
-        subject = open_subject(
-            run.path, str(text_folder), placement=place, instances=4, length=16, report=lambda line: None
-        )
+        sizes = {"placement": place, "instances": 4, "length": 16, "report": lambda line: None}
+        subject = open_subject(run.path, str(text_folder), **sizes)
         other = in_other_arithmetic(subject.model, arithmetic)
         ids = [batch["input_ids"] for batch in subject.batches(4, subject.device)]
         arrays = compare_models(subject.model, other, ids).arrays()

@@ -114,8 +114,10 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
 def _cancel(given: Tensors, options: Options) -> bool:
     """Whether gradients are zero but for rounding, whose size says nothing of the kernels."""
     sizes = sizes_of(given)
-    turned = options.score.scoring != "dot" and given.anchors is not None
-    return (sizes.rank == 1 and turned) or (sizes.hidden == 1 and (turned or given.gain is not None))
+    normed = options.score.scoring != "dot" and given.anchors is not None
+    return (normed and 1 in (sizes.rank, sizes.hidden)) or (
+        given.gain is not None and sizes.hidden == 1
+    )
 
 
 def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str, Tensor]:

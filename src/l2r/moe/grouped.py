@@ -8,7 +8,6 @@ limits. Only float64, which serves gradient checks, waits for numbers from the d
 Shape letters: S rows sorted by expert, N experts, I inputs, O outputs.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,20 +53,14 @@ def _in_parts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Exact, but every part computes all rows. Rows of one part alone would be cut at numbers that
     only the device knows.
     """
-    none = weight.new_zeros(1, *weight.shape[1:])
-    products = [
-        grouped_mm(x, torch.cat([none, weight[some], none]).transpose(-2, -1), offs=offsets)
-        for some, offsets in _parts(ends, len(x))
-    ]
+    none, starts = weight.new_zeros(1, *weight.shape[1:]), pad(ends, (1, 0))
+    products = []
+    for first in range(0, len(ends), _MATRICES - 2):
+        last = min(first + _MATRICES - 2, len(ends))
+        matrices = torch.cat([none, weight[first:last], none]).transpose(-2, -1)
+        parts = pad(starts[first : last + 1], (0, 1), value=len(x))  # before, of these, after
+        products.append(grouped_mm(x, matrices, offs=parts))
     return sum(products[1:], products[0])
-
-
-def _parts(ends: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Experts of each part, and the ends of: rows before theirs, theirs, rows after them."""
-    bounds, experts, each = pad(ends, (1, 0)), len(ends), _MATRICES - 2
-    for first in range(0, experts, each):
-        last = min(first + each, experts)
-        yield slice(first, last), pad(bounds[first : last + 1], (0, 1), value=rows)
 
 
 def _only_shapes(x: Tensor) -> bool:
@@ -108,12 +101,7 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         pairs = zip(_segments(grad, ends), _segments(x, ends), strict=True)
         return torch.stack([up.T @ rows for up, rows in pairs])
-    up, down = _aligned(grad).T, _aligned(x)
-    if _too_many(x, ends):
-        parts = _parts(ends, len(x))
-        wide = torch.cat([grouped_mm(up, down, offs=offsets)[1:-1] for _, offsets in parts])
-    else:
-        wide = grouped_mm(up, down, offs=ends)
+    wide = grouped_mm(_aligned(grad).T, _aligned(x), offs=ends)
     return wide[:, : grad.shape[1], : x.shape[1]].contiguous()
 
 

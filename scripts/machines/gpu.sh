@@ -86,8 +86,8 @@ for router in linear l2r-sips; do
     --out "$parts/out"
 done
 benches=()
-for job in "80 router --seconds 1 ${few:---compiled}" "45 step --seconds 3" "45 moe --seconds 1.5" \
-  "50 inference --seconds 3" "20 memory" "50 scaling --seconds 0.8"; do
+for job in "60 router --seconds 1" "45 step --seconds 3" "45 moe --seconds 1.5" "50 inference --seconds 3" \
+  "20 memory" "50 scaling --seconds 0.8" "120 router --seconds 1 --compiled"; do # compilers are slow: last
   read -r limit name options <<<"$job"
   benches+=("$limit bench $name --device cuda --out $parts/out $options $few")
 done

@@ -47,6 +47,22 @@ def test_every_part_is_what_it_gives_alone(make):
     assert got.patches is None and got.model == type(model).__name__
 
 
+def test_layers_measured_side_by_side_have_the_same_numbers():
+    model = ours()
+    records = collect_records(model, batches(2), domains=("one", "two"), sample=16)
+    alone = diagnose_layers(records, domains=("one", "two"), settings=SETTINGS)
+    torch.set_num_threads(3)
+    together = diagnose_layers(records, domains=("one", "two"), settings=SETTINGS)
+    assert torch.get_num_threads() == 3
+    assert together.layers == alone.layers
+    for name, value in alone.arrays.items():
+        np.testing.assert_array_equal(together.arrays[name], value)
+    records[1].sample.clear()
+    with pytest.raises(KeyError):
+        diagnose_layers(records, settings=SETTINGS)
+    assert torch.get_num_threads() == 3
+
+
 def test_the_data_are_read_once_for_all_reducers():
     model, passes = ours(), []
     data = batches(3)

@@ -55,6 +55,7 @@ def test_a_study_measures_the_same_numbers_there(trained, monkeypatch):
         assert second == pytest.approx(first, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow("whole diagnoses of four routers")
 def test_a_diagnosis_gives_the_same_numbers_there(trained, text_folder):
     run, _ = trained
     extent = Extent(batch_size=4, sample=64, text=64, settings=DiagnosisSettings(certify=2))

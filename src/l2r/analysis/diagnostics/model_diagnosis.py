@@ -4,7 +4,9 @@ A diagnosis is plain data, whose files l2r.runs.diagnosis reads and writes.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from l2r.routers import L2RRouter, Router
 from l2r.runs.diagnosis import Diagnosis
 
 _GRID = 201  # points per axis of the routing plane
+_SIDE_BY_SIDE = 4  # layers at a time, at most: each holds the gradients of its logits, [S, N, D]
+_Measured = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +65,8 @@ def diagnose_layers(
     """
     chosen = settings or DiagnosisSettings()
     layers, arrays = [], {}
-    for position, record in enumerate(records):
-        numbers, tensors = _measure(record, chosen)
+    measured = _side_by_side(partial(_measure, settings=chosen), records)
+    for position, (record, (numbers, tensors)) in enumerate(zip(records, measured, strict=True)):
         layers.append({"name": record.name, **numbers})
         plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
         if choices is not None:
@@ -86,9 +90,27 @@ def diagnose_layers(
     return Diagnosis(info, layers, arrays)
 
 
-def _measure(
-    record: LayerRecord, settings: DiagnosisSettings
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _side_by_side(
+    measure: Callable[[LayerRecord], _Measured], records: Sequence[LayerRecord]
+) -> Iterator[_Measured]:
+    """Measure the layers in their order, on a CPU several at a time with one thread each.
+
+    Searches and certificates are many small operations, which more threads do not make faster.
+    """
+    threads, first = torch.get_num_threads(), next(records[0].router.parameters())
+    workers = min(threads, len(records), _SIDE_BY_SIDE) if first.is_cpu else 1
+    if workers == 1:
+        yield from map(measure, records)
+        return
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield from pool.map(measure, records)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()  # which is a thread's own
+def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
     router, x = record.router, record.inputs()
     wide = x.float()
     numbers: dict[str, Any] = {

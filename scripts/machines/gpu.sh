@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests of the kernels on a GPU, commands, every benchmark, a short training run with resume: under nine minutes.
+# Tests of the kernels on a GPU, commands, every benchmark, a short training run with resume: some twelve minutes.
 #
 #   bash scripts/machines/gpu.sh            results go to $OUT, results/gpu by default
 #   QUICK=1 bash scripts/machines/gpu.sh    small shapes and short turns: does all of it work here?

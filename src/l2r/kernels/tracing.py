@@ -26,7 +26,7 @@ def traced(*tensors: Tensor | None) -> bool:
 def exported() -> bool:
     """Whether torch.export reads the code.
 
-    Inside torch.compile the public function is always true before torch 2.13.
+    Inside torch.compile the public function is always true before torch 2.12.
     """
     flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
     return torch.compiler.is_exporting() if flag is None else flag

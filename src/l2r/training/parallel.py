@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from l2r.routers import Router
 from l2r.training.ranks import Ranks
 
-_SYNC_BUFFERS = (  # of every forward; before torch 2.13 by its old name
+_SYNC_BUFFERS = (  # of every forward; before torch 2.12 by its old name
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"

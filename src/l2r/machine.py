@@ -46,7 +46,7 @@ def pick_device(name: str) -> str:
         raise ValueError(f"device must be auto or cpu here, {here} found; got {name!r}")
     try:
         torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch's, by kind of device
         raise ValueError(f"device must be one of this machine; got {name!r}") from None
     return name
 

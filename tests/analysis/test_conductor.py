@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from l2r.analysis import Extent, diagnose_checkpoint, diagnose_subject
+from l2r.analysis.diagnostics import model_diagnosis
 from l2r.analysis.diagnostics.choice_log import choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
@@ -47,13 +48,20 @@ def test_every_part_is_what_it_gives_alone(make):
     assert got.patches is None and got.model == type(model).__name__
 
 
-def test_layers_measured_side_by_side_have_the_same_numbers():
-    model = ours()
+def test_layers_measured_side_by_side_have_the_same_numbers(monkeypatch):
+    model, with_gradients, certify = ours(), [], model_diagnosis.certify
+
+    def watched(*given):
+        with_gradients.append(torch.is_grad_enabled())
+        return certify(*given)
+
+    monkeypatch.setattr(model_diagnosis, "certify", watched)
     records = collect_records(model, batches(2), domains=("one", "two"), sample=16)
     alone = diagnose_layers(records, domains=("one", "two"), settings=SETTINGS)
     torch.set_num_threads(3)
     together = diagnose_layers(records, domains=("one", "two"), settings=SETTINGS)
     assert torch.get_num_threads() == 3
+    assert with_gradients == [False] * 4  # a thread begins with gradients
     assert together.layers == alone.layers
     for name, value in alone.arrays.items():
         np.testing.assert_array_equal(together.arrays[name], value)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from l2r.hf.models.experts_backend import register_experts
 from l2r.hf.models.stock_models import one_layer
@@ -65,6 +66,18 @@ def test_more_experts_than_a_product_takes_give_the_same_bits(dtype, most, monke
     parts = results(lambda x, w: grouped_linear(x, w, ends), x, weight, upstream)
     for got, want in zip(parts, whole, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "most"),
+    [("cuda", torch.bfloat16, 1023), ("cuda", torch.float32, 5000), ("cpu", torch.bfloat16, 5000)],
+)
+def test_only_bf16_on_a_gpu_has_a_limit_of_matrices(device, dtype, most):
+    with FakeTensorMode():
+        x, ends = torch.empty(4, 8, device=device, dtype=dtype), torch.empty(5000)
+        assert not grouped._too_many(x, ends[:most])
+        assert grouped._too_many(x, ends) == (most < 5000)
+        assert grouped._too_many(x, ends[: most + 1]) == (most < 5000)
 
 
 def unaligned(tensor):

@@ -48,7 +48,6 @@ class DiagnosisSettings:
     least: int = LEAST
 
 
-@torch.no_grad()
 def diagnose_layers(
     records: Sequence[LayerRecord],
     *,

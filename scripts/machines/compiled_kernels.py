@@ -187,15 +187,15 @@ def operations(case: Case, launch: Launch) -> tuple[float, float]:
             given = launch.args[0]
             selects = given.weights is not None
             chosen = tokens * experts * (_EXPONENTIAL + 2 * case.top_k) if selects else 0
-            projects, scored = given.x is not None, given.anchors is not None
-            products = 2 * rank * (tokens * hidden * projects + scores * scored)
-            return products, pooled * scored + chosen
+            scored = given.anchors is not None
+            return 2 * rank * scores * scored, pooled * scored + chosen
         case "select_backward":
             return 0, tokens * experts * (_EXPONENTIAL + 2 * case.top_k)
         case "query_backward" | "anchors_backward":
             return 4 * scores * rank, pooled
-        case "project_backward":
-            return 4 * tokens * hidden * rank, 0
+        case "project" | "project_backward":
+            passes = 2 if launch.name == "project_backward" else 1
+            return 2 * passes * tokens * hidden * rank, 0
         case _:  # reductions
             return 0, launch.bytes() / 4
 

@@ -35,7 +35,8 @@ asked=" $* "
 part() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 start=$SECONDS
   shift 2
-  if [ "$asked" != "  " ] && [ "${asked/ $name /}" = "$asked" ]; then return; fi
+  if [ "$asked" != "  " ] && [ "${asked/ ${name%/*} /}" = "$asked" ]; then return; fi
+  mkdir -p "$(dirname "$parts/$name")"
   timeout --kill-after=5 "$limit" "$@" >"$parts/$name.log" 2>&1
   local code=$?
   echo "$name: exit $code after $((SECONDS - start)) s" | tee -a "$OUT/status.txt"
@@ -46,9 +47,8 @@ part() { # NAME SECONDS COMMAND...
 
 : >"$OUT/status.txt" >"$OUT/log.txt"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.txt" 2>&1
-workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8")
 few=${QUICK:+--quick}
-ratio_seconds=0.7
+ratio_seconds=${RATIO_SECONDS:-0.7}
 if [ -n "$few" ]; then ratio_seconds=0.1; fi
 ratios="python3 -m scripts.machines.router_ratios --device cuda"
 
@@ -72,8 +72,10 @@ SH
 }
 
 # shellcheck disable=SC2086  # options, not names
-part tests "${LIMIT:-200}" python3 -m pytest tests/kernels -o addopts= -o filterwarnings=default -q $workers \
-  -p no:cacheprovider --durations=10 &
+for file in tests/kernels/test_*.py; do # compilers take most of the time: a process per file
+  part "tests/$(basename "$file" .py)" "${LIMIT:-200}" python3 -m pytest "$file" -o addopts= \
+    -o filterwarnings=default -q -p no:cacheprovider --durations=3 &
+done
 for experts in 64 256 1024; do # compiles
   part ratios-compile 120 $ratios --seconds 0.01 --experts "$experts" &
 done

@@ -1,9 +1,12 @@
-"""Triton forward: one kernel with three stages, any run of neighboring stages in one launch.
+"""Triton forward: two kernels, of which the second takes any run of neighboring stages.
 
-project: x -> q (RMS statistic and projection from one read of x). score: q -> logits (anchor
-scores, log-sum-exp over the anchors of an expert). select: logits -> log-sum-exp over experts,
-top-k, weights. A launch that holds all three reads x and the parameters and writes the results;
-nothing of size T x N x H exists.
+``project_kernel``: x -> sums over parts of d, for the query and the RMS statistic, from one read of
+x. ``forward_kernel``: the sums -> q; q -> logits (anchor scores, log-sum-exp over the anchors of an
+expert); logits -> log-sum-exp over experts, top-k, weights. Nothing of size T x N x H exists.
+
+Two launches, since the projection wants other programs than the rest: many, each of a part of d,
+also for a single token. How wide a part is does not depend on the number of tokens, so a token's
+numbers do not depend on the tokens beside it.
 """
 
 from typing import no_type_check
@@ -11,17 +14,36 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from l2r.kernels.triton.blocks import load_anchors, load_block, product, query_side, store_block
+from l2r.kernels.triton.blocks import (
+    PRECISION,
+    load_anchors,
+    load_block,
+    product,
+    query_side,
+    store_block,
+    sum_block,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 @no_type_check
-def project_block(given, call, rows, T, BT: tl.constexpr, BD: tl.constexpr):
-    """Query block [BT, RP] and rstd [BT]: the gain multiplies W_q, rstd the finished sums."""
+def project_kernel(
+    given, call, sums, T, WIDTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr
+):
+    """Sums [part, T, R] of x W and [part, T] of x^2 over WIDTH of d, for a block of tokens.
+
+    The gain multiplies W. From 16 lanes on, G groups of d are multiplied side by side, each by
+    warps of its own: with so few rows and columns a single product would keep most of them idle.
+    """
+    rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    part = tl.program_id(1)
     lane = tl.arange(0, call.RP)
-    query = tl.zeros([BT, call.RP], tl.float32)
     square = tl.zeros([BT], tl.float32)
-    for d0 in range(0, call.D, BD):
+    if call.RP >= 16:
+        query = tl.zeros([G, BT, call.RP], tl.float32)
+    else:
+        query = tl.zeros([BT, call.RP], tl.float32)
+    for d0 in range(part * WIDTH, tl.minimum(call.D, (part + 1) * WIDTH), BD):
         d = d0 + tl.arange(0, BD)
         x = load_block(given.x, rows, d, T, call.D)
         if given.gain is not None:
@@ -31,7 +53,9 @@ def project_block(given, call, rows, T, BT: tl.constexpr, BD: tl.constexpr):
             w = load_block(given.weight, lane, d, call.R, call.D)
             if given.gain is not None:
                 w = w * gain[None, :]
-            query += product(x, w, call.R, BD)
+            left = tl.permute(tl.reshape(x, [BT, G, BD // G]), (1, 0, 2))
+            right = tl.permute(tl.reshape(w, [call.RP, G, BD // G]), (1, 2, 0))
+            query = tl.dot(left, right, query, input_precision=PRECISION)
         else:
             for r in tl.static_range(call.R):
                 w = tl.load(given.weight + r * call.D + d, mask=d < call.D, other=0.0).to(
@@ -39,13 +63,32 @@ def project_block(given, call, rows, T, BT: tl.constexpr, BD: tl.constexpr):
                 )
                 if given.gain is not None:
                     w = w * gain
-                part = tl.sum(x * w[None, :], 1)
-                query += tl.where(lane[None, :] == r, part[:, None], 0.0)
-    rstd = tl.full([BT], 1.0, tl.float32)
+                column = tl.sum(x * w[None, :], 1)
+                query += tl.where(lane[None, :] == r, column[:, None], 0.0)
+    if call.RP >= 16:
+        query = tl.sum(query, 0)
+    first = part.to(tl.int64) * T
+    store_block(sums.products + first * call.R, query, rows, lane, T, call.R)
     if given.gain is not None:
+        tl.store(sums.squares + first + rows, square, mask=rows < T)
+
+
+@triton.jit
+@no_type_check
+def query_block(given, call, sums, rows, T, parts):
+    """Query block [BT, RP] from the sums of all parts, written with rstd where they are saved."""
+    lane = tl.arange(0, call.RP)
+    writes = tl.where(tl.program_id(1) == 0, rows, T)  # one program of those of the same tokens
+    query = sum_block(sums.products, rows, lane, T, call.R, parts, 4)
+    if sums.squares is not None:
+        square = tl.sum(sum_block(sums.squares, rows, tl.arange(0, 1), T, 1, parts, 4), 1)
         rstd = tl.rsqrt(square / call.D + call.score.norm_eps)
         query = query * rstd[:, None]
-    return query, rstd
+        if given.rstd is not None:
+            tl.store(given.rstd + rows, rstd, mask=writes < T)
+    if given.query is not None:
+        store_block(given.query, query, writes, lane, T, call.R)
+    return query
 
 
 @triton.jit
@@ -72,74 +115,86 @@ def score_block(scaled, given, call, experts):
 
 @triton.jit
 @no_type_check
-def take_best(logits, free, experts, N):
-    """Largest free logit [BT], its expert (the smallest index among equals), what stays free."""
-    best = tl.max(tl.where(free, logits, -float("inf")), 1)
-    at_best = free & (logits == best[:, None])
-    choice = tl.min(tl.where(at_best, experts[None, :], N - 1), 1)
-    return best, choice, free & (experts[None, :] != choice[:, None])
+def keys_of(logits, experts, N):
+    """Integers [BT, BN] in the order of the logits, among equals from the last expert to the first.
+
+    NaN ranks as -inf. Experts past N get the smallest integer, which is that of no logit.
+    """
+    # Only NaN differs from itself. Zeros of both signs are equal.
+    value = tl.where(logits != logits, -float("inf"), logits)  # noqa: PLR0124
+    value = tl.where(value == 0, 0.0, value)
+    bits = value.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats are in reverse order
+    keys = (bits.to(tl.int64) << 32) | (N - 1 - experts)[None, :].to(tl.int64)
+    return tl.where((experts < N)[None, :], keys, -(2**63))
 
 
 @triton.jit
 @no_type_check
-def take(ranking, free, given, call, rows, experts, k, T):
-    """``take_best``, or the logit and the expert of a token's route where it has one."""
-    best, choice, free = take_best(ranking, free, experts, call.N)
-    if given.routes is not None:
-        route = given.routes + rows * call.K
-        follows = tl.load(route, mask=rows < T, other=-1) >= 0
-        expert = tl.load(route + k, mask=rows < T, other=0).to(tl.int32)
-        logit = tl.sum(tl.where(experts[None, :] == expert[:, None], ranking, 0.0), 1)
-        best = tl.where(follows, logit, best)
-        choice = tl.where(follows, expert, choice)
-    return best, choice, free
+def take_best(keys, N):
+    """Logit and expert of the largest key [BT], and the keys without it."""
+    best = tl.max(keys, 1)
+    choice = N - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+    bits = (best >> 32).to(tl.int32)
+    logit = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return logit, choice, tl.where(keys == best[:, None], -(2**63), keys)
 
 
 @triton.jit
 @no_type_check
-def select_block(logits, given, call, rows, experts, T):
+def select_block(logits, given, call, rows, experts, T, BK: tl.constexpr):
     """Write the K largest probabilities, or those of given routes; returns the log-sum-exp [BT].
 
     NaN ranks as -inf, and makes the log-sum-exp and so all weights NaN.
     """
-    inside = (experts < call.N)[None, :]
-    masked = tl.where(inside, logits, -float("inf"))
+    masked = tl.where((experts < call.N)[None, :], logits, -float("inf"))
     top = tl.max(masked, 1)
     lse = top + tl.log(tl.sum(tl.exp(masked - top[:, None]), 1))
-    # Only NaN differs from itself.
-    ranking = tl.where(logits != logits, -float("inf"), logits)  # noqa: PLR0124
-    free = tl.broadcast_to(inside, logits.shape)
-    row = rows * call.K
-    chosen_sum = tl.zeros(rows.shape, tl.float32)
+    keys = keys_of(logits, experts, call.N)
+    place = tl.arange(0, BK)
+    chosen = tl.full([rows.shape[0], BK], -float("inf"), tl.float32)
+    indices = tl.zeros([rows.shape[0], BK], tl.int32)
     for k in range(call.K):
-        best, choice, free = take(ranking, free, given, call, rows, experts, k, T)
-        weight = tl.exp(best - lse)
-        chosen_sum += weight
-        tl.store(given.indices + row + k, choice.to(tl.int64), mask=rows < T)
-        if not call.NORMALIZE:
-            tl.store(given.weights + row + k, weight, mask=rows < T)
-    if call.NORMALIZE:
-        free = tl.broadcast_to(inside, logits.shape)
+        logit, choice, keys = take_best(keys, call.N)
+        here = place[None, :] == k
+        chosen = tl.where(here, logit[:, None], chosen)
+        indices = tl.where(here, choice[:, None], indices)
+    if given.routes is not None:
+        follows = tl.load(given.routes + rows * call.K, mask=rows < T, other=-1) >= 0
         for k in range(call.K):
-            best, choice, free = take(ranking, free, given, call, rows, experts, k, T)
-            tl.store(given.weights + row + k, tl.exp(best - lse) / chosen_sum, mask=rows < T)
+            expert = tl.load(given.routes + rows * call.K + k, mask=rows < T, other=0)
+            is_it = experts[None, :] == expert[:, None]
+            logit = tl.sum(tl.where(is_it, masked, 0.0), 1)
+            here = follows[:, None] & (place[None, :] == k)
+            chosen = tl.where(here, logit[:, None], chosen)
+            indices = tl.where(here, expert[:, None].to(tl.int32), indices)
+    weights = tl.exp(chosen - lse[:, None])
+    if call.NORMALIZE:
+        weights = weights / tl.sum(weights, 1)[:, None]
+    store_block(given.indices, indices, rows, place, T, call.K)
+    store_block(given.weights, weights, rows, place, T, call.K)
     return lse
 
 
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
-def forward_kernel(given, call, T, BT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+def forward_kernel(
+    given,
+    call,
+    sums,
+    T,
+    parts,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1)."""
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
-    lane = tl.arange(0, call.RP)
-    if given.x is not None:
-        query, rstd = project_block(given, call, rows, T, BT, BD)
-        store_block(given.query, query, rows, lane, T, call.R)
-        if given.gain is not None:
-            tl.store(given.rstd + rows, rstd, mask=rows < T)
+    if sums.products is not None:
+        query = query_block(given, call, sums, rows, T, parts)
     elif given.anchors is not None:
-        query = load_block(given.query, rows, lane, T, call.R)
+        query = load_block(given.query, rows, tl.arange(0, call.RP), T, call.R)
     if given.anchors is not None:
         scaled, _, _, _ = query_side(query, given, call, rows, T)
         logits = score_block(scaled, given, call, experts) * call.score.scale
@@ -149,5 +204,6 @@ def forward_kernel(given, call, T, BT: tl.constexpr, BD: tl.constexpr, BN: tl.co
     elif given.weights is not None:
         logits = load_block(given.logits, rows, experts, T, call.N)
     if given.weights is not None:
-        lse = select_block(logits, given, call, rows, experts, T)
-        tl.store(given.lse + rows, lse, mask=rows < T)
+        lse = select_block(logits, given, call, rows, experts, T, BK)
+        if given.lse is not None:
+            tl.store(given.lse + rows, lse, mask=rows < T)

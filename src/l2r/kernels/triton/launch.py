@@ -17,15 +17,16 @@ from l2r.kernels.contract import (
     SCORINGS,
     Options,
     ScoreConstants,
+    Sizes,
     Tensors,
     empty_grads,
     empty_results,
     first_input,
     sizes_of,
 )
-from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_stage
+from l2r.kernels.stages import backward_in_stages, in_one_stage
 from l2r.kernels.triton import backward as kernels
-from l2r.kernels.triton.forward import forward_kernel
+from l2r.kernels.triton.forward import forward_kernel, project_kernel
 
 _PROGRAMS = 512  # programs wanted for a sum over tokens: about four per multiprocessor
 _REDUCERS = 64  # programs wanted for adding partial sums: one that adds many waits for memory
@@ -67,22 +68,50 @@ class Call(NamedTuple):
         )
 
 
+class Sums(NamedTuple):
+    """Sums over parts of d, fp32: products [parts, T, R] of x W, squares [parts, T] of x."""
+
+    products: Tensor | None = None
+    squares: Tensor | None = None
+
+
 def forward(given: Tensors, options: Options) -> Tensors:
-    """Results of the given stages, in one launch where they fit; see ``contract.Backend``."""
+    """Results of the given stages, in few launches; see ``contract.Backend``."""
     sizes = sizes_of(given)
+    if options.top_k and given.anchors is not None and not _selects_at_once(sizes):
+        done = forward(given, options._replace(top_k=0))
+        chosen = forward(Tensors(logits=done.logits, routes=given.routes), options)
+        return done._replace(weights=chosen.weights, indices=chosen.indices, lse=chosen.lse)
+    done = empty_results(given, options)
     tokens, experts = sizes.tokens, sizes.experts
-    if not in_one_stage(given, options) and not _one_launch(sizes.rank, experts):
-        return forward_in_stages(forward, given, options)
-    done = empty_results(given, options._replace(save=True))
     if tokens == 0:
         return done
-    blocks = _forward_blocks(given, options.top_k)
-    logits_alone = given.x is None and options.top_k == 0
-    columns = triton.cdiv(experts, blocks["BN"]) if logits_alone else 1
+    call, sums, parts = Call.of(given, options), Sums(), 1
+    blocks = _forward_blocks(sizes, options.top_k)
+    columns = 1 if options.top_k else triton.cdiv(max(1, experts), blocks["BN"])
     with torch.cuda.device_of(first_input(given)):  # type: ignore[no-untyped-call]
+        if given.x is not None:
+            sums, parts = _project(given, call, sizes)
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
-        forward_kernel[grid](done, Call.of(given, options), tokens, **blocks)
+        rest = done._replace(x=None, weight=None, gain=None)
+        forward_kernel[grid](rest, call, sums, tokens, parts, **blocks)
     return done
+
+
+def _project(given: Tensors, call: Call, sizes: Sizes) -> tuple[Sums, int]:
+    """Sums over parts of d, and how many; their width does not depend on the number of tokens."""
+    assert given.weight is not None
+    blocks = _project_blocks(sizes)
+    parts = triton.cdiv(sizes.hidden, blocks["WIDTH"])
+    like, fp32 = given.weight, torch.float32
+    sums = Sums(
+        contract.empty(parts, sizes.tokens, sizes.rank, like=like, dtype=fp32),
+        None if given.gain is None else contract.empty(parts, sizes.tokens, like=like, dtype=fp32),
+    )
+    grid = (triton.cdiv(sizes.tokens, blocks["BT"]), parts)
+    read = Tensors(x=given.x, weight=given.weight, gain=given.gain)
+    project_kernel[grid](read, call, sums, sizes.tokens, **blocks)
+    return sums, parts
 
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
@@ -100,24 +129,37 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     return grads
 
 
-def _forward_blocks(given: Tensors, top_k: int) -> dict[str, int]:
-    """Block sizes of a forward launch: of tokens, hidden and experts; and its warps."""
-    sizes = sizes_of(given)
-    hidden, project, row = sizes.hidden, given.x is not None, _power(sizes.experts, 16)
-    columns = row if top_k or project else min(row, 64)
-    if _lanes(sizes.rank) >= 16 and (project or given.anchors is not None):
-        warps = 4 if columns <= 256 else 8
-        return {"BT": 16, "BD": min(_power(hidden, 16), 64), "BN": columns, "num_warps": warps}
-    width, tokens = 16, max(1, min(2048 // columns, 16))
-    if project:
-        width = min(_power(hidden, 16), 2048)
-        tokens = max(1, min(8192 // width, 8, 4096 // columns))
-    return {"BT": tokens, "BD": width, "BN": columns, "num_warps": 4}
+# Sizes of launches: the fastest of those tried on an H100 (dev/performance.md). None depends on the
+# number of tokens, so neither do a token's numbers.
+def _project_blocks(sizes: Sizes) -> dict[str, int]:
+    """Parts, blocks of tokens and of d, groups of d, warps."""
+    row = _power(sizes.hidden, 16)
+    if _lanes(sizes.rank) < 16:
+        width = min(row, 2048)
+        tokens = max(1, min(8192 // width, 8))
+        return {"WIDTH": width, "BT": tokens, "BD": width, "G": 1, "num_warps": 4}
+    width = min(row, 64)
+    return {"WIDTH": min(row, 512), "BT": 16, "BD": width, "G": width // 16, "num_warps": 2}
 
 
-def _one_launch(rank: int, experts: int) -> bool:
-    """Whether all stages fit in one program's registers and shared memory."""
-    return experts <= 512 if _lanes(rank) < 16 else _power(experts, 16) * rank <= 8192
+def _forward_blocks(sizes: Sizes, top_k: int) -> dict[str, int]:
+    """Blocks of tokens, of experts and of choices, warps."""
+    row = _power(sizes.experts, 16)
+    columns = row if top_k else min(row, 64)
+    if _lanes(sizes.rank) >= 16 and sizes.heads:
+        tokens, warps = 16, 4 if columns <= 256 else 8
+    elif sizes.heads and columns > 64:
+        tokens, warps = max(1, min(2048 // columns, 16)), 4
+    else:  # a row within a warp: its largest logit is found without waiting for others
+        tokens = max(1, min((256 if sizes.heads else 128) // columns, 16))
+        warps = min(16, max(1, columns // 1024))
+    return {"BT": tokens, "BN": columns, "BK": _power(top_k, 1), "num_warps": warps}
+
+
+def _selects_at_once(sizes: Sizes) -> bool:
+    """Whether logits and selection of a block fit in one program's registers and shared memory."""
+    rank, row = sizes.rank, _power(sizes.experts, 16)
+    return row <= 512 if _lanes(rank) < 16 else row * max(16, rank) <= 8192
 
 
 def _select_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
@@ -131,38 +173,55 @@ def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> 
     assert given.anchors is not None
     sizes = sizes_of(given)
     tokens, anchors, lanes = sizes.tokens, sizes.experts * sizes.heads, _lanes(sizes.rank)
-    rows, most = (16, 64) if lanes >= 16 else (8, 256)
-    columns = min(_power(anchors, 16), most)
-    grid = (triton.cdiv(tokens, rows),)
-    kernels.query_backward_kernel[grid](given, up, grads, call, tokens, BT=rows, BC=columns)
-    columns, rows = min(columns, 64), 32
-    blocks = triton.cdiv(anchors, columns)
-    partial, per_split = _partial_sums(tokens, rows, blocks, given.anchors)
+    blocks = _query_backward_blocks(sizes)
+    grid = (triton.cdiv(tokens, blocks["BT"]),)
+    kernels.query_backward_kernel[grid](given, up, grads, call, tokens, **blocks)
+    blocks = _anchors_backward_blocks(sizes)
+    columns = triton.cdiv(anchors, blocks["BC"])
+    partial, per_split = _partial_sums(tokens, blocks["BT"], columns, given.anchors)
     splits = len(partial)
-    kernels.anchors_backward_kernel[(blocks, splits)](
-        given, up, partial, call, tokens, per_split, BT=rows, BC=columns
+    kernels.anchors_backward_kernel[(columns, splits)](
+        given, up, partial, call, tokens, per_split, **blocks
     )
-    columns = max(1, min(_power(anchors, 1) // _REDUCERS, 32))
-    grid, together = (triton.cdiv(anchors, columns),), _at_once(splits, columns * lanes)
-    kernels.anchors_reduce_kernel[grid](
-        given, grads, partial, call, splits, BC=columns, BS=together
-    )
+    width = max(1, min(_power(anchors, 1) // _REDUCERS, 32))
+    grid, together = (triton.cdiv(anchors, width),), _at_once(splits, width * lanes)
+    kernels.anchors_reduce_kernel[grid](given, grads, partial, call, splits, BC=width, BS=together)
+
+
+def _query_backward_blocks(sizes: Sizes) -> dict[str, int]:
+    """Blocks of tokens and of anchors, warps."""
+    tokens, most = (16, 32) if _lanes(sizes.rank) >= 16 else (4, 256)
+    return {"BT": tokens, "BC": min(_power(sizes.experts * sizes.heads, 16), most), "num_warps": 2}
+
+
+def _anchors_backward_blocks(sizes: Sizes) -> dict[str, int]:
+    """Blocks of tokens and of anchors."""
+    return {"BT": 16, "BC": min(_power(sizes.experts * sizes.heads, 16), 64)}
 
 
 def _project_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
     assert given.weight is not None
     sizes = sizes_of(given)
     tokens, hidden, lanes = sizes.tokens, sizes.hidden, _lanes(sizes.rank)
-    width, rows = min(_power(hidden, 16), 64 if lanes >= 16 else 256), 16
-    blocks = triton.cdiv(hidden, width)
-    partial, per_split = _partial_sums(tokens, rows, blocks, given.weight)
+    blocks = _project_backward_blocks(sizes)
+    columns = triton.cdiv(hidden, blocks["BD"])
+    partial, per_split = _partial_sums(tokens, blocks["BT"], columns, given.weight)
     splits = len(partial)
-    kernels.project_backward_kernel[(blocks, splits)](
-        given, up, grads, partial, call, tokens, per_split, BT=rows, BD=width
+    kernels.project_backward_kernel[(columns, splits)](
+        given, up, grads, partial, call, tokens, per_split, **blocks
     )
     width = max(1, min(_power(hidden, 1) // _REDUCERS, 32))
     grid, together = (triton.cdiv(hidden, width),), _at_once(splits, width * lanes)
     kernels.project_reduce_kernel[grid](given, grads, partial, call, splits, BD=width, BS=together)
+
+
+def _project_backward_blocks(sizes: Sizes) -> dict[str, int]:
+    """Blocks of tokens and of d, warps."""
+    row = _power(sizes.hidden, 16)
+    if _lanes(sizes.rank) < 16:
+        width = min(row, 1024)
+        return {"BT": min(16, 4096 // width), "BD": width}
+    return {"BT": 32, "BD": min(row, 64), "num_warps": 2}
 
 
 def _partial_sums(tokens: int, rows: int, blocks: int, like: Tensor) -> tuple[Tensor, int]:

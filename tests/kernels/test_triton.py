@@ -1,5 +1,7 @@
 """The Triton kernels equal float64 plain code, outputs and gradients, at any size."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -128,3 +130,46 @@ def test_same_numbers_every_time() -> None:
         (routed.weights.sum() + routed.logits.sin().sum()).backward()
         results.append([routed.logits, routed.weights, *(leaf.grad for leaf in ours.values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Recorder:
+    """A kernel that keeps what each of its launches is compiled for."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **blocks: int) -> None:
+            self.launches.append((_compiled_for(args), blocks))
+            self.kernel[grid](*args, **blocks)
+
+        return launch
+
+
+def _compiled_for(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(_compiled_for(part) for part in argument)
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+
+
+@pytest.mark.parametrize("case", [Case(5, 20, 9, 3, 2, 2), Case(5, 20, 600, 1, 33, 2)], ids=str)
+def test_replay_training_and_inference_run_the_same_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """On an H100 kernels compiled with and without routes gave logits one bit apart."""
+    from l2r.kernels.triton import launch
+
+    launches = []
+    for routed, trained in ((False, False), (True, False), (False, True)):
+        recorders = [Recorder(launch.project_kernel), Recorder(launch.forward_kernel)]
+        with monkeypatch.context() as patch, implementation("triton"):
+            patch.setattr(launch, "project_kernel", recorders[0])
+            patch.setattr(launch, "forward_kernel", recorders[1])
+            routes = torch.zeros(5, 2, dtype=torch.int64, device=DEVICE) if routed else None
+            with torch.set_grad_enabled(trained):
+                route(leaves(case.inputs(DEVICE)), **case.options(), routes=routes)
+        launches.append([recorder.launches for recorder in recorders])
+        assert all(launches[-1])
+    assert launches[1] == launches[0]
+    assert launches[2] == launches[0]

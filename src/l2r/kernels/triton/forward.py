@@ -76,7 +76,7 @@ def project_kernel(
 @triton.jit
 @no_type_check
 def query_block(given, call, sums, rows, T, parts):
-    """Query block [BT, RP] from the sums of all parts, written with rstd where they are saved."""
+    """Query block [BT, RP] from the sums of all parts, written with rstd."""
     lane = tl.arange(0, call.RP)
     writes = tl.where(tl.program_id(1) == 0, rows, T)  # one program of those of the same tokens
     query = sum_block(sums.products, rows, lane, T, call.R, parts, 4)
@@ -84,10 +84,8 @@ def query_block(given, call, sums, rows, T, parts):
         square = tl.sum(sum_block(sums.squares, rows, tl.arange(0, 1), T, 1, parts, 4), 1)
         rstd = tl.rsqrt(square / call.D + call.score.norm_eps)
         query = query * rstd[:, None]
-        if given.rstd is not None:
-            tl.store(given.rstd + rows, rstd, mask=writes < T)
-    if given.query is not None:
-        store_block(given.query, query, writes, lane, T, call.R)
+        tl.store(given.rstd + rows, rstd, mask=writes < T)
+    store_block(given.query, query, writes, lane, T, call.R)
     return query
 
 
@@ -142,10 +140,11 @@ def take_best(keys, N):
 
 @triton.jit
 @no_type_check
-def select_block(logits, given, call, rows, experts, T, BK: tl.constexpr):
+def select_block(logits, given, call, routes, follows, rows, experts, T, BK: tl.constexpr):
     """Write the K largest probabilities, or those of given routes; returns the log-sum-exp [BT].
 
-    NaN ranks as -inf, and makes the log-sum-exp and so all weights NaN.
+    NaN ranks as -inf, and makes the log-sum-exp and so all weights NaN. Whether routes are given is
+    known when the kernel runs, not when it is compiled: two compilations may round differently.
     """
     masked = tl.where((experts < call.N)[None, :], logits, -float("inf"))
     top = tl.max(masked, 1)
@@ -159,13 +158,13 @@ def select_block(logits, given, call, rows, experts, T, BK: tl.constexpr):
         here = place[None, :] == k
         chosen = tl.where(here, logit[:, None], chosen)
         indices = tl.where(here, choice[:, None], indices)
-    if given.routes is not None:
-        follows = tl.load(given.routes + rows * call.K, mask=rows < T, other=-1) >= 0
+    if follows != 0:
+        fixed = tl.load(routes + rows * call.K, mask=rows < T, other=-1) >= 0
         for k in range(call.K):
-            expert = tl.load(given.routes + rows * call.K + k, mask=rows < T, other=0)
+            expert = tl.load(routes + rows * call.K + k, mask=rows < T, other=0)
             is_it = experts[None, :] == expert[:, None]
             logit = tl.sum(tl.where(is_it, masked, 0.0), 1)
-            here = follows[:, None] & (place[None, :] == k)
+            here = fixed[:, None] & (place[None, :] == k)
             chosen = tl.where(here, logit[:, None], chosen)
             indices = tl.where(here, expert[:, None].to(tl.int32), indices)
     weights = tl.exp(chosen - lse[:, None])
@@ -176,19 +175,24 @@ def select_block(logits, given, call, rows, experts, T, BK: tl.constexpr):
     return lse
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "follows"], do_not_specialize_on_alignment=["routes"])
 @no_type_check
 def forward_kernel(
     given,
     call,
     sums,
+    routes,
+    follows,
     T,
     parts,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1)."""
+    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1).
+
+    ``routes`` are read where ``follows`` is not 0.
+    """
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
     if sums.products is not None:
@@ -204,6 +208,5 @@ def forward_kernel(
     elif given.weights is not None:
         logits = load_block(given.logits, rows, experts, T, call.N)
     if given.weights is not None:
-        lse = select_block(logits, given, call, rows, experts, T, BK)
-        if given.lse is not None:
-            tl.store(given.lse + rows, lse, mask=rows < T)
+        lse = select_block(logits, given, call, routes, follows, rows, experts, T, BK)
+        tl.store(given.lse + rows, lse, mask=rows < T)

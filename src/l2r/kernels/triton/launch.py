@@ -79,10 +79,12 @@ def forward(given: Tensors, options: Options) -> Tensors:
     """Results of the given stages, in few launches; see ``contract.Backend``."""
     sizes = sizes_of(given)
     if options.top_k and given.anchors is not None and not _selects_at_once(sizes):
-        done = forward(given, options._replace(top_k=0))
+        done = forward(given._replace(routes=None), options._replace(top_k=0))
         chosen = forward(Tensors(logits=done.logits, routes=given.routes), options)
-        return done._replace(weights=chosen.weights, indices=chosen.indices, lse=chosen.lse)
-    done = empty_results(given, options)
+        results = {name: getattr(chosen, name) for name in ("routes", "weights", "indices", "lse")}
+        return done._replace(**results)
+    # Everything is always written: kernels compiled for less could round differently.
+    done = empty_results(given, options._replace(save=True))
     tokens, experts = sizes.tokens, sizes.experts
     if tokens == 0:
         return done
@@ -93,8 +95,10 @@ def forward(given: Tensors, options: Options) -> Tensors:
         if given.x is not None:
             sums, parts = _project(given, call, sizes)
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
-        rest = done._replace(x=None, weight=None, gain=None)
-        forward_kernel[grid](rest, call, sums, tokens, parts, **blocks)
+        rest = done._replace(x=None, weight=None, gain=None, routes=None)
+        routes = done.indices if given.routes is None else given.routes
+        follows = int(given.routes is not None)
+        forward_kernel[grid](rest, call, sums, routes, follows, tokens, parts, **blocks)
     return done
 
 
@@ -148,7 +152,7 @@ def _forward_blocks(sizes: Sizes, top_k: int) -> dict[str, int]:
     columns = row if top_k else min(row, 64)
     if _lanes(sizes.rank) >= 16 and sizes.heads:
         tokens, warps = 16, 4 if columns <= 256 else 8
-    elif sizes.heads and columns > 64:
+    elif sizes.heads and (columns > 64 or not top_k):
         tokens, warps = max(1, min(2048 // columns, 16)), 4
     else:  # a row within a warp: its largest logit is found without waiting for others
         tokens = max(1, min((256 if sizes.heads else 128) // columns, 16))

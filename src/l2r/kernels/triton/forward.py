@@ -25,6 +25,47 @@ from l2r.kernels.triton.blocks import (
 )
 
 
+@triton.jit
+@no_type_check
+def add_product(query, x, given, call, d, G: tl.constexpr):
+    """Add x [BT, BD] times W diag(gain) at d, to [G, BT, RP] from 16 lanes on, else to [BT, RP].
+
+    G groups of d are multiplied side by side, each by warps of its own: with so few rows and
+    columns a single product would keep most of them idle.
+    """
+    lane = tl.arange(0, call.RP)
+    if given.gain is not None:
+        gain = tl.load(given.gain + d, mask=d < call.D, other=0.0).to(tl.float32)
+    if call.RP >= 16:
+        w = load_block(given.weight, lane, d, call.R, call.D)
+        if given.gain is not None:
+            w = w * gain[None, :]
+        width: tl.constexpr = x.shape[1] // G
+        left = tl.permute(tl.reshape(x, [x.shape[0], G, width]), (1, 0, 2))
+        right = tl.permute(tl.reshape(w, [call.RP, G, width]), (1, 2, 0))
+        query = tl.dot(left, right, query, input_precision=PRECISION)
+    else:
+        for r in tl.static_range(call.R):
+            w = tl.load(given.weight + r * call.D + d, mask=d < call.D, other=0.0).to(tl.float32)
+            if given.gain is not None:
+                w = w * gain
+            part = tl.sum(x * w[None, :], 1)
+            query += tl.where(lane[None, :] == r, part[:, None], 0.0)
+    return query
+
+
+@triton.jit
+@no_type_check
+def finished_query(query, square, given, call, rows, T):
+    """Query [BT, RP] from finished sums, written with 1 / RMS; rows from T on are not written."""
+    if given.gain is not None:
+        rstd = tl.rsqrt(square / call.D + call.score.norm_eps)
+        query = query * rstd[:, None]
+        tl.store(given.rstd + rows, rstd, mask=rows < T)
+    store_block(given.query, query, rows, tl.arange(0, call.RP), T, call.R)
+    return query
+
+
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
 def project_kernel(
@@ -32,12 +73,10 @@ def project_kernel(
 ):
     """Sums [part, T, R] of x W and [part, T] of x^2 over WIDTH of d, for a block of tokens.
 
-    The gain multiplies W. From 16 lanes on, G groups of d are multiplied side by side, each by
-    warps of its own: with so few rows and columns a single product would keep most of them idle.
+    Where no sums are given, one part is all of d, and the query is written.
     """
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     part = tl.program_id(1)
-    lane = tl.arange(0, call.RP)
     square = tl.zeros([BT], tl.float32)
     if call.RP >= 16:
         query = tl.zeros([G, BT, call.RP], tl.float32)
@@ -48,45 +87,29 @@ def project_kernel(
         x = load_block(given.x, rows, d, T, call.D)
         if given.gain is not None:
             square += tl.sum(x * x, 1)
-            gain = tl.load(given.gain + d, mask=d < call.D, other=0.0).to(tl.float32)
-        if call.RP >= 16:
-            w = load_block(given.weight, lane, d, call.R, call.D)
-            if given.gain is not None:
-                w = w * gain[None, :]
-            left = tl.permute(tl.reshape(x, [BT, G, BD // G]), (1, 0, 2))
-            right = tl.permute(tl.reshape(w, [call.RP, G, BD // G]), (1, 2, 0))
-            query = tl.dot(left, right, query, input_precision=PRECISION)
-        else:
-            for r in tl.static_range(call.R):
-                w = tl.load(given.weight + r * call.D + d, mask=d < call.D, other=0.0).to(
-                    tl.float32
-                )
-                if given.gain is not None:
-                    w = w * gain
-                column = tl.sum(x * w[None, :], 1)
-                query += tl.where(lane[None, :] == r, column[:, None], 0.0)
+        query = add_product(query, x, given, call, d, G)
     if call.RP >= 16:
         query = tl.sum(query, 0)
-    first = part.to(tl.int64) * T
-    store_block(sums.products + first * call.R, query, rows, lane, T, call.R)
-    if given.gain is not None:
-        tl.store(sums.squares + first + rows, square, mask=rows < T)
+    if sums.products is None:
+        finished_query(query, square, given, call, rows, T)
+    else:
+        first = part.to(tl.int64) * T
+        lane = tl.arange(0, call.RP)
+        store_block(sums.products + first * call.R, query, rows, lane, T, call.R)
+        if given.gain is not None:
+            tl.store(sums.squares + first + rows, square, mask=rows < T)
 
 
 @triton.jit
 @no_type_check
-def query_block(given, call, sums, rows, T, parts):
-    """Query block [BT, RP] from the sums of all parts, written with rstd."""
-    lane = tl.arange(0, call.RP)
-    writes = tl.where(tl.program_id(1) == 0, rows, T)  # one program of those of the same tokens
-    query = sum_block(sums.products, rows, lane, T, call.R, parts, 4)
-    if sums.squares is not None:
+def summed_query(given, call, sums, rows, T, parts):
+    """Query block [BT, RP] from the sums of all parts; one program of each row writes it."""
+    query = sum_block(sums.products, rows, tl.arange(0, call.RP), T, call.R, parts, 4)
+    square = tl.zeros(rows.shape, tl.float32)
+    if given.gain is not None:
         square = tl.sum(sum_block(sums.squares, rows, tl.arange(0, 1), T, 1, parts, 4), 1)
-        rstd = tl.rsqrt(square / call.D + call.score.norm_eps)
-        query = query * rstd[:, None]
-        tl.store(given.rstd + rows, rstd, mask=writes < T)
-    store_block(given.query, query, writes, lane, T, call.R)
-    return query
+    writes = tl.where(tl.program_id(1) == 0, rows, T)
+    return finished_query(query, square, given, call, writes, T)
 
 
 @triton.jit
@@ -196,7 +219,7 @@ def forward_kernel(
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     experts = tl.program_id(1) * BN + tl.arange(0, BN)
     if sums.products is not None:
-        query = query_block(given, call, sums, rows, T, parts)
+        query = summed_query(given, call, sums, rows, T, parts)
     elif given.anchors is not None:
         query = load_block(given.query, rows, tl.arange(0, call.RP), T, call.R)
     if given.anchors is not None:

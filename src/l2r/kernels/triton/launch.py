@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over parts of d, fp32: products [parts, T, R] of x W, squares [parts, T] of x."""
+    """Sums over parts of d, fp32: products [parts, T, R] of x and W, squares [parts, T] of x."""
 
     products: Tensor | None = None
     squares: Tensor | None = None
@@ -88,34 +88,39 @@ def forward(given: Tensors, options: Options) -> Tensors:
     tokens, experts = sizes.tokens, sizes.experts
     if tokens == 0:
         return done
-    call, sums, parts = Call.of(given, options), Sums(), 1
+    call, sums = Call.of(given, options), Sums()
     blocks = _forward_blocks(sizes, options.top_k)
     columns = 1 if options.top_k else triton.cdiv(max(1, experts), blocks["BN"])
     with torch.cuda.device_of(first_input(given)):  # type: ignore[no-untyped-call]
         if given.x is not None:
-            sums, parts = _project(given, call, sizes)
+            sums = _project(done, call, sizes)
+            if given.anchors is None and sums.products is None:
+                return done
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
-        rest = done._replace(x=None, weight=None, gain=None, routes=None)
+        rest = done._replace(x=None, weight=None, routes=None)
         routes = done.indices if given.routes is None else given.routes
         follows = int(given.routes is not None)
+        parts = 0 if sums.products is None else len(sums.products)
         forward_kernel[grid](rest, call, sums, routes, follows, tokens, parts, **blocks)
     return done
 
 
-def _project(given: Tensors, call: Call, sizes: Sizes) -> tuple[Sums, int]:
-    """Sums over parts of d, and how many; their width does not depend on the number of tokens."""
-    assert given.weight is not None
-    blocks = _project_blocks(sizes)
+def _project(done: Tensors, call: Call, sizes: Sizes) -> Sums:
+    """Write the query, or return sums over parts of d: of several, or where it is not fp32.
+
+    How many there are does not depend on the number of tokens.
+    """
+    assert done.weight is not None
+    blocks, sums, fp32 = _project_blocks(sizes), Sums(), torch.float32
     parts = triton.cdiv(sizes.hidden, blocks["WIDTH"])
-    like, fp32 = given.weight, torch.float32
-    sums = Sums(
-        contract.empty(parts, sizes.tokens, sizes.rank, like=like, dtype=fp32),
-        None if given.gain is None else contract.empty(parts, sizes.tokens, like=like, dtype=fp32),
-    )
+    if parts > 1 or done.weight.dtype != fp32:
+        room, like = (parts, sizes.tokens), done.weight
+        products = contract.empty(*room, sizes.rank, like=like, dtype=fp32)
+        sums = Sums(products, None if done.gain is None else contract.empty(*room, like=products))
     grid = (triton.cdiv(sizes.tokens, blocks["BT"]), parts)
-    read = Tensors(x=given.x, weight=given.weight, gain=given.gain)
-    project_kernel[grid](read, call, sums, sizes.tokens, **blocks)
-    return sums, parts
+    rest = Tensors(x=done.x, weight=done.weight, gain=done.gain, query=done.query, rstd=done.rstd)
+    project_kernel[grid](rest, call, sums, sizes.tokens, **blocks)
+    return sums
 
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
@@ -141,7 +146,7 @@ def _project_blocks(sizes: Sizes) -> dict[str, int]:
     if _lanes(sizes.rank) < 16:
         width = min(row, 2048)
         tokens = max(1, min(8192 // width, 8))
-        return {"WIDTH": width, "BT": tokens, "BD": width, "G": 1, "num_warps": 4}
+        return {"WIDTH": row, "BT": tokens, "BD": width, "G": 1, "num_warps": 4}
     width = min(row, 64)
     return {"WIDTH": min(row, 512), "BT": 16, "BD": width, "G": width // 16, "num_warps": 2}
 

@@ -433,21 +433,21 @@ def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, defaul
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "rank", "heads"),
-    [(2, 8, 4), (64, 8, 4), (65, 16, 2), (255, 16, 2), (256, 32, 1), (4096, 32, 1)],
+    ("num_experts", "heads"), [(2, 4), (64, 4), (65, 2), (255, 2), (256, 1), (4096, 1)]
 )
-def test_the_setting_for_a_number_of_experts_keeps_its_numbers_per_expert(num_experts, rank, heads):
+def test_the_setting_for_a_number_of_experts_has_rank_8_and_fewer_anchors_for_more(
+    num_experts, heads
+):
     sizes = {"num_experts": num_experts, "hidden_size": 128, "top_k": 2}
     config = L2RConfig.for_experts(**sizes)
-    assert config == L2RConfig(gamma=4.0, rank=rank, heads=heads, normalize_weights=True)
-    anchors = build_router(config, **sizes).anchors
-    assert anchors.shape == (num_experts, heads, rank) and anchors[0].numel() == 32
+    assert config == L2RConfig(gamma=4.0, rank=8, heads=heads, normalize_weights=True)
+    assert build_router(config, **sizes).anchors.shape == (num_experts, heads, 8)
 
 
 def test_the_setting_for_experts_builds_where_sizes_are_small_and_names_impossible_ones():
-    small = {"num_experts": 300, "hidden_size": 8, "top_k": 1}
+    small = {"num_experts": 300, "hidden_size": 4, "top_k": 1}
     config = L2RConfig.for_experts(**small)
-    assert (config.rank, config.normalize_weights) == (8, False)
+    assert (config.rank, config.normalize_weights) == (4, False)
     build_router(config, **small)
     for name, value in (("num_experts", 0), ("hidden_size", 0), ("top_k", 301)):
         with pytest.raises(ValueError, match=f"top_k <= num_experts; got .*{name}={value}"):

@@ -91,7 +91,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest():
 )
 def test_fine_grained_recipes_are_the_arms_of_the_registered_plan(arm, name):
     """All but when they validate, log and save."""
-    plan = {cell.arm: cell.recipe for cell in read_plan("experts-256").plan.cells(1)}[arm]
+    plan = {cell.arm: cell.recipe for cell in read_plan("rank-8-of-256").plan.cells(1)}[arm]
     recipe = load_recipe(f"fine-grained/{name}")
     when = {"training": {"log_every"}, "evaluation": {"every"}, "checkpoint": {"every"}}
     assert recipe.model_dump(exclude=when) == plan.model_dump(exclude=when)

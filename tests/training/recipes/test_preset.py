@@ -22,7 +22,7 @@ def test_it_follows_the_sizes_of_the_model_wherever_they_stand():
     changes = ["router.preset=evidence", "model.num_experts=256"]
     for order in (changes, changes[::-1]):
         router = load_recipe("demo/linear", order).router
-        assert (router.rank, router.heads) == (32, 1)
+        assert (router.rank, router.heads) == (8, 1)
     assert load_recipe("fine-grained/l2r-sips").router == router
 
 

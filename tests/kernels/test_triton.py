@@ -1,5 +1,6 @@
 """The Triton kernels equal float64 plain code, outputs and gradients, at any size."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,22 +157,26 @@ def _compiled_for(argument: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", [Case(5, 20, 9, 3, 2, 2), Case(5, 600, 600, 1, 33, 2)], ids=str)
-def test_replay_training_and_inference_run_the_same_compiled_kernels(
+def test_replay_training_and_any_number_of_tokens_run_the_same_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """On an H100 kernels compiled with and without routes gave logits one bit apart."""
-    from l2r.kernels.triton import launch
 
-    launches = []
-    for routed, trained in ((False, False), (True, False), (False, True)):
+    def launches(tokens: int = 5, *, routed: bool = False, trained: bool = False) -> list[Any]:
         recorders = [Recorder(launch.project_kernel), Recorder(launch.forward_kernel)]
+        routes = torch.zeros(tokens, 2, dtype=torch.int64, device=DEVICE) if routed else None
+        inputs = leaves(replace(case, tokens=tokens).inputs(DEVICE))
         with monkeypatch.context() as patch, implementation("triton"):
             patch.setattr(launch, "project_kernel", recorders[0])
             patch.setattr(launch, "forward_kernel", recorders[1])
-            routes = torch.zeros(5, 2, dtype=torch.int64, device=DEVICE) if routed else None
             with torch.set_grad_enabled(trained):
-                route(leaves(case.inputs(DEVICE)), **case.options(), routes=routes)
-        launches.append([recorder.launches for recorder in recorders])
-        assert all(launches[-1])
-    assert launches[1] == launches[0]
-    assert launches[2] == launches[0]
+                route(inputs, **case.options(), routes=routes)
+        return [recorder.launches for recorder in recorders]
+
+    from l2r.kernels.triton import launch
+
+    plain_call = launches()
+    assert all(plain_call)
+    assert launches(routed=True) == plain_call
+    assert launches(trained=True) == plain_call
+    assert launches(tokens=70) == plain_call

@@ -4,9 +4,9 @@
 x. ``forward_kernel``: the sums -> q; q -> logits (anchor scores, log-sum-exp over the anchors of an
 expert); logits -> log-sum-exp over experts, top-k, weights. Nothing of size T x N x H exists.
 
-Two launches, since the projection wants other programs than the rest: many, each of a part of d,
-also for a single token. How wide a part is does not depend on the number of tokens, so a token's
-numbers do not depend on the tokens beside it.
+Two launches, since the projection needs another grid than the other stages: many programs, each for
+a part of the hidden dimension, even for a single token. The width of a part does not depend on the
+number of tokens, so the results of a token do not depend on the batch that it is in.
 """
 
 from typing import no_type_check
@@ -30,8 +30,8 @@ from l2r.kernels.triton.blocks import (
 def add_product(query, x, given, call, d, G: tl.constexpr):
     """Add x [BT, BD] times W diag(gain) at d, to [G, BT, RP] from 16 lanes on, else to [BT, RP].
 
-    G groups of d are multiplied side by side, each by warps of its own: with so few rows and
-    columns a single product would keep most of them idle.
+    The products run on the matrix units as a batch of G, each over a share of d: a single product
+    with so few rows and columns would leave most warps idle.
     """
     lane = tl.arange(0, call.RP)
     if given.gain is not None:

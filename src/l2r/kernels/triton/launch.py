@@ -79,7 +79,10 @@ class Call(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over parts of d, fp32: products [parts, T, R] of x and W, squares [parts, T] of x."""
+    """Partial sums over the hidden dimension, in fp32, from which a query is finished.
+
+    products: x W of each part, [parts, T, R]. squares: sum of x^2 of each part, [parts, T].
+    """
 
     products: Tensor | None = None
     squares: Tensor | None = None
@@ -91,8 +94,9 @@ def forward(given: Tensors, options: Options) -> Tensors:
     if options.top_k and given.anchors is not None and not selects_at_once(sizes):
         done = forward(given._replace(routes=None), options._replace(top_k=0))
         chosen = forward(Tensors(logits=done.logits, routes=given.routes), options)
-        results = {name: getattr(chosen, name) for name in ("routes", "weights", "indices", "lse")}
-        return done._replace(**results)
+        return done._replace(
+            routes=chosen.routes, weights=chosen.weights, indices=chosen.indices, lse=chosen.lse
+        )
     # Everything is always written: kernels compiled for less could round differently.
     done = empty_results(given, options._replace(save=True))
     tokens, experts = sizes.tokens, sizes.experts
@@ -116,9 +120,10 @@ def forward(given: Tensors, options: Options) -> Tensors:
 
 
 def _project(done: Tensors, call: Call, sizes: Sizes) -> Sums:
-    """Write the query, or return sums over parts of d: of several, or where it is not fp32.
+    """Write the query, or return the sums from which it is finished.
 
-    How many there are does not depend on the number of tokens.
+    It is written if one part is all of d and it is fp32. The number of parts does not depend on
+    the number of tokens.
     """
     assert done.weight is not None
     blocks, sums, fp32 = project_blocks(sizes), Sums(), torch.float32

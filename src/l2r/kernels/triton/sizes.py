@@ -1,6 +1,6 @@
-"""Sizes of the Triton launches: the fastest of those tried on an H100 (dev/performance.md).
+"""Block sizes and warps of the Triton launches, chosen by trials on an H100 (dev/performance.md).
 
-None depends on the number of tokens, so neither do a token's numbers.
+None depends on the number of tokens, so the results of a token do not depend on its batch.
 """
 
 import triton

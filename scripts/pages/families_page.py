@@ -13,13 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
 
+from scripts.pages.marks import with_section
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
 from l2r.hf.swap.families import FAMILIES, REFUSED
 from l2r.report.tables import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
-BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+SECTION = "families"
 TEXT = """
 **{verdict}**
 A small random model of each, on a CPU, with {versions}:
@@ -63,13 +64,6 @@ def section(results: Sequence[FamilyResult]) -> str:
     )
 
 
-def between_marks(text: str, section: str) -> str:
-    """The page with ``section`` in place of what stands between its two marks."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{section}{END}{tail}"
-
-
 def main() -> int:
     """Check, then write or print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -78,7 +72,7 @@ def main() -> int:
     results = list(check_families(list(FAMILIES) if only is None else only.split(",")))
     if only is None:
         text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between_marks(text, section(results)), encoding="utf-8")
+        PAGE.write_text(with_section(text, SECTION, section(results)), encoding="utf-8")
     else:
         sys.stdout.write("".join(f"{result}\n" for result in results))
     return 0

@@ -1,7 +1,7 @@
 """The pictures of the docs, from runs of the demo: docs/images, all but router-scale.png.
 
     l2r compare demo training.steps=200 --routers linear,l2r_sips --out runs/pictures
-    python scripts/pages/pictures.py runs/pictures
+    PYTHONPATH=. python -m scripts.pages.pictures runs/pictures
 
 Needs l2r-moe[browser] and Chromium or Chrome on the PATH.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+from scripts.pages import routers_by_experts
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 STUDIES = {  # picture: plan, words of a figure
@@ -25,6 +26,7 @@ STUDIES = {  # picture: plan, words of a figure
     "decision-training": ("decision", "The same less that of"),
     "needed-rank": ("needed-rank", "router parameters of the model"),
 }
+ALL_STUDIES = "routers-by-experts"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -78,6 +80,9 @@ def studies() -> None:
         for name, (plan, words) in STUDIES.items():
             l2r("evidence", plan, "--judge-only", "--out", pages)
             figure(Path(pages) / plan / "report.html", IMAGES / f"{name}.png", words)
+        page = Path(pages) / f"{ALL_STUDIES}.html"
+        routers_by_experts.figure(list(routers_by_experts.all_arms())).write_html(page)
+        figure(page, IMAGES / f"{ALL_STUDIES}.png", "router parameters over")
 
 
 def main() -> None:
@@ -95,7 +100,15 @@ def main() -> None:
         figure(pages / "landscape.html", IMAGES / "landscape.png", "")
         top(pages / "landscape.html", IMAGES / "explorer.png", 1360, 1060)
     studies()
-    for name in ("text-view", "demo-report", "routing-plane", "landscape", "explorer", *STUDIES):
+    for name in (
+        "text-view",
+        "demo-report",
+        "routing-plane",
+        "landscape",
+        "explorer",
+        *STUDIES,
+        ALL_STUDIES,
+    ):
         path = IMAGES / f"{name}.png"
         Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)
 

@@ -71,27 +71,52 @@ def test_without_gradients_the_numbers_are_the_same(
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-@pytest.mark.parametrize("case", [Case(101, 70, 13, 3, 9, 4), Case(40, 64, 20, 1, 8, 2)], ids=str)
-def test_a_large_input_in_half_precision_is_routed_in_parts(
-    form: str, monkeypatch: pytest.MonkeyPatch, case: Case, replayed: bool
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 65, 9, 1, 2, 2),
+        Case(30, 300, 16, 4, 3, 4),
+        Case(5, 48, 7, 2, 32, 3),  # fewer tokens than a block
+        Case(101, 70, 13, 3, 9, 4),
+        Case(60, 600, 20, 1, 8, 2),  # several parts of a row
+    ],
+    ids=str,
+)
+def test_bf16_hidden_states_give_the_bits_of_their_copy_in_fp32(
+    form: str, case: Case, replayed: bool
 ) -> None:
-    """Several parts, the last smaller, give what the whole gives; with gradients the same bits."""
-    inputs = case.inputs("cpu")
-    inputs = {**inputs, "x": inputs["x"].bfloat16()}
     routes = torch.arange(case.tokens * case.top_k).view(case.tokens, -1) % case.experts
     routes[::3] = -1
     options = case.options() | ({"routes": routes} if replayed else {})
-    with torch.no_grad():
-        whole = route(inputs, **options)
-        monkeypatch.setattr(cpu, "_MAX_HALF_NUMBERS", 16 * case.hidden)
-        parts = route(inputs, **options)
-    trained = route(leaves(inputs), **options)
-    assert torch.equal(whole.indices, parts.indices)
-    # Blocks of tokens and their rest add up in another order.
-    torch.testing.assert_close(parts.logits, whole.logits, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(parts.weights, whole.weights, rtol=1e-5, atol=1e-6)
-    for name in ("logits", "weights", "indices"):
-        assert torch.equal(getattr(parts, name), getattr(trained, name)), name
+    inputs = case.inputs("cpu")
+    x = inputs["x"].bfloat16()
+    results = []
+    for hidden_states in (x, x.float()):
+        ours = leaves({**inputs, "x": hidden_states})
+        trained = route(ours, **options)
+        with torch.no_grad():
+            alone = route({**inputs, "x": hidden_states}, **options)
+        (trained.weights.square().sum() + trained.logits.sin().sum()).backward()
+        grads = {name: leaf.grad for name, leaf in ours.items()}
+        grads["x"] = grads["x"].bfloat16()
+        outputs = [getattr(r, n) for r in (trained, alone) for n in ("logits", "weights", "indices")]
+        results.append([*outputs, *grads.values()])
+    assert results[0][-1].dtype is torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_gradient_is_rounded_to_bf16_as_torch_rounds(form: str) -> None:
+    """Ties, the largest numbers, infinities and NaN among the gradients of hidden states."""
+    case = Case(16, 64, 8, 1, 8, 2)
+    inputs = case.inputs("cpu")
+    scales = torch.tensor([1.0, 1e-42, 1e-20, 1e20, 3e38, float("inf"), float("nan"), 0.0])
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        ours = leaves({**inputs, "x": inputs["x"].bfloat16().to(dtype)})
+        logits = route(ours, **case.options()).logits
+        (logits * scales.repeat(2).unsqueeze(1)).sum().backward()
+        results.append(ours["x"].grad.bfloat16())
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("steps", STEPS)

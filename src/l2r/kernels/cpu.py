@@ -1,9 +1,10 @@
 """CPU backend: compiled code for fp32 parameters, blocks of torch operations for the rest.
 
+Compiled code reads hidden states in fp32 or bf16; other dtypes are copied to fp32 for it.
+
 Shape letters: T tokens, R rank, N experts, H anchors.
 """
 
-from collections.abc import Iterator
 from struct import Struct
 
 import torch
@@ -27,12 +28,10 @@ from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_sta
 
 # The structures of router.h in bytes, which ctypes passes as their address: half the time of
 # ctypes' own structures.
-_sizes, _score = Struct("6q").pack, Struct("i6f").pack
+_sizes, _score = Struct("7q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
 _NO_EXPERT = 2  # what the compiled code returns for a route to no expert
 _MAX_RANK = 64  # above, the products of torch are faster
-_MAX_HALF_NUMBERS = 2**21  # of x in half precision; a larger copy of it in fp32 is slower
-_BY_TOKEN = ("x", "query", "logits", "routes", "rstd", "weights", "indices", "lse")
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
 
@@ -44,8 +43,7 @@ def forward(given: Tensors, options: Options) -> Tensors:
     sizes = sizes_of(given)
     if _compiled(given, sizes):
         done = empty_results(given, options)
-        for part in _parts(done):
-            _run("l2r_forward", sizes_of(part), options, _wide(part))
+        _run("l2r_forward", sizes, options, _readable(done))
         return done
     if in_one_stage(given, options):
         return blocks.forward(given, options)
@@ -72,9 +70,8 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     wide = torch.float32
     if not (weight.dtype is wide and anchors.dtype is wide and x.is_cpu):
         return None
-    if x.dtype is not wide:
-        if x.numel() > _MAX_HALF_NUMBERS:
-            return None
+    is_bf16 = x.dtype is torch.bfloat16
+    if not is_bf16 and x.dtype is not wide:
         x = x.float()
     tokens, hidden = x.shape
     experts, heads, rank = anchors.shape
@@ -89,7 +86,7 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
     routes = given.routes
     scoring, *constants = options.score
     failure = kernels.l2r_forward(
-        _sizes(*sizes, top_k),
+        _sizes(*sizes, top_k, is_bf16),
         _score(SCORINGS[scoring], *constants),
         1 if tokens == 1 else _threads(Sizes(*sizes)),
         options.normalize,
@@ -117,35 +114,16 @@ def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
     """Gradients of what was given; see ``contract.Backend``."""
     anchors, sizes = tensors.anchors, sizes_of(tensors)
     few = anchors is None or anchors.numel() <= _MAX_ANCHOR_NUMBERS
-    # In parts the backward would take new memory for each; blocks use theirs again.
-    if few and not _is_large_half(tensors) and _compiled(tensors, sizes):
-        wide = _wide(tensors)
-        grads = empty_grads(wide, options)
-        _run("l2r_backward", sizes, options, wide, up, grads)
+    if few and _compiled(tensors, sizes):
+        readable = _readable(tensors)
+        grads = empty_grads(readable, options)
+        _run("l2r_backward", sizes, options, readable, up, grads)
         if grads.x is None or tensors.x is None:
             return grads
         return grads._replace(x=grads.x.to(tensors.x.dtype))
     if in_one_stage(tensors, options):
         return blocks.backward(tensors, up, options)
     return backward_in_stages(backward, tensors, up, options)
-
-
-def _is_large_half(tensors: Tensors) -> bool:
-    x = tensors.x
-    return x is not None and x.dtype is not torch.float32 and x.numel() > _MAX_HALF_NUMBERS
-
-
-def _parts(tensors: Tensors) -> Iterator[Tensors]:
-    """Iterate over views of the tokens of which x is copied to fp32 at a time."""
-    if tensors.x is None or not _is_large_half(tensors):
-        yield tensors
-        return
-    tokens, hidden = tensors.x.shape
-    size = max(1, _MAX_HALF_NUMBERS // hidden)
-    by_token = {n: t for n in _BY_TOKEN if (t := getattr(tensors, n)) is not None}
-    for start in range(0, tokens, size):
-        rows = slice(start, start + size)
-        yield tensors._replace(**{name: tensor[rows] for name, tensor in by_token.items()})
 
 
 def _compiled(tensors: Tensors, sizes: Sizes) -> bool:
@@ -160,11 +138,13 @@ def _compiled(tensors: Tensors, sizes: Sizes) -> bool:
     return first_input(tensors).is_cpu and library() is not None
 
 
-def _wide(tensors: Tensors) -> Tensors:
-    """Return the tensors with x in fp32: a copy costs less than torch's operations on halves."""
+def _readable(tensors: Tensors) -> Tensors:
+    """Return the tensors with x in a dtype that the compiled code reads."""
     x = tensors.x
     # Checked first: a new tuple would add two microseconds to a decoding step.
-    return tensors if x is None or x.dtype is torch.float32 else tensors._replace(x=x.float())
+    if x is None or x.dtype is torch.float32 or x.dtype is torch.bfloat16:
+        return tensors
+    return tensors._replace(x=x.float())
 
 
 def _run(name: str, sizes: Sizes, options: Options, *tensors: Tensors) -> None:
@@ -172,8 +152,9 @@ def _run(name: str, sizes: Sizes, options: Options, *tensors: Tensors) -> None:
     kernels = library()
     assert kernels is not None  # see _compiled
     scoring, *constants = options.score
+    x = tensors[0].x
     failure = getattr(kernels, name)(
-        _sizes(*sizes, options.top_k),
+        _sizes(*sizes, options.top_k, x is not None and x.dtype is torch.bfloat16),
         _score(SCORINGS[scoring], *constants),
         _threads(sizes),
         options.normalize,

@@ -147,11 +147,11 @@ inline void project_backward(const float* x, const float* folded, const float* g
 }
 
 // Asks for large pages under a fresh tensor, whose first writes otherwise cost a fault each 4 KiB.
-void large_pages(float* start, int64_t numbers) {
+void large_pages(void* start, int64_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t page = uintptr_t{1} << 21;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(start) + page - 1) / page * page;
-  const uintptr_t last = reinterpret_cast<uintptr_t>(start + numbers) / page * page;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(start) + bytes) / page * page;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }
@@ -192,11 +192,13 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
   const int64_t anchor_numbers = in.anchors ? s.rank * s.num_anchors() : 0;
   const int64_t weight_numbers = in.x ? s.rank * s.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
-  Rooms rooms(2 * s.rank + 2 * s.experts, threads);
-  if (grads.x) large_pages(grads.x, s.tokens * s.hidden);
+  const Hidden x{in.x, s.bf16 != 0}, grad_x{grads.x, s.bf16 != 0};
+  Rooms rooms(2 * s.rank + 2 * s.experts + (x.bf16 ? 2 * s.hidden : 0), threads);
+  if (grads.x) large_pages(grads.x, s.tokens * s.hidden * (s.bf16 ? 2 : 4));
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *a = rooms.of(part), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
+    float *row_room = own + s.experts, *out_room = row_room + s.hidden;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       const float *q = in.query + t * s.rank, *z = in.logits + t * s.experts;
@@ -213,9 +215,11 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
       }
       if (!in.x) continue;
       const float pull = in.gain ? pull_of(g, q, in.rstd[t], s) : 0.0f;
-      project_backward(in.x + t * s.hidden, folded.data(), g, pull, s,
-                       grads.x ? grads.x + t * s.hidden : nullptr,
+      const int64_t place = t * s.hidden;
+      float* out = !grads.x ? nullptr : x.bf16 ? out_room : grad_x.fp32_at(place);
+      project_backward(x.read(place, s.hidden, row_room), folded.data(), g, pull, s, out,
                        weight_sums.data() + part * weight_numbers);
+      if (out && x.bf16) grad_x.write(out, place, s.hidden);
     }
   }
   if (in.anchors) {
@@ -239,8 +243,9 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
   const int64_t anchor_numbers = in.anchors ? s.rank * block.columns : 0;
   const int64_t weight_numbers = in.x ? s.rank * block.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
+  const Hidden x{in.x, s.bf16 != 0}, grad_x{grads.x, s.bf16 != 0};
   Rooms rooms(block.tokens * (2 * block.rank + 2 * kPanel + s.experts + 1), threads);
-  if (grads.x) large_pages(grads.x, s.tokens * s.hidden);
+  if (grads.x) large_pages(grads.x, s.tokens * s.hidden * (s.bf16 ? 2 : 4));
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *a = rooms.of(part), *g = a + block.tokens * block.rank;
@@ -270,8 +275,7 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
         pull[t] = in.gain ? pull_of(own, query, in.rstd[first + t], s) : 0.0f;
       }
       if (in.x)
-        project_backward_block(in.x + first * s.hidden, weight.data(), g, pull, count, s, block,
-                               work, grads.x ? grads.x + first * s.hidden : nullptr,
+        project_backward_block(x, first, weight.data(), g, pull, count, s, block, work, grad_x,
                                weight_sums.data() + part * weight_numbers);
     }
   }

@@ -66,34 +66,36 @@ inline void pool_backward_block(const float* a, const float* b, const float* b_r
   for (int64_t i = 0; i < count * block.rank; ++i) out[i] /= unit;
 }
 
-// grad_x = pull x + grad W, if wanted; adds grad x to sum [R, D padded].
-inline void project_backward_block(const float* x, const float* weight, const float* grad,
-                                   const float* pull, int64_t count, const Sizes& s,
-                                   const Blocking& block, float* work, float* grad_x, float* sum) {
+// grad_x = pull x + grad W of the block of tokens from the first on, if wanted; adds grad x to sum
+// [R, D padded].
+inline void project_backward_block(Hidden x, int64_t first_token, const float* weight,
+                                   const float* grad, const float* pull, int64_t count,
+                                   const Sizes& s, const Blocking& block, float* work,
+                                   Hidden grad_x, float* sum) {
   float* own = work + block.tokens * kPanel;
   for (int64_t first = 0; first < s.hidden; first += kPanel) {
     const int64_t real = std::min(kPanel, s.hidden - first), width = padded(real, 16);
     for (int64_t t = 0; t < count; ++t) {
       float *row = work + t * kPanel, *out = own + t * kPanel;
-      const float* from = x + t * s.hidden + first;
+      const int64_t place = (first_token + t) * s.hidden + first;
       // Rows are far apart: what the processor fetches ahead by itself ends with the panel.
       for (int64_t d = kPanel; d < 2 * kPanel; d += 16) {
-        __builtin_prefetch(from + d);
-        if (grad_x) __builtin_prefetch(grad_x + t * s.hidden + first + d, 1);
+        x.prefetch<0>(place + d);
+        if (grad_x.data) grad_x.prefetch<1>(place + d);
       }
-      std::memcpy(row, from, real * sizeof(float));
+      x.copy(place, real, row);
       for (int64_t d = real; d < width; ++d) row[d] = 0.0f;
-      if (!grad_x) continue;
+      if (!grad_x.data) continue;
 #pragma omp simd
       for (int64_t d = 0; d < width; ++d) out[d] = pull[t] * row[d];
     }
     multiply({grad, 1, block.rank}, work, kPanel, count, sum + first, block.hidden, s.rank, width,
              true);
-    if (!grad_x) continue;
+    if (!grad_x.data) continue;
     multiply({grad, block.rank, 1}, weight + first * s.rank, kPanel, s.rank, own, kPanel, count,
              width, true);
     for (int64_t t = 0; t < count; ++t)
-      std::memcpy(grad_x + t * s.hidden + first, own + t * kPanel, real * sizeof(float));
+      grad_x.write(own + t * kPanel, (first_token + t) * s.hidden + first, real);
   }
 }
 

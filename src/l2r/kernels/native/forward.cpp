@@ -158,18 +158,21 @@ void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b = padded_anchors(keys, s, block);
   const std::vector<float> columns = transposed(in.weight, in.gain, s, block);
-  const int64_t numbers = 2 * block.rank + 2 * kPanel + 2;  // of a token
+  const Hidden x{in.x, s.bf16 != 0};
+  const int64_t wide = x.bf16 ? block.depth : 0;
+  const int64_t numbers = 2 * block.rank + 2 * kPanel + 2 + wide;  // of a token
   Rooms rooms(block.tokens * numbers + 2 * s.experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *query = rooms.of(part), *a = query + block.tokens * block.rank;
     float *rstd = a + block.tokens * block.rank, *length = rstd + block.tokens;
-    float *work = length + block.tokens, *row = work + 2 * block.tokens * kPanel;
+    float *work = length + block.tokens, *room = work + 2 * block.tokens * kPanel;
+    float* row = room + block.tokens * wide;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
       const int64_t count = std::min(block.tokens, end - first);
       if (in.x)
-        project_block(in.x + first * s.hidden, columns.data(), count, s, c, block, query,
+        project_block(x, first, columns.data(), count, s, c, block, room, query,
                       in.gain ? rstd : nullptr);
       for (int64_t t = 0; t < count; ++t) {
         float *q = query + t * block.rank, *kept = in.query + (first + t) * s.rank;
@@ -199,16 +202,18 @@ void forward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool norm
              const Tensors& in) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
-  Rooms rooms(2 * s.rank + 2 * s.experts, threads);
+  const Hidden x{in.x, s.bf16 != 0};
+  Rooms rooms(2 * s.rank + 2 * s.experts + (x.bf16 ? s.hidden : 0), threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *own = rooms.of(part), *a = own + s.rank, *work = a + s.rank;
+    float* room = work + 2 * s.experts;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       float* q = in.query ? in.query + t * s.rank : own;
       if (in.x) {
-        const float* x = in.x + t * s.hidden;
-        const float scale = project(x, folded.data(), s, c, in.gain != nullptr, q);
+        const float* row = x.read(t * s.hidden, s.hidden, room);
+        const float scale = project(row, folded.data(), s, c, in.gain != nullptr, q);
         if (in.rstd) in.rstd[t] = scale;
       }
       float* logits = in.logits + t * s.experts;

@@ -17,23 +17,27 @@ inline std::vector<float> transposed(const float* weight, const float* gain, con
   return out;
 }
 
-// query [count, R padded] of a block of x, times one over the RMS where that is wanted.
-inline void project_block(const float* x, const float* columns, int64_t count, const Sizes& s,
-                          const ScoreConstants& c, const Blocking& block, float* query,
-                          float* rstd) {
-  const int64_t step = std::max<int64_t>(32, 4096 / block.rank);  // 16 KiB of the projection
+// query [count, R padded] of the block of tokens from the first on, times one over the RMS where that
+// is wanted; room for [tokens of a block, depth].
+inline void project_block(Hidden x, int64_t first_token, const float* columns, int64_t count,
+                          const Sizes& s, const ScoreConstants& c, const Blocking& block,
+                          float* room, float* query, float* rstd) {
   float square[48] = {};
-  for (int64_t first = 0; first < s.hidden; first += step) {
-    const int64_t depth = std::min(step, s.hidden - first);
+  for (int64_t first = 0; first < s.hidden; first += block.depth) {
+    const int64_t depth = std::min(block.depth, s.hidden - first);
+    const int64_t place = first_token * s.hidden + first;
+    for (int64_t t = 0; x.bf16 && t < count; ++t)
+      x.copy(place + t * s.hidden, depth, room + t * block.depth);
+    const View rows = x.bf16 ? View{room, block.depth, 1} : View{x.fp32_at(place), s.hidden, 1};
     for (int64_t t = 0; rstd && t < count; ++t) {
-      const float* row = x + t * s.hidden + first;
+      const float* row = rows.data + t * rows.row_step;
       float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
       for (int64_t d = 0; d < depth; ++d) sum += row[d] * row[d];
       square[t] += sum;
     }
-    multiply({x + first, s.hidden, 1}, columns + first * block.rank, block.rank, depth, query,
-             block.rank, count, block.rank, first > 0);
+    multiply(rows, columns + first * block.rank, block.rank, depth, query, block.rank, count,
+             block.rank, first > 0);
   }
   for (int64_t t = 0; rstd && t < count; ++t) {
     rstd[t] = 1.0f / std::sqrt(square[t] / static_cast<float>(s.hidden) + c.norm_eps);

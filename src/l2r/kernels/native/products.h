@@ -93,13 +93,15 @@ inline void multiply(View a, const float* b, int64_t b_step, int64_t depth, floa
 // rows of b are an odd number of lines long.
 struct Blocking {
   int64_t tokens, rank, experts, columns, hidden;
+  int64_t depth;  // of D that a projection takes at a time: 16 KiB of its weights
 
   explicit Blocking(const Sizes& s)
       : tokens(s.experts <= 256 ? 48 : 24),
         rank(padded(s.rank, kLanes)),
         experts(padded(s.experts, 16)),
         columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),
-        hidden(padded(s.hidden, kPanel) + 16) {}
+        hidden(padded(s.hidden, kPanel) + 16),
+        depth(std::max<int64_t>(32, 4096 / rank)) {}
 };
 
 // b [R, H, N] with experts padded by zeros, rows of `columns` numbers.

@@ -1,7 +1,8 @@
 // What the forward and the backward of the router share; included by both, compiled once.
 //
 // Letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen. Layouts: x [T, D],
-// folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous.
+// folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous, but that x
+// and its gradient may be bf16.
 // Same mathematics as cpu_blocks.py.
 
 #pragma once
@@ -65,6 +66,7 @@ inline float fast_log(float x) {
 
 struct Sizes {
   int64_t tokens, hidden, rank, experts, heads, top_k;
+  int64_t bf16;  // whether x and its gradient are bf16
 
   // Whether products are most of the work, and tokens enough for blocks.
   bool in_blocks() const { return rank >= kBlockedRank && tokens >= 8; }
@@ -80,12 +82,65 @@ struct ScoreConstants {
 
 // A call's tensors or their gradients, in the order of Tensors in contract.py; null: not there.
 struct Tensors {
-  float *x, *weight, *gain, *anchors, *rho_hat;  // no rho_hat comes here
+  void* x;  // see Hidden
+  float *weight, *gain, *anchors, *rho_hat;  // no rho_hat comes here
   float *query, *logits;
   const int64_t* routes;  // experts [T, K] to weigh; a token whose first is negative chooses
   float *rstd, *weights;
   int64_t* indices;
   float* lse;
+};
+
+// Hidden states or their gradient, [T, D], fp32 or bf16, counted in numbers from the first. bf16 is
+// widened and rounded by parts of a row that stay in the caches, with the bits of a copy in fp32.
+struct Hidden {
+  void* data;
+  bool bf16;
+
+  float* fp32_at(int64_t place) const { return static_cast<float*>(data) + place; }
+
+  uint16_t* bf16_at(int64_t place) const { return static_cast<uint16_t*>(data) + place; }
+
+  template <int kToWrite>
+  void prefetch(int64_t place) const {
+    __builtin_prefetch(static_cast<char*>(data) + place * (bf16 ? 2 : 4), kToWrite);
+  }
+
+  void copy(int64_t place, int64_t count, float* to) const {
+    if (!bf16) {
+      std::memcpy(to, fp32_at(place), count * sizeof(float));
+      return;
+    }
+    const uint16_t* from = bf16_at(place);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+      std::memcpy(to + i, &bits, sizeof bits);
+    }
+  }
+
+  // In place where it is fp32, else in room.
+  const float* read(int64_t place, int64_t count, float* room) const {
+    if (!bf16) return fp32_at(place);
+    copy(place, count, room);
+    return room;
+  }
+
+  // Rounds to nearest, ties to even, as torch does.
+  void write(const float* from, int64_t place, int64_t count) const {
+    if (!bf16) {
+      std::memcpy(fp32_at(place), from, count * sizeof(float));
+      return;
+    }
+    uint16_t* to = bf16_at(place);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, from + i, sizeof bits);
+      const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      to[i] = static_cast<uint16_t>(from[i] == from[i] ? rounded : 0x7fc0u);
+    }
+  }
 };
 
 // b [R, H, N] times unit from the anchors [N, H, R], their lengths [N, H] and the largest |b|.

@@ -288,7 +288,7 @@ def test_the_compiled_code_reports_that_memory_ran_out(name):
     """An exception must not leave C++: it would end the process."""
     spare = torch.zeros(1)
     anchors = cpu._pointers(*[spare.data_ptr() if f == "anchors" else 0 for f in Tensors._fields])
-    sizes = cpu._sizes(0, 1, 2**30, 2**15, 2**10, 0)
+    sizes = cpu._sizes(0, 1, 2**30, 2**15, 2**10, 0, 0)
     score = cpu._score(2, *ScoreConstants()[1:])
     more = [anchors] * (1 if name == "l2r_forward" else 3)
     assert getattr(library(), name)(sizes, score, 1, 0, *more) != 0

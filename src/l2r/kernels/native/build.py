@@ -36,7 +36,8 @@ if platform.machine() in ("x86_64", "AMD64"):
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "forward.cpp", _FOLDER / "backward.cpp"]
 _HEADERS = [
-    _FOLDER / name for name in ("router.h", "products.h", "forward_blocks.h", "backward_blocks.h")
+    _FOLDER / f"{name}.h"
+    for name in ("router", "products", "selection", "forward_blocks", "backward_blocks")
 ]
 _ARGUMENTS = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
 _TYPES = {  # sizes, score, threads, whether to normalize; then structures of tensors

@@ -1,9 +1,8 @@
 // The router's forward on a CPU in one parallel region, token after token: x is read once, the
 // scores of a token live in the first-level cache. Called by cpu.py.
 
-#include <functional>
-
 #include "forward_blocks.h"
+#include "selection.h"
 
 namespace {
 
@@ -72,108 +71,27 @@ inline void pool(const float* a, float length, const AnchorSide& keys, const Siz
     for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
 }
 
-constexpr int64_t kManyExperts = 512;  // from here on finding a bound first costs less
-constexpr int64_t kSpread = 64;        // parts of a row, each of which has a largest logit
-
-// A number that at least K logits reach, -inf where that is not known: of the largest logits of 64
-// parts of the row the K-th. About K more logits reach it, so that nearly all others cost a
-// comparison among 64 and no insertion.
-inline float reached_by_top_k(const float* logits, int64_t n, int64_t k) {
-  if (2 * k > kSpread) return -HUGE_VALF;
-  float largest[kSpread];
-  for (int64_t j = 0; j < kSpread; ++j) largest[j] = -HUGE_VALF;
-  for (int64_t i = 0; i + kSpread <= n; i += kSpread)
-#pragma omp simd
-    for (int64_t j = 0; j < kSpread; ++j)
-      largest[j] = logits[i + j] > largest[j] ? logits[i + j] : largest[j];
-  std::nth_element(largest, largest + k - 1, largest + kSpread, std::greater<float>());
-  return largest[k - 1];
-}
-
-// Whether a logit reaches a bound; none that is NaN does.
-inline bool any_reaches(const float* logits, int64_t count, float bound) {
-  int32_t reached = 0;
-#pragma omp simd reduction(| : reached)
-  for (int64_t i = 0; i < count; ++i) reached |= logits[i] >= bound;
-  return reached != 0;
-}
-
-// The K largest, smallest index first among equals, NaN as -inf, or the K of a route; returns the
-// log-sum-exp. One sum for both, so that the weights of an own choice that returns are equal to the
-// bit.
-inline float select(const float* logits, const int64_t* route, const Sizes& s, bool normalize,
-                    float* weights, int64_t* indices, float* probs) {
-  const int64_t n = s.experts, k = s.top_k;
-  float top = logits[0], total = 0.0f;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < n; ++i) top = logits[i] > top ? logits[i] : top;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; ++i) {
-    probs[i] = fast_exp(logits[i] - top);
-    total += probs[i];
-  }
-  int64_t filled = 0;
-  const auto consider = [&](int64_t i) {
-    const float value = logits[i] == logits[i] ? logits[i] : -HUGE_VALF;
-    if (filled == k && !(value > weights[k - 1])) return;
-    int64_t place = filled < k ? filled++ : k - 1;
-    for (; place > 0 && value > weights[place - 1]; --place) {
-      weights[place] = weights[place - 1];
-      indices[place] = indices[place - 1];
-    }
-    weights[place] = value;
-    indices[place] = i;
-  };
-  const bool chooses = !route || route[0] < 0;
-  const float bound = !chooses || n < kManyExperts ? -HUGE_VALF : reached_by_top_k(logits, n, k);
-  if (!chooses) {
-    for (int64_t j = 0; j < k; ++j) {
-      indices[j] = route[j];
-      weights[j] = logits[route[j]];
-    }
-  } else if (bound > -HUGE_VALF) {
-    for (int64_t first = 0; first < n; first += kSpread) {
-      const int64_t end = std::min(first + kSpread, n);
-      if (!any_reaches(logits + first, end - first, bound)) continue;
-      for (int64_t i = first; i < end; ++i)
-        if (logits[i] >= bound) consider(i);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) consider(i);
-  }
-  float chosen = 0.0f;
-  for (int64_t j = 0; j < k; ++j) {
-    weights[j] = fast_exp(weights[j] - top) / total;
-    chosen += weights[j];
-  }
-  if (normalize)
-    for (int64_t j = 0; j < k; ++j) weights[j] /= chosen;
-  return top + std::log(total);
-}
-
 // The same for larger ranks, a block of tokens after another.
 void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
                        bool normalize_weights, const Tensors& in) {
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b = padded_anchors(keys, s, block);
-  const std::vector<float> columns = transposed(in.weight, in.gain, s, block);
+  const std::vector<float> weight = tiles(in.weight, in.gain, s);
   const Hidden x{in.x, s.bf16 != 0};
-  const int64_t wide = x.bf16 ? block.depth : 0;
-  const int64_t numbers = 2 * block.rank + 2 * kPanel + 2 + wide;  // of a token
+  const auto project = x.bf16 ? project_block<true> : project_block<false>;
+  const int64_t numbers = 2 * block.rank + 2 * kPanel + 2;  // of a token
   Rooms rooms(block.tokens * numbers + 2 * s.experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *query = rooms.of(part), *a = query + block.tokens * block.rank;
     float *rstd = a + block.tokens * block.rank, *length = rstd + block.tokens;
-    float *work = length + block.tokens, *room = work + 2 * block.tokens * kPanel;
-    float* row = room + block.tokens * wide;
+    float *work = length + block.tokens, *row = work + 2 * block.tokens * kPanel;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
       const int64_t count = std::min(block.tokens, end - first);
       if (in.x)
-        project_block(x, first, columns.data(), count, s, c, block, room, query,
-                      in.gain ? rstd : nullptr);
+        project(x, first, weight.data(), count, s, c, block, query, in.gain ? rstd : nullptr);
       for (int64_t t = 0; t < count; ++t) {
         float *q = query + t * block.rank, *kept = in.query + (first + t) * s.rank;
         if (!in.x) std::memcpy(q, kept, s.rank * sizeof(float));

@@ -8,6 +8,10 @@
 
 #include <algorithm>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "router.h"
 
 namespace {
@@ -28,6 +32,24 @@ inline Lanes load(const float* from) {
   Lanes lanes;
   std::memcpy(&lanes, from, sizeof lanes);
   return lanes;
+}
+
+// kLanes numbers of bf16.
+inline Lanes widen(const uint16_t* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m128i halves;  // compilers take three times as many instructions
+  std::memcpy(&halves, from, sizeof halves);
+  return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  Lanes lanes;
+  std::memcpy(&lanes, &words, sizeof lanes);
+  return lanes;
+#endif
 }
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
@@ -93,15 +115,13 @@ inline void multiply(View a, const float* b, int64_t b_step, int64_t depth, floa
 // rows of b are an odd number of lines long.
 struct Blocking {
   int64_t tokens, rank, experts, columns, hidden;
-  int64_t depth;  // of D that a projection takes at a time: 16 KiB of its weights
 
   explicit Blocking(const Sizes& s)
       : tokens(s.experts <= 256 ? 48 : 24),
         rank(padded(s.rank, kLanes)),
         experts(padded(s.experts, 16)),
         columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),
-        hidden(padded(s.hidden, kPanel) + 16),
-        depth(std::max<int64_t>(32, 4096 / rank)) {}
+        hidden(padded(s.hidden, kPanel) + 16) {}
 };
 
 // b [R, H, N] with experts padded by zeros, rows of `columns` numbers.

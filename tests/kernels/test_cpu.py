@@ -99,7 +99,9 @@ def test_bf16_hidden_states_give_the_bits_of_their_copy_in_fp32(
         (trained.weights.square().sum() + trained.logits.sin().sum()).backward()
         grads = {name: leaf.grad for name, leaf in ours.items()}
         grads["x"] = grads["x"].bfloat16()
-        outputs = [getattr(r, n) for r in (trained, alone) for n in ("logits", "weights", "indices")]
+        outputs = [
+            getattr(r, n) for r in (trained, alone) for n in ("logits", "weights", "indices")
+        ]
         results.append([*outputs, *grads.values()])
     assert results[0][-1].dtype is torch.float32
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -27,7 +27,7 @@ CASES = [
     Case(13, 24, 9, 3, 2, 3, normalize=True),
     Case(50, 40, 20, 3, 16, 4, normalize=True),  # by blocks of tokens
     Case(1, 12, 6, 2, 2, 2),
-    Case(4, 20, 600, 1, 2, 8, scoring="dot"),  # from 512 experts on a bound is found first
+    Case(4, 20, 600, 1, 2, 8, scoring="dot"),  # a bound is found first
     Case(13, 24, 9, 3, 2, 3, x_dtype=torch.bfloat16),
     Case(13, 24, 9, 3, 2, 3, x_dtype=torch.bfloat16, dtype=torch.bfloat16),
 ]

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t kCandidates = 64;  // most logits that are put in order by counting
+constexpr int64_t kCandidates = 128;  // most logits that are put in order by counting
 
 // The K-th largest of the largest logits of kParts parts of the row: at least K logits reach it, and
 // few more. -inf where fewer than K parts have a logit above that.
@@ -35,9 +35,10 @@ inline float reached_by_top_k(const float* logits, int64_t n, int64_t k) {
 
 // The same with twice K parts or more; -inf where the row is too short for that to save anything.
 inline float bound_of_top_k(const float* logits, int64_t n, int64_t k) {
-  if (2 * k <= 16 && n >= 32) return reached_by_top_k<16>(logits, n, k);
-  if (2 * k <= 32 && n >= 64) return reached_by_top_k<32>(logits, n, k);
-  if (2 * k <= 64 && n >= 128) return reached_by_top_k<64>(logits, n, k);
+  if (2 * k <= 16 && n >= 16) return reached_by_top_k<16>(logits, n, k);
+  if (2 * k <= 32 && n >= 32) return reached_by_top_k<32>(logits, n, k);
+  if (2 * k <= 64 && n >= 64) return reached_by_top_k<64>(logits, n, k);
+  if (2 * k <= 128 && n >= 256) return reached_by_top_k<128>(logits, n, k);
   return -HUGE_VALF;
 }
 

@@ -107,6 +107,25 @@ def test_bf16_hidden_states_give_the_bits_of_their_copy_in_fp32(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [64, 150])
+@pytest.mark.parametrize(("rank", "heads"), [(2, 4), (7, 1), (8, 1), (16, 3), (33, 1), (64, 2)])
+def test_a_token_has_the_same_bits_among_any_number_of_others(
+    rank: int, heads: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """As when it is decoded and when it stood in a prompt, or in a batch of training."""
+    case = Case(120, hidden, 40, heads, rank, 8)
+    inputs = case.inputs("cpu")
+    inputs = {**inputs, "x": inputs["x"].to(dtype)}
+    whole = route(leaves(inputs), **case.options())
+    for count in (1, 2, 3, 7, 8, 24, 25, 49, 119):
+        with torch.no_grad():
+            part = route({**inputs, "x": inputs["x"][-count:].contiguous()}, **case.options())
+        for name in ("logits", "weights", "indices"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[-count:]), (name, count)
+
+
 def test_a_gradient_is_rounded_to_bf16_as_torch_rounds(form: str) -> None:
     """Ties, the largest numbers, infinities and NaN among the gradients of hidden states."""
     case = Case(16, 64, 8, 1, 8, 2)

@@ -77,9 +77,10 @@ void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b = padded_anchors(keys, s, block);
-  const std::vector<float> weight = tiles(in.weight, in.gain, s);
+  const Projection w(in.weight, in.gain, s);
   const Hidden x{in.x, s.bf16 != 0};
-  const auto project = x.bf16 ? project_block<true> : project_block<false>;
+  const auto project = x.bf16 ? (w.tiles ? project_block<true, true> : project_block<true, false>)
+                       : w.tiles ? project_block<false, true> : project_block<false, false>;
   const int64_t numbers = 2 * block.rank + 2 * kPanel + 2;  // of a token
   Rooms rooms(block.tokens * numbers + 2 * s.experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -91,7 +92,7 @@ void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
     for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
       const int64_t count = std::min(block.tokens, end - first);
       if (in.x)
-        project(x, first, weight.data(), count, s, c, block, query, in.gain ? rstd : nullptr);
+        project(x, first, w, count, c.norm_eps, block.rank, query, in.gain ? rstd : nullptr);
       for (int64_t t = 0; t < count; ++t) {
         float *q = query + t * block.rank, *kept = in.query + (first + t) * s.rank;
         if (!in.x) std::memcpy(q, kept, s.rank * sizeof(float));

@@ -117,7 +117,7 @@ struct Blocking {
   int64_t tokens, rank, experts, columns, hidden;
 
   explicit Blocking(const Sizes& s)
-      : tokens(s.experts <= 256 ? 48 : 24),
+      : tokens(std::min<int64_t>(s.tokens, s.experts <= 256 ? 48 : 24)),
         rank(padded(s.rank, kLanes)),
         experts(padded(s.experts, 16)),
         columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),

@@ -68,8 +68,9 @@ struct Sizes {
   int64_t tokens, hidden, rank, experts, heads, top_k;
   int64_t bf16;  // whether x and its gradient are bf16
 
-  // Whether products are most of the work, and tokens enough for blocks.
-  bool in_blocks() const { return rank >= kBlockedRank && tokens >= 8; }
+  // Whether products are most of the work. A matter of the rank alone, so that a token has the same
+  // bits among any number of others.
+  bool in_blocks() const { return rank >= kBlockedRank; }
 
   int64_t num_anchors() const { return heads * experts; }  // of all experts
 };

@@ -8,12 +8,6 @@
 
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRanks = 8;  // of a tile of three tokens: 24 sums, 3 rows, 3 squares and a column
-#else
-constexpr int kRanks = 4;  // in 16 registers: 12 sums, 3 rows and a column
-#endif
-
 // W_q with the gain folded in, by tiles: copied to [R / kRanks, D / kLanes, kRanks, kLanes], padded by
 // zeros; or, for few tokens, which would not earn back the copy, multiplied where it is used.
 struct Projection {
@@ -31,6 +25,7 @@ struct Projection {
     if (weight && !(fits && s.tokens <= kFewTokens)) fill();
   }
 
+ private:
   static constexpr int64_t kFewTokens = 24;
 
   void fill() {

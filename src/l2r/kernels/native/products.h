@@ -25,6 +25,13 @@ constexpr int64_t kLanes = 4;
 #endif
 constexpr int64_t kPanel = 128;  // columns of a panel: a block of tokens fits the second-level cache
 constexpr int64_t kTile = 6;    // rows of a tile: 12 sums and 2 columns fit 16 registers
+// Rows of W_q in a tile of the projection, beside three tokens, whose rows have 3 sums of squares: 24
+// sums fit 32 registers, 12 fit 16.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t kRanks = 8;
+#else
+constexpr int64_t kRanks = 4;
+#endif
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -118,7 +125,7 @@ struct Blocking {
 
   explicit Blocking(const Sizes& s)
       : tokens(std::min<int64_t>(s.tokens, s.experts <= 256 ? 48 : 24)),
-        rank(padded(s.rank, kLanes)),
+        rank(padded(s.rank, std::max(kLanes, kRanks))),
         experts(padded(s.experts, 16)),
         columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),
         hidden(padded(s.hidden, kPanel) + 16) {}

@@ -83,8 +83,10 @@ def expected(case: Case) -> list[Tensor]:
     logits, weights, indices = plain.route(
         x, (weight, gain, anchors), SCORE, top_k=case.top_k, normalize=False
     )
-    ((logits * tensors[4]).sum() + (weights * tensors[5]).sum()).backward()
-    return [logits, weights, weight.grad, gain.grad, anchors.grad, indices, x.grad]
+    grad_weight, grad_gain, grad_anchors, grad_x = torch.autograd.grad(
+        (logits * tensors[4]).sum() + (weights * tensors[5]).sum(), (weight, gain, anchors, x)
+    )
+    return [logits, weights, grad_weight, grad_gain, grad_anchors, indices, grad_x]
 
 
 def faults(output: bytearray) -> list[str]:
@@ -122,7 +124,15 @@ def main() -> int:
             program, results = Path(folder) / "program", Path(folder) / "results"
             flags = [f for f in _FLAGS if not f.startswith(("-march", "-mprefer"))]
             source = HERE.with_suffix(".cpp")
-            build = [compiler, "-std=c++17", *flags, f"-march={march}", "-static", "-I", NATIVE]
+            build: list[str | Path] = [
+                compiler,
+                "-std=c++17",
+                *flags,
+                f"-march={march}",
+                "-static",
+                "-I",
+                NATIVE,
+            ]
             subprocess.run([*build, source, "-o", program], check=True, stderr=subprocess.DEVNULL)
             subprocess.run([*runner, program, given, results], check=True)
             found = faults(bytearray(results.read_bytes()))

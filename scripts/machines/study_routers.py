@@ -21,6 +21,7 @@ STUDIES = {
     "experts-64": "linear-best",
     "experts-256": "linear",
     "rank-8-of-256": "linear",
+    "experts-1024": "linear",
 }
 SECONDS = 4.0  # for all arms of a study, as in l2r bench
 

@@ -73,6 +73,17 @@ STUDIES = {
             "xmoe": "X-MoE, rank 8",
         },
     ),
+    "experts-1024": (
+        "1,024",
+        {
+            "linear": "linear",
+            "l2r": "L2R, rank 8",
+            "l2r-rank-32": "L2R, rank 32",
+            "xmoe": "X-MoE, rank 8",
+            "low-rank-32": "low-rank linear, rank 32",
+            "product-keys-16": "product keys, 16 numbers",
+        },
+    ),
 }
 SYMBOLS = {"16": "circle", "64": "square", "256": "diamond", "1,024": "triangle-up"}
 

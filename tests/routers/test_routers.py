@@ -433,15 +433,16 @@ def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, defaul
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "heads"), [(2, 4), (64, 4), (65, 2), (255, 2), (256, 1), (4096, 1)]
+    ("num_experts", "heads", "rank"),
+    [(2, 4, 8), (64, 4, 8), (65, 2, 8), (255, 2, 8), (256, 1, 8), (257, 1, 32), (4096, 1, 32)],
 )
-def test_the_setting_for_a_number_of_experts_has_rank_8_and_fewer_anchors_for_more(
-    num_experts, heads
+def test_the_setting_for_a_number_of_experts_has_fewer_anchors_and_a_higher_rank_for_more(
+    num_experts, heads, rank
 ):
     sizes = {"num_experts": num_experts, "hidden_size": 128, "top_k": 2}
     config = L2RConfig.for_experts(**sizes)
-    assert config == L2RConfig(gamma=4.0, rank=8, heads=heads, normalize_weights=True)
-    assert build_router(config, **sizes).anchors.shape == (num_experts, heads, 8)
+    assert config == L2RConfig(gamma=4.0, rank=rank, heads=heads, normalize_weights=True)
+    assert build_router(config, **sizes).anchors.shape == (num_experts, heads, rank)
 
 
 def test_the_setting_for_experts_builds_where_sizes_are_small_and_names_impossible_ones():

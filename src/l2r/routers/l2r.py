@@ -36,15 +36,15 @@ class L2RConfig(AnchorConfig):
 
     @classmethod
     def for_experts(cls, *, num_experts: int, hidden_size: int, top_k: int) -> "L2RConfig":
-        """Choose the number of anchors by that of experts, as the evidence so far prefers.
+        """Choose anchors and rank by the number of experts, as the evidence so far prefers.
 
-        SIPS, gamma 4, rank 8, weights normalized. Up to 64 experts: 4 anchors, the best of 15
+        SIPS, gamma 4, weights normalized. Up to 64 experts: 4 anchors of rank 8, the best of 15
         settings at 16 experts (study ``screen``; judged in ``decision``, at 64 in ``experts-64``).
-        From 256 on: 1 anchor (``rank-8-of-256``; on other text and twice the width, ``transfer``,
-        where rank 32 was ahead by 0.024 nats, undecided, and bf16 sent 9.5 points more tokens to
-        other experts). In between: 2 anchors, which no study has tried. The rank is at most
-        ``hidden_size``. With ``top_k`` 1 weights stay as they are. All were found without a z-loss
-        and for language. Raises ValueError for impossible sizes.
+        At 256: 1 anchor of rank 8 (``rank-8-of-256``; on other text and twice the width,
+        ``transfer``). Above: rank 32 (``experts-1024``, where rank 8 lost to a linear router). In
+        between: 2 anchors, which no study has tried. The rank is at most ``hidden_size``. With
+        ``top_k`` 1 weights stay as they are. All were found without a z-loss and for language.
+        Raises ValueError for impossible sizes.
         """
         if min(num_experts, hidden_size, top_k) < 1 or top_k > num_experts:
             raise ValueError(
@@ -52,7 +52,8 @@ class L2RConfig(AnchorConfig):
                 f"num_experts={num_experts}, hidden_size={hidden_size}, top_k={top_k}"
             )
         heads = 4 if num_experts <= 64 else 2 if num_experts < 256 else 1
-        return cls(gamma=4.0, rank=min(8, hidden_size), heads=heads, normalize_weights=top_k > 1)
+        rank = min(8 if num_experts <= 256 else 32, hidden_size)
+        return cls(gamma=4.0, rank=rank, heads=heads, normalize_weights=top_k > 1)
 
 
 @register_router("l2r_dot", scoring="dot")

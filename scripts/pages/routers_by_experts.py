@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 SECTION = "routers by experts"
 TIMES = ROOT / "results" / "router-time.md"
 HEAD = (
-    "| experts, study | router | validation CE | - linear, 95% | verdict | tokens bf16 changes "
+    "| experts, study | router | validation CE | - linear | verdict | tokens bf16 changes "
     "| router parameters | its time |\n|---|---|---|---|---|---|---|---|\n"
 )
 TUNED = {"linear-best": "linear", "l2r-best": "L2R, rank 8, 4 anchors"}
@@ -176,7 +176,7 @@ def table(arms: list[Arm]) -> str:
             f"{arm.sizes}, `{arm.study}`" if gap is None else "",
             arm.router,
             f"{arm.losses.mean:.3f} ± {arm.losses.half:.3f}",
-            f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]" if gap else "",
+            f"{gap.mean:+.3f} ± {gap.half:.3f}" if gap else "",
             arm.verdict,
             "" if arm.flips is None else f"{arm.flips:.1%}",
             f"{arm.parameters:,}" if arm.parameters else "",

@@ -1,8 +1,8 @@
-"""Sections of the docs that a script writes: between <!-- name --> and <!-- end of name -->."""
+"""Sections of the docs that a script writes, between <!-- name --> and <!-- end of name -->."""
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """The page with ``section`` in place of what stands between the marks of ``name``.
+    """Return the page with ``section`` as the text between the marks of ``name``.
 
     Raises ValueError for a page without them.
     """
@@ -15,5 +15,5 @@ def with_section(text: str, name: str, section: str) -> str:
 
 
 def section_of(text: str, name: str) -> str:
-    """What stands between the marks of ``name``."""
+    """Return the text between the marks of ``name``."""
     return text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- end of {name} -->\n")[0]

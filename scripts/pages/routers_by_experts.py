@@ -65,7 +65,7 @@ STUDIES = {
         },
     ),
     "transfer": (
-        "256, other text, width 256",
+        "256, other text, width 256, six layers",
         {
             "linear": "linear",
             "l2r": "L2R, rank 8",
@@ -90,10 +90,11 @@ SYMBOLS = {"16": "circle", "64": "square", "256": "diamond", "1,024": "triangle-
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of a study beside its linear router.
+    """Results of an arm, and their difference from the linear router of its study.
 
-    router: its name. losses: validation loss, nats. gap: losses less linear's, paired by seed;
-    verdict: of the plan's contrast. flips: share of tokens. time: over linear's.
+    router: name of the router. losses: validation loss, nats. gap: difference of losses, paired by
+    seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that bf16
+    changes. parameters: number over all layers. time: ratio to linear's, as text.
     """
 
     study: str
@@ -108,7 +109,7 @@ class Arm:
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Rewrite the table of the page."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_section(page, SECTION, table(list(all_arms()))), encoding="utf-8")
 

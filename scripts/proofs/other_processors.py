@@ -90,7 +90,7 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def faults(output: bytearray) -> list[str]:
-    """What is off in the results of all cases."""
+    """List the results that differ from float64 by more than their limit."""
     found, start = [], 0
     names = ("logits", "weights", "grad W_q", "grad gain", "grad anchors", "indices", "grad x")
     for case in CASES:

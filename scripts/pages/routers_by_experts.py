@@ -25,8 +25,8 @@ PAGE = ROOT / "docs" / "evidence.md"
 SECTION = "routers by experts"
 TIMES = ROOT / "results" / "router-time.md"
 HEAD = (
-    "| experts, study | router | validation CE | - linear | verdict | tokens bf16 changes "
-    "| router parameters | its time |\n|---|---|---|---|---|---|---|---|\n"
+    "| router | validation CE | - linear | verdict | tokens bf16 changes | parameters | time |\n"
+    "|---|---|---|---|---|---|---|\n"
 )
 TUNED = {"linear-best": "linear", "l2r-best": "L2R, rank 8, 4 anchors"}
 # study: its sizes, and a name for every arm; the first arm is linear
@@ -92,7 +92,7 @@ SYMBOLS = {"16": "circle", "64": "square", "256": "diamond", "1,024": "triangle-
 class Arm:
     """Results of an arm, and their difference from the linear router of its study.
 
-    router: name of the router. losses: validation loss, nats. gap: difference of losses, paired by
+    router: name of the router. loss: mean validation loss, nats. gap: difference of losses, paired by
     seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that bf16
     changes. parameters: number over all layers. time: ratio to linear's, as text.
     """
@@ -100,7 +100,7 @@ class Arm:
     study: str
     sizes: str
     router: str
-    losses: Interval
+    loss: float
     gap: Interval | None
     verdict: str
     flips: float | None
@@ -139,7 +139,7 @@ def arms_of(name: str, study: Study) -> Iterator[Arm]:
             study=name,
             sizes=sizes,
             router=router,
-            losses=mean_interval(study.values(arm, "validation_ce")),
+            loss=mean_or_nan(study.values(arm, "validation_ce")),
             gap=gap,
             verdict=verdict,
             flips=mean_or_nan(flips) if flips else None,
@@ -169,15 +169,18 @@ def router_times() -> dict[tuple[str, str], str]:
 
 
 def table(arms: list[Arm]) -> str:
-    """The table as Markdown: a block per study."""
+    """The table as Markdown: a row with the study, then one per router."""
     rows = []
     for arm in arms:
         gap = arm.gap
+        if gap is None:
+            experts, _, rest = arm.sizes.partition(", ")
+            sizes = f"**{experts} experts**" + (f", {rest}" if rest else "")
+            rows.append(f"| {sizes}, `{arm.study}` | | | | | | |\n")
         cells = (
-            f"{arm.sizes}, `{arm.study}`" if gap is None else "",
             arm.router,
-            f"{arm.losses.mean:.3f} ± {arm.losses.half:.3f}",
-            f"{gap.mean:+.3f} ± {gap.half:.3f}" if gap else "",
+            f"{arm.loss:.3f}",
+            f"{gap.mean:+.3f}±{gap.half:.3f}" if gap else "",
             arm.verdict,
             "" if arm.flips is None else f"{arm.flips:.1%}",
             f"{arm.parameters:,}" if arm.parameters else "",

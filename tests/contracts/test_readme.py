@@ -130,7 +130,7 @@ def test_the_table_has_every_command():
 
 
 def test_the_verdict_and_its_rows_are_those_of_the_evidence():
-    evidence = (ROOT / "docs" / "evidence.md").read_text()
+    evidence = (ROOT / "docs" / "evidence-method.md").read_text()
     cells = re.findall(r"\d\.\d{3} ± \d\.\d{3}", TEXT.split("## Does it help?")[1])
     assert len(cells) == 6 and all(cell in evidence for cell in cells)
 

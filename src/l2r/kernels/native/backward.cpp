@@ -34,36 +34,31 @@ inline void select_backward(int64_t t, const Tensors& in, const Tensors& up, boo
     for (int64_t i = 0; i < n; ++i) grad[i] += own[i];
 }
 
-// Gradient of a from that of the logits; adds that of b to sum [R, H, N].
+// Gradient of a from that of the logits; adds that of b to sum [R, columns]. kRank: see scores_of.
+template <int kRank>
 inline void pool_backward(const float* a, const AnchorSide& keys, const float* logits,
-                          const float* grad, const Sizes& s, const ScoreConstants& c, float* work,
-                          float* out, float* sum) {
-  const int64_t n = s.experts, count = s.num_anchors();
-  const float* b = keys.b.data();
+                          const float* grad, const Sizes& s, const ScoreConstants& c, float* out,
+                          float* sum) {
+  const int64_t rank = kRank ? kRank : s.rank, columns = s.columns();
   const float to_unit = keys.unit / c.scale;
-  for (int64_t r = 0; r < s.rank; ++r) out[r] = 0.0f;
-  for (int64_t h = 0; h < s.heads; ++h) {
-    if (s.heads > 1) {
-      score_row(a, b, h, s, work);
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i)
-        work[i] = grad[i] * c.scale * fast_exp2(work[i] - logits[i] * to_unit);
-    } else {
-      for (int64_t i = 0; i < n; ++i) work[i] = grad[i] * c.scale;
-    }
-    for (int64_t r = 0; r < s.rank; ++r) {
-      const float* row = b + r * count + h * n;
-      float* target = sum + r * count + h * n;
-      const float factor = a[r];
-      float inner = 0.0f;
-#pragma omp simd reduction(+ : inner)
-      for (int64_t i = 0; i < n; ++i) {
-        inner += work[i] * row[i];
-        target[i] += factor * work[i];
+  Lanes inner[kRank ? kRank : kBlockedRank] = {};
+  for (int64_t i = 0; i < s.experts; i += kLanes) {
+    const Lanes pooled = load_first(logits + i, s.experts - i) * to_unit;
+    const Lanes upstream = load_first(grad + i, s.experts - i) * c.scale;
+    for (int64_t h = 0; h < s.heads; ++h) {
+      const int64_t place = h * s.padded_experts() + i;
+      const float* column = keys.b.data() + place;
+      float* target = sum + place;
+      Lanes share = upstream;
+      if (s.heads > 1) share *= each(scores_of<kRank>(a, column, s) - pooled, fast_exp2);
+#pragma GCC unroll 2
+      for (int64_t r = 0; r < rank; ++r) {
+        inner[r] += share * load(column + r * columns);
+        store(target + r * columns, load(target + r * columns) + a[r] * share);
       }
-      out[r] += inner / keys.unit;
     }
   }
+  for (int64_t r = 0; r < rank; ++r) out[r] = sum_of(inner[r]) / keys.unit;
 }
 
 // Gradient of v, in place, from that of v / max(|v|, eps) and that of |v|; both in steps of stride.
@@ -94,26 +89,26 @@ inline void query_side_backward(float* grad, const float* query, const Sizes& s,
   direction_backward(grad, query, norm, grad_norm, c.eps, s.rank, 1);
 }
 
-// grad_anchors [N, H, R] from the gradient of b [R, H, N], which is overwritten.
+// grad_anchors [N, H, R] from the gradient of b [R, columns], which is overwritten.
 void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& keys,
                           const Sizes& s, const ScoreConstants& c, float* grad_anchors) {
-  const int64_t count = s.num_anchors();
+  const int64_t columns = s.columns();
   for (int64_t n = 0; n < s.experts; ++n)
     for (int64_t h = 0; h < s.heads; ++h) {
       const int64_t flat = n * s.heads + h;
       const float* anchor = anchors + flat * s.rank;
-      float* g = grad + h * s.experts + n;
+      float* g = grad + h * s.padded_experts() + n;
       const float norm = keys.norm[flat];
       float grad_norm = 0.0f;
       if (c.scoring == 2) {
-        for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * count] * anchor[r];
+        for (int64_t r = 0; r < s.rank; ++r) grad_norm += g[r * columns] * anchor[r];
         grad_norm /= std::fmax(norm, c.eps) * c.p;
         const float psi = AnchorSide::psi(norm, c);
-        for (int64_t r = 0; r < s.rank; ++r) g[r * count] *= psi;
+        for (int64_t r = 0; r < s.rank; ++r) g[r * columns] *= psi;
       }
-      if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, count);
+      if (c.scoring > 0) direction_backward(g, anchor, norm, grad_norm, c.eps, s.rank, columns);
       float* out = grad_anchors + flat * s.rank;
-      for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * count];
+      for (int64_t r = 0; r < s.rank; ++r) out[r] = g[r * columns];
     }
 }
 
@@ -189,15 +184,16 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
               const Tensors& in, const Tensors& up, const Tensors& grads) {
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
-  const int64_t anchor_numbers = in.anchors ? s.rank * s.num_anchors() : 0;
+  const int64_t anchor_numbers = in.anchors ? s.rank * s.columns() : 0;
   const int64_t weight_numbers = in.x ? s.rank * s.hidden : 0;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
   const Hidden x{in.x, s.bf16 != 0}, grad_x{grads.x, s.bf16 != 0};
-  Rooms rooms(2 * s.rank + 2 * s.experts + (x.bf16 ? 2 * s.hidden : 0), threads);
+  Rooms rooms(2 * s.rank + s.experts + (x.bf16 ? 2 * s.hidden : 0), threads);
+  const auto pool = s.rank == 2 ? pool_backward<2> : pool_backward<0>;
   if (grads.x) large_pages(grads.x, s.tokens * s.hidden * (s.bf16 ? 2 : 4));
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
-    float *a = rooms.of(part), *g = a + s.rank, *work = g + s.rank, *own = work + s.experts;
+    float *a = rooms.of(part), *g = a + s.rank, *own = g + s.rank;
     float *row_room = own + s.experts, *out_room = row_room + s.hidden;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
@@ -206,8 +202,7 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
       if (in.logits) select_backward(t, in, up, normalize_weights, s, grad);
       if (in.anchors) {
         query_side(q, s, c, a);
-        pool_backward(a, keys, z, grad, s, c, work, g,
-                      anchor_sums.data() + part * anchor_numbers);
+        pool(a, keys, z, grad, s, c, g, anchor_sums.data() + part * anchor_numbers);
         query_side_backward(g, q, s, c);
         if (!in.x) std::memcpy(grads.query + t * s.rank, g, s.rank * sizeof(float));
       } else if (in.x) {
@@ -237,7 +232,6 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
                         const Tensors& grads) {
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
-  const std::vector<float> b = padded_anchors(keys, s, block);
   const std::vector<float> b_rows = transposed_anchors(keys, s, block);
   const std::vector<float> weight = panels(in.weight, in.gain, s, block);
   const int64_t anchor_numbers = in.anchors ? s.rank * block.columns : 0;
@@ -260,7 +254,7 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
         query_side(q + t * s.rank, s, c, a + t * block.rank);
       }
       if (in.anchors)
-        pool_backward_block(a, b.data(), b_rows.data(), keys.unit, in.logits + first * s.experts,
+        pool_backward_block(a, keys.b.data(), b_rows.data(), keys.unit, in.logits + first * s.experts,
                             grad, count, s, c, block, work, g,
                             anchor_sums.data() + part * anchor_numbers);
       for (int64_t t = 0; t < count; ++t) {
@@ -281,13 +275,7 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
   }
   if (in.anchors) {
     add_parts(anchor_sums, anchor_numbers, threads);
-    std::vector<float> sums(s.rank * s.num_anchors());  // without padding
-    for (int64_t r = 0; r < s.rank; ++r)
-      for (int64_t h = 0; h < s.heads; ++h)
-        std::memcpy(sums.data() + r * s.num_anchors() + h * s.experts,
-                    anchor_sums.data() + r * block.columns + h * block.experts,
-                    s.experts * sizeof(float));
-    anchor_side_backward(sums.data(), in.anchors, keys, s, c, grads.anchors);
+    anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
   }
   if (!in.x) return;
   add_parts(weight_sums, weight_numbers, threads);

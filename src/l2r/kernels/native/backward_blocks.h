@@ -14,7 +14,7 @@ inline std::vector<float> transposed_anchors(const AnchorSide& keys, const Sizes
     for (int64_t h = 0; h < s.heads; ++h)
       for (int64_t n = 0; n < s.experts; ++n)
         out[(h * block.experts + n) * block.rank + r] =
-            keys.b[r * s.num_anchors() + h * s.experts + n];
+            keys.b[r * block.columns + h * block.experts + n];
   return out;
 }
 

@@ -33,42 +33,37 @@ inline float project(const float* x, const float* folded, const Sizes& s, const 
   return rstd;
 }
 
-// Logits of one token: log-sum-exp over the anchors of each expert, times scale.
-inline void pool(const float* a, float length, const AnchorSide& keys, const Sizes& s,
-                 const ScoreConstants& c, float* work, float* logits) {
-  const int64_t n = s.experts;
-  const float* b = keys.b.data();
-  if (s.heads == 1) {
-    score_row(a, b, 0, s, logits);
-  } else {
-    const bool safe = length * keys.longest <= kSafeExponent;
-    float* top = work + n;
-    for (int64_t i = 0; i < n; ++i) logits[i] = 0.0f;
-    if (safe) {
-      for (int64_t h = 0; h < s.heads; ++h) {
-        score_row(a, b, h, s, work);
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i]);
-      }
+// Logits of one token: log-sum-exp over the anchors of each expert, times scale. Sums stay in
+// registers: loads would wait for stores whose addresses end in the same 12 bits.
+template <int kRank>
+inline void pool_experts(const float* a, bool safe, const float* b, const Sizes& s, float scale,
+                         float* logits) {
+  for (int64_t i = 0; i < s.experts; i += kLanes) {
+    const float* column = b + i;
+    const auto scores = [&](int64_t h) {
+      return scores_of<kRank>(a, column + h * s.padded_experts(), s);
+    };
+    Lanes top = {}, pooled = {};
+    if (s.heads == 1) {
+      pooled = scores(0);
     } else {
-      score_row(a, b, 0, s, top);
-      for (int64_t h = 1; h < s.heads; ++h) {
-        score_row(a, b, h, s, work);
-        for (int64_t i = 0; i < n; ++i) top[i] = work[i] > top[i] ? work[i] : top[i];
+      if (!safe) top = scores(0);
+      for (int64_t h = 1; !safe && h < s.heads; ++h) {
+        const Lanes other = scores(h);
+        top = other > top ? other : top;
       }
-      for (int64_t h = 0; h < s.heads; ++h) {
-        score_row(a, b, h, s, work);
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) logits[i] += fast_exp2(work[i] - top[i]);
-      }
+      for (int64_t h = 0; h < s.heads; ++h) pooled += each(scores(h) - top, fast_exp2);
+      pooled = each(pooled, fast_log) + top * kLn2;
     }
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) logits[i] = fast_log(logits[i]);
-    if (!safe)
-      for (int64_t i = 0; i < n; ++i) logits[i] += top[i] * kLn2;
+    store_first(logits + i, pooled * scale, s.experts - i);
   }
-  if (c.scale != 1.0f)
-    for (int64_t i = 0; i < n; ++i) logits[i] *= c.scale;
+}
+
+inline void pool(const float* a, float length, const AnchorSide& keys, const Sizes& s,
+                 const ScoreConstants& c, float* logits) {
+  const bool safe = length * keys.longest <= kSafeExponent;
+  const auto run = s.rank == 2 ? pool_experts<2> : pool_experts<0>;
+  run(a, safe, keys.b.data(), s, c.scale, logits);
 }
 
 // The same for larger ranks, a block of tokens after another.
@@ -76,18 +71,17 @@ void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
                        bool normalize_weights, const Tensors& in) {
   const Blocking block(s);
   const AnchorSide keys(in.anchors, s, c);
-  const std::vector<float> b = padded_anchors(keys, s, block);
   const Projection w(in.weight, in.gain, s);
   const Hidden x{in.x, s.bf16 != 0};
   const auto project = x.bf16 ? (w.tiles ? project_block<true, true> : project_block<true, false>)
                        : w.tiles ? project_block<false, true> : project_block<false, false>;
   const int64_t numbers = 2 * block.rank + 2 * kPanel + 2;  // of a token
-  Rooms rooms(block.tokens * numbers + 2 * s.experts, threads);
+  Rooms rooms(block.tokens * numbers + s.experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
     float *query = rooms.of(part), *a = query + block.tokens * block.rank;
     float *rstd = a + block.tokens * block.rank, *length = rstd + block.tokens;
-    float *work = length + block.tokens, *row = work + 2 * block.tokens * kPanel;
+    float *work = length + block.tokens, *probs = work + 2 * block.tokens * kPanel;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
       const int64_t count = std::min(block.tokens, end - first);
@@ -101,15 +95,15 @@ void forward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
         if (in.anchors) length[t] = query_side(q, s, c, a + t * block.rank);
       }
       float* logits = in.logits + first * s.experts;
-      if (in.anchors) pool_block(a, b.data(), count, s, c, block, work, logits);
+      if (in.anchors) pool_block(a, keys.b.data(), count, s, c, block, work, logits);
       for (int64_t t = 0; t < count; ++t) {
         if (in.anchors && s.heads > 1 && !(length[t] * keys.longest <= kSafeExponent))
-          pool(a + t * block.rank, length[t], keys, s, c, row, logits + t * s.experts);
+          pool(a + t * block.rank, length[t], keys, s, c, logits + t * s.experts);
         if (!in.weights) continue;
         const int64_t place = (first + t) * s.top_k;
         const float total = select(logits + t * s.experts, in.routes ? in.routes + place : nullptr,
                                    s, normalize_weights, in.weights + place, in.indices + place,
-                                   row);
+                                   probs);
         if (in.lse) in.lse[first + t] = total;
       }
     }
@@ -122,11 +116,11 @@ void forward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool norm
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> folded = fold(in.weight, in.gain, in.x ? s.rank : 0, s.hidden);
   const Hidden x{in.x, s.bf16 != 0};
-  Rooms rooms(2 * s.rank + 2 * s.experts + (x.bf16 ? s.hidden : 0), threads);
+  Rooms rooms(2 * s.rank + s.experts + (x.bf16 ? s.hidden : 0), threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int32_t part = 0; part < threads; ++part) {
-    float *own = rooms.of(part), *a = own + s.rank, *work = a + s.rank;
-    float* room = work + 2 * s.experts;
+    float *own = rooms.of(part), *a = own + s.rank, *probs = a + s.rank;
+    float* room = probs + s.experts;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       float* q = in.query ? in.query + t * s.rank : own;
@@ -136,11 +130,11 @@ void forward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool norm
         if (in.rstd) in.rstd[t] = scale;
       }
       float* logits = in.logits + t * s.experts;
-      if (in.anchors) pool(a, query_side(q, s, c, a), keys, s, c, work, logits);
+      if (in.anchors) pool(a, query_side(q, s, c, a), keys, s, c, logits);
       if (!in.weights) continue;
       const int64_t place = t * s.top_k;
       const float total = select(logits, in.routes ? in.routes + place : nullptr, s,
-                                 normalize_weights, in.weights + place, in.indices + place, work);
+                                 normalize_weights, in.weights + place, in.indices + place, probs);
       if (in.lse) in.lse[t] = total;
     }
   }

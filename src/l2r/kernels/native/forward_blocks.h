@@ -57,14 +57,6 @@ inline void keep(Lanes& lanes) {
 #endif
 }
 
-inline float sum_of(const Lanes& lanes) {
-  float numbers[kLanes], sum = 0.0f;
-  store(numbers, lanes);
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < kLanes; ++i) sum += numbers[i];
-  return sum;
-}
-
 // Products of kRows rows of x, the first at place, with kRanks rows of W_q, from `rank` on: query
 // [kRows, step]. kFirst: the rows come from memory, so the next ones are fetched; their sums of squares
 // go to squares. kTiles: W_q was copied.

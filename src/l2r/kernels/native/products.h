@@ -61,6 +61,50 @@ inline Lanes widen(const uint16_t* from) {
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
+// The first `count` of kLanes numbers, all where it is larger; zeros for the rest.
+inline Lanes load_first(const float* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  float numbers[kLanes] = {};
+  std::memcpy(numbers, from, count * sizeof(float));
+  return load(numbers);
+}
+
+inline void store_first(float* to, Lanes lanes, int64_t count) {
+  if (count >= kLanes) return store(to, lanes);
+  float numbers[kLanes];
+  store(numbers, lanes);
+  std::memcpy(to, numbers, count * sizeof(float));
+}
+
+// A function of a number, of each lane.
+template <class Function>
+inline Lanes each(Lanes lanes, Function function) {
+  float numbers[kLanes];
+  store(numbers, lanes);
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) numbers[i] = function(numbers[i]);
+  return load(numbers);
+}
+
+inline float sum_of(const Lanes& lanes) {
+  float numbers[kLanes], sum = 0.0f;
+  store(numbers, lanes);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < kLanes; ++i) sum += numbers[i];
+  return sum;
+}
+
+// Scores of kLanes experts with an anchor of each, whose columns of b begin at `column`.
+// kRank: the rank, or 0 for that of s; a rank known to the compiler is faster.
+template <int kRank>
+inline Lanes scores_of(const float* a, const float* column, const Sizes& s) {
+  const int64_t rank = kRank ? kRank : s.rank, columns = s.columns();
+  Lanes scores = a[0] * load(column);
+#pragma GCC unroll 2
+  for (int64_t r = 1; r < rank; ++r) scores += a[r] * load(column + r * columns);
+  return scores;
+}
+
 inline int64_t padded(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // A matrix: entry (row, column) is at data[row * row_step + column * column_step].
@@ -118,28 +162,16 @@ inline void multiply(View a, const float* b, int64_t b_step, int64_t depth, floa
   }
 }
 
-// Sizes of a call in blocks. Rows that many lines of a cache apart would share one of its sets, so
-// rows of b are an odd number of lines long.
+// Sizes of a call in blocks.
 struct Blocking {
   int64_t tokens, rank, experts, columns, hidden;
 
   explicit Blocking(const Sizes& s)
       : tokens(std::min<int64_t>(s.tokens, s.experts <= 256 ? 48 : 24)),
         rank(padded(s.rank, std::max(kLanes, kRanks))),
-        experts(padded(s.experts, 16)),
-        columns(s.heads * experts + (s.heads * experts % 32 ? 0 : 16)),
+        experts(s.padded_experts()),
+        columns(s.columns()),
         hidden(padded(s.hidden, kPanel) + 16) {}
 };
-
-// b [R, H, N] with experts padded by zeros, rows of `columns` numbers.
-inline std::vector<float> padded_anchors(const AnchorSide& keys, const Sizes& s,
-                                         const Blocking& block) {
-  std::vector<float> out(s.num_anchors() ? s.rank * block.columns : 0);
-  for (int64_t r = 0; r < (out.empty() ? 0 : s.rank); ++r)
-    for (int64_t h = 0; h < s.heads; ++h)
-      std::memcpy(out.data() + r * block.columns + h * block.experts,
-                  keys.b.data() + r * s.num_anchors() + h * s.experts, s.experts * sizeof(float));
-  return out;
-}
 
 }  // namespace

@@ -1,8 +1,8 @@
 // What the forward and the backward of the router share; included by both, compiled once.
 //
 // Letters: T tokens, D hidden size, R rank, N experts, H anchors, K chosen. Layouts: x [T, D],
-// folded [R, D], query and a [T, R], b [R, H, N], logits [T, N], all fp32 and contiguous, but that x
-// and its gradient may be bf16.
+// folded [R, D], query and a [T, R], b [R, columns], logits [T, N], all fp32 and contiguous, but
+// that x and its gradient may be bf16.
 // Same mathematics as cpu_blocks.py.
 
 #pragma once
@@ -73,6 +73,15 @@ struct Sizes {
   bool in_blocks() const { return rank >= kBlockedRank; }
 
   int64_t num_anchors() const { return heads * experts; }  // of all experts
+
+  // Columns of b: experts by whole vectors for each anchor, then so many that a row is an odd number
+  // of lines of a cache long; rows of an even number would share its sets.
+  int64_t padded_experts() const { return (experts + 15) / 16 * 16; }
+
+  int64_t columns() const {
+    const int64_t needed = heads * padded_experts();
+    return needed % 32 ? needed : needed + 16;
+  }
 };
 
 // Fields in the order of ScoreConstants in contract.py.
@@ -144,14 +153,15 @@ struct Hidden {
   }
 };
 
-// b [R, H, N] times unit from the anchors [N, H, R], their lengths [N, H] and the largest |b|.
-// Scores go through an exponential where there are several anchors: in units of 1 / log2(e) then.
+// b [R, H, N], padded by zeros, times unit from the anchors [N, H, R], their lengths [N, H] and the
+// largest |b|. Scores go through an exponential where there are several anchors: in units of
+// 1 / log2(e) then.
 struct AnchorSide {
   std::vector<float> b, norm;
   float longest = 0.0f, unit = 1.0f;
 
   AnchorSide(const float* anchors, const Sizes& s, const ScoreConstants& c)
-      : b(anchors ? s.rank * s.num_anchors() : 0), norm(anchors ? s.num_anchors() : 0) {
+      : b(anchors ? s.rank * s.columns() : 0), norm(anchors ? s.num_anchors() : 0) {
     if (!anchors) return;
     unit = s.heads > 1 ? kLog2E : 1.0f;
     const int64_t count = s.num_anchors();
@@ -182,11 +192,11 @@ struct AnchorSide {
   // b from the anchors times their factors; a rank known to the compiler is three times faster.
   template <int kRank>
   void transpose_scaled(const float* anchors, const float* factor, const Sizes& s) {
-    const int64_t rank = kRank ? kRank : s.rank, count = s.num_anchors();
+    const int64_t rank = kRank ? kRank : s.rank, columns = s.columns();
     for (int64_t n = 0; n < s.experts; ++n)
       for (int64_t h = 0; h < s.heads; ++h)
         for (int64_t r = 0, i = n * s.heads + h; r < rank; ++r)
-          b[r * count + h * s.experts + n] = anchors[i * rank + r] * factor[i];
+          b[r * columns + h * s.padded_experts() + n] = anchors[i * rank + r] * factor[i];
   }
 
   // psi of the length for sips, 1 for the others.
@@ -237,22 +247,6 @@ inline float query_side(const float* query, const Sizes& s, const ScoreConstants
     factor = c.gamma * (1.0f + c.beta * std::tanh(norm)) / std::fmax(norm, c.eps);
   for (int64_t r = 0; r < s.rank; ++r) a[r] = factor * query[r];
   return std::fabs(factor) * norm;
-}
-
-// Scores of one anchor of all experts, in the units of b.
-inline void score_row(const float* a, const float* b, int64_t h, const Sizes& s, float* out) {
-  const int64_t n = s.experts, count = s.num_anchors();
-  const float* first = b + h * n;
-  const float* second = s.rank > 1 ? first + count : first;
-  const float a0 = a[0], a1 = s.rank > 1 ? a[1] : 0.0f;
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) out[i] = a0 * first[i] + a1 * second[i];
-  for (int64_t r = 2; r < s.rank; ++r) {
-    const float* row = first + r * count;
-    const float factor = a[r];
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] += factor * row[i];
-  }
 }
 
 }  // namespace

@@ -25,11 +25,10 @@ from l2r.cost.benchmarks.contenders import (
     is_correct,
     training_step,
 )
-from l2r.cost.benchmarks.results import BenchSettings
+from l2r.cost.benchmarks.results import BenchSettings, environment
 from l2r.cost.benchmarks.timing import Step, Timing, graphed, measure
 from l2r.hf.models import one_layer
 from l2r.hf.swap import replace_routers
-from l2r.machine import describe_machine
 from l2r.routers import make_config
 
 HIDDEN, CHOSEN, TOKENS = 2048, 8, 4096
@@ -119,10 +118,12 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="*", default=EXPERTS, help=first)
     options = parser.parse_args()
     seconds, most, device = options.seconds, options.tokens, options.device
-    machine = describe_machine()
+    machine = environment()
     if device == "cpu":
-        threads = torch.get_num_threads()
-        print(f"{machine['processor']}, torch {torch.__version__}, {threads} threads;")
+        threads, routers = torch.get_num_threads(), machine["cpu_routers"]
+        print(
+            f"{machine['processor']}, torch {torch.__version__}, {threads} threads, ours in {routers};"
+        )
         print("median of 7 turns and range; processor time with one thread, else wall time.")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};")

@@ -9,8 +9,8 @@ arms of a study take turns; processor time of one thread, seven turns.
 import torch
 
 from l2r.cost.benchmarks.contenders import training_step
+from l2r.cost.benchmarks.results import environment
 from l2r.cost.benchmarks.timing import measure
-from l2r.machine import describe_machine
 from l2r.routers import build_router
 from l2r.studies.registration import read_plan
 from l2r.training.recipes.schema import LanguageRecipe
@@ -29,9 +29,10 @@ SECONDS = 4.0  # for all arms of a study, as in l2r bench
 def main() -> None:
     """Print a table with a row per study and arm."""
     torch.set_num_threads(1)
-    machine = describe_machine()
+    machine = environment()
     print(
-        f"Router alone, forward and backward; {machine['processor']}, one thread, processor time.\n"
+        f"Router alone, forward and backward; {machine['processor']}, one thread, processor time, "
+        f"ours in {machine['cpu_routers']}.\n"
     )
     print("| study | experts, chosen | arm | router parameters | us | over linear, range |")
     print("|---|---|---|---|---|---|")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from l2r.cost.benchmarks import BENCHES, moe, router, run_bench
+from l2r.cost.benchmarks import BENCHES, moe, results, router, run_bench
 from l2r.cost.benchmarks import contenders as entries
-from l2r.cost.benchmarks.results import BenchSettings, save_bench
+from l2r.cost.benchmarks.results import BenchSettings, environment, save_bench
 from l2r.cost.benchmarks.timing import measure
 from l2r.report.performance import (
     bars_figure,
@@ -42,6 +42,12 @@ def test_contenders_take_turns_and_the_slow_one_is_slower() -> None:
     assert times["small"].median < times["large"].median
     turns = [name for name, other in itertools.pairwise(calls) if name != other]
     assert len(turns) >= 5
+
+
+def test_a_result_names_what_computed_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernels, name in ((None, "torch"), (object(), "C++")):
+        monkeypatch.setattr(results, "library", lambda kernels=kernels: kernels)
+        assert environment()["cpu_routers"] == name
 
 
 def test_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,25 @@ from typing import Any
 import torch
 
 from l2r.cost.benchmarks.timing import CLOCKS, Step, Timing, measure
+from l2r.kernels.native.build import library
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_json
 
 
 def environment() -> dict[str, Any]:
-    """The machine, in one level: a benchmark prints it as one line."""
+    """The machine, in one level: a benchmark prints it as one line.
+
+    ``cpu_routers``: what computes routers on the CPU, C++ or, where it could not be built, torch.
+    """
     machine = describe_machine()
     gpus = machine.pop("gpus")
-    return {**machine.pop("packages"), **machine, "gpu": ", ".join(gpus) or None}
+    routers = "C++" if library() else "torch"
+    return {
+        **machine.pop("packages"),
+        **machine,
+        "gpu": ", ".join(gpus) or None,
+        "cpu_routers": routers,
+    }
 
 
 @dataclass(frozen=True)

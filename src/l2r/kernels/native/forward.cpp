@@ -52,7 +52,8 @@ inline void pool_experts(const float* a, bool safe, const float* b, const Sizes&
         const Lanes other = scores(h);
         top = other > top ? other : top;
       }
-      for (int64_t h = 0; h < s.heads; ++h) pooled += each(scores(h) - top, fast_exp2);
+      for (int64_t h = 0; h < s.heads; ++h)
+        pooled += each(safe ? scores(h) : scores(h) - top, fast_exp2);
       pooled = each(pooled, fast_log) + top * kLn2;
     }
     store_first(logits + i, pooled * scale, s.experts - i);

@@ -92,8 +92,8 @@ SYMBOLS = {"16": "circle", "64": "square", "256": "diamond", "1,024": "triangle-
 class Arm:
     """Results of an arm, and their difference from the linear router of its study.
 
-    router: name of the router. loss: mean validation loss, nats. gap: difference of losses, paired by
-    seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that bf16
+    router: name of the router. loss: mean validation loss, nats. gap: difference of losses, paired
+    by seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that bf16
     changes. parameters: number over all layers. time: ratio to linear's, as text.
     """
 

@@ -46,7 +46,7 @@ inline void pool_backward(const float* a, const AnchorSide& keys, const float* l
     const Lanes pooled = load_first(logits + i, s.experts - i) * to_unit;
     const Lanes upstream = load_first(grad + i, s.experts - i) * c.scale;
     for (int64_t h = 0; h < s.heads; ++h) {
-      const int64_t place = h * s.padded_experts() + i;
+      const int64_t place = h * s.anchor_step() + i;
       const float* column = keys.b.data() + place;
       float* target = sum + place;
       Lanes share = upstream;
@@ -97,7 +97,7 @@ void anchor_side_backward(float* grad, const float* anchors, const AnchorSide& k
     for (int64_t h = 0; h < s.heads; ++h) {
       const int64_t flat = n * s.heads + h;
       const float* anchor = anchors + flat * s.rank;
-      float* g = grad + h * s.padded_experts() + n;
+      float* g = grad + h * s.anchor_step() + n;
       const float norm = keys.norm[flat];
       float grad_norm = 0.0f;
       if (c.scoring == 2) {

@@ -6,15 +6,15 @@
 
 namespace {
 
-// b transposed to [H N padded, R padded].
+// b transposed to [columns, R padded].
 inline std::vector<float> transposed_anchors(const AnchorSide& keys, const Sizes& s,
                                              const Blocking& block) {
-  std::vector<float> out(s.num_anchors() ? s.heads * block.experts * block.rank : 0);
+  std::vector<float> out(s.num_anchors() ? block.columns * block.rank : 0);
   for (int64_t r = 0; r < (out.empty() ? 0 : s.rank); ++r)
     for (int64_t h = 0; h < s.heads; ++h)
       for (int64_t n = 0; n < s.experts; ++n)
-        out[(h * block.experts + n) * block.rank + r] =
-            keys.b[r * block.columns + h * block.experts + n];
+        out[(h * s.anchor_step() + n) * block.rank + r] =
+            keys.b[r * block.columns + h * s.anchor_step() + n];
   return out;
 }
 
@@ -41,7 +41,7 @@ inline void pool_backward_block(const float* a, const float* b, const float* b_r
     const int64_t width = std::min(kPanel, block.experts - first);
     const int64_t real = std::min(width, s.experts - first);
     for (int64_t h = 0; h < s.heads; ++h) {
-      const int64_t column = h * block.experts + first;
+      const int64_t column = h * s.anchor_step() + first;
       if (s.heads > 1)
         multiply({a, block.rank, 1}, b + column, block.columns, s.rank, work, kPanel, count,
                  width, false);

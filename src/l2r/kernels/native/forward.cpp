@@ -41,7 +41,7 @@ inline void pool_experts(const float* a, bool safe, const float* b, const Sizes&
   for (int64_t i = 0; i < s.experts; i += kLanes) {
     const float* column = b + i;
     const auto scores = [&](int64_t h) {
-      return scores_of<kRank>(a, column + h * s.padded_experts(), s);
+      return scores_of<kRank>(a, column + h * s.anchor_step(), s);
     };
     Lanes top = {}, pooled = {};
     if (s.heads == 1) {

@@ -136,7 +136,7 @@ inline void pool_block(const float* a, const float* b, int64_t count, const Size
     const int64_t width = std::min(kPanel, block.experts - first);
     for (int64_t h = 0; h < s.heads; ++h) {
       float* out = h ? scores : work;
-      multiply({a, block.rank, 1}, b + h * block.experts + first, block.columns, s.rank, out,
+      multiply({a, block.rank, 1}, b + h * s.anchor_step() + first, block.columns, s.rank, out,
                kPanel, count, width, false);
       if (s.heads == 1) break;
       for (int64_t t = 0; t < count; ++t) {

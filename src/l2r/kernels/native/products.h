@@ -169,7 +169,7 @@ struct Blocking {
   explicit Blocking(const Sizes& s)
       : tokens(std::min<int64_t>(s.tokens, s.experts <= 256 ? 48 : 24)),
         rank(padded(s.rank, std::max(kLanes, kRanks))),
-        experts(s.padded_experts()),
+        experts(padded(s.experts, 16)),
         columns(s.columns()),
         hidden(padded(s.hidden, kPanel) + 16) {}
 };

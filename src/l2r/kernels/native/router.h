@@ -74,14 +74,12 @@ struct Sizes {
 
   int64_t num_anchors() const { return heads * experts; }  // of all experts
 
-  // Columns of b: experts by whole vectors for each anchor, then so many that a row is an odd number
-  // of lines of a cache long; rows of an even number would share its sets.
-  int64_t padded_experts() const { return (experts + 15) / 16 * 16; }
+  // Columns of b from an anchor to the next of the same expert, and in all: whole vectors, an odd
+  // number of lines of a cache, since places an even number of lines apart share its sets.
+  int64_t anchor_step() const { return odd_lines(experts); }
+  int64_t columns() const { return odd_lines(heads * anchor_step()); }
 
-  int64_t columns() const {
-    const int64_t needed = heads * padded_experts();
-    return needed % 32 ? needed : needed + 16;
-  }
+  static int64_t odd_lines(int64_t numbers) { return ((numbers + 15) / 16 | 1) * 16; }
 };
 
 // Fields in the order of ScoreConstants in contract.py.
@@ -196,7 +194,7 @@ struct AnchorSide {
     for (int64_t n = 0; n < s.experts; ++n)
       for (int64_t h = 0; h < s.heads; ++h)
         for (int64_t r = 0, i = n * s.heads + h; r < rank; ++r)
-          b[r * columns + h * s.padded_experts() + n] = anchors[i * rank + r] * factor[i];
+          b[r * columns + h * s.anchor_step() + n] = anchors[i * rank + r] * factor[i];
   }
 
   // psi of the length for sips, 1 for the others.

@@ -19,6 +19,7 @@ from l2r.training.recipes.schema import LanguageRecipe
 STUDIES = {
     "decision": "linear-best",
     "experts-64": "linear-best",
+    "ranked-64": "linear",
     "experts-256": "linear",
     "rank-8-of-256": "linear",
     "experts-1024": "linear",

@@ -34,6 +34,15 @@ STUDIES = {
     "decision": ("16", {**TUNED, "xmoe-best": "X-MoE"}),
     "width-256": ("16, width 256", TUNED),
     "experts-64": ("64", TUNED),
+    "ranked-64": (
+        "64",
+        {
+            "linear": "linear",
+            "l2r": "L2R, rank 16",
+            "preset": "L2R, rank 8, 4 anchors",
+            "xmoe": "X-MoE, rank 8",
+        },
+    ),
     "rank-8-of-256": (
         "256",
         {

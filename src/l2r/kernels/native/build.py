@@ -1,6 +1,6 @@
 """Build ``forward.cpp`` and ``backward.cpp`` into one library, once.
 
-The library is built on first use where a C++ compiler is found (one to two seconds, said on the
+The library is built on first use where a C++ compiler is found (some five seconds, said on the
 log) and kept in ``$L2R_CACHE``, by default ``~/.cache/l2r``, under a name made of the source,
 the flags, the compiler and the processor, in a folder of this user's: what others may have
 written is not loaded. Without a compiler, or with ``L2R_CPU_KERNEL=off``,

@@ -102,8 +102,8 @@ class Arm:
     """Results of an arm, and their difference from the linear router of its study.
 
     router: name of the router. loss: mean validation loss, nats. gap: difference of losses, paired
-    by seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that bf16
-    changes. parameters: number over all layers. time: ratio to linear's, as text.
+    by seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that
+    bf16 changes. parameters: number over all layers. time: ratio to linear's, as text.
     """
 
     study: str

@@ -120,9 +120,8 @@ def main() -> None:
     seconds, most, device = options.seconds, options.tokens, options.device
     machine = environment()
     if device == "cpu":
-        threads = torch.get_num_threads()
-        print(f"{machine['processor']}, torch {torch.__version__}, {threads} threads;")
-        print(f"our routers in {machine['cpu_routers']};")
+        versions = f"{machine['processor']}, torch {machine['torch']}, {machine['threads']} threads"
+        print(f"{versions}, ours in {machine['cpu_routers']};")
         print("median of 7 turns and range; processor time with one thread, else wall time.")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import l2r
 from l2r.hf.checkpoints.pretrained import load_pretrained
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import old_weight, router_sites
@@ -149,7 +150,9 @@ def _without_failure(check: Callable[[Any], bool], model: Any) -> bool:
 def _in_fresh_process(folder: Path) -> dict[str, bool]:
     code = f"import sys; from {__name__} import reload_all; reload_all(sys.argv[1])"
     command = [sys.executable, "-P", "-c", code, str(folder)]  # P: nothing of the current folder
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    # the l2r of this process, which need not be the installed one
+    sources = str(Path(__file__).parents[2]), str(Path(l2r.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"reloading in a fresh process failed: {done.stderr[-500:]}")

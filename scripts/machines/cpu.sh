@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every benchmark on this machine's CPU, with one thread by processor time and with all by the
-# clock on the wall: about twenty minutes. Leave the machine alone meanwhile.
+# clock on the wall: about half an hour. Leave the machine alone meanwhile.
 #
 #   bash scripts/machines/cpu.sh            results go to results/cpu-{1-thread,N-threads}
 set -euo pipefail
@@ -15,7 +15,7 @@ all() { # THREADS CLOCK FOLDER
   for job in "router --seconds 8 --compiled" memory "scaling --seconds 6" "moe --seconds 6" \
     "step --seconds 8" "inference --seconds 10" "routes --seconds 20"; do
     # shellcheck disable=SC2086
-    "$PYTHON" -m l2r bench $job --clock "$2" --out "$RESULTS/$3" >"$RESULTS/$3/${job%% *}.txt"
+    COLUMNS=160 "$PYTHON" -m l2r bench $job --clock "$2" --out "$RESULTS/$3" >"$RESULTS/$3/${job%% *}.txt"
   done
 }
 

@@ -84,7 +84,7 @@ wait
 part guard 60 python3 scripts/machines/guard_cost.py --out "$parts/out"
 part ratios 100 $ratios --seconds "$ratio_seconds"
 for router in linear l2r-sips; do
-  part "train-$router" 40 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
+  part "train-$router" 90 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
     --out "$parts/out"
 done
 benches=()

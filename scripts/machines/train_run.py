@@ -9,6 +9,7 @@ of the uninterrupted run. Needs no command-line packages, so that it runs on a b
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -26,6 +27,14 @@ def records(folder: Path) -> list[dict[str, Any]]:
     """Logged training steps of a run folder."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+def link_if_large(source: str, target: str) -> None:
+    """Copy a small file; link a large one, which is never written again."""
+    if Path(source).stat().st_size > 2**20:
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
 
 
 def main() -> None:
@@ -49,11 +58,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room:
         whole, again = Path(room) / "whole", Path(room) / "again"
         train(recipe, whole, show_progress=False)
-        shutil.copytree(whole, again)
-        for checkpoint in (again / "checkpoints").iterdir():
-            if checkpoint.name.endswith(str(given.steps)):
-                shutil.rmtree(checkpoint)
-        shutil.rmtree(again / "model", ignore_errors=True)
+        later = shutil.ignore_patterns("model", f"*{given.steps}")
+        shutil.copytree(whole, again, ignore=later, copy_function=link_if_large)
         train(recipe, again, show_progress=False)
         first, second = records(whole), records(again)
     after = [r["ce"] for r in first if r["step"] > half]

@@ -374,6 +374,26 @@ def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
     assert seeds_that_fit(plan, results, 0.5, 2, 4) == 3
     with pytest.raises(ValueError, match="hours need the time of a cell"):
         seeds_that_fit(plan, [], 1, 1, 4)
+    on_gpu = [dataclasses.replace(r, facts={**r.facts, "gpus": ["other"]}) for r in results]
+    with pytest.raises(ValueError, match="none was measured on this machine"):
+        seeds_that_fit(plan, on_gpu, 1, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"seconds": 3600.0}, "4.0 hours of runs on a processor, torch 2.9."),
+        ({"seconds": None}, "Run on a processor, torch 2.9."),
+        ({"gpus": ["a card"] * 2}, "hours of runs on a card (a processor), torch 2.9."),
+    ],
+)
+def test_the_report_names_what_ran_the_study(facts, words, tmp_path):
+    plan, packages = registered(), {"torch": "2.9"}
+    own = {"processor": "a processor", "gpus": [], "packages": packages, **facts}
+    results = made_up(plan, 2, values())
+    results = [dataclasses.replace(r, facts={**r.facts, **own}) for r in results]
+    write_study(study_of(plan, results), tmp_path, tmp_path)
+    assert words in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize("mark", [{"digest": "older"}, {"commit": None}])

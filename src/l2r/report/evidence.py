@@ -22,7 +22,7 @@ from l2r.report.page import Key, Section, write_page
 from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.verdicts import of_study
 from l2r.runs.atomic import write_text
-from l2r.runs.study import Study
+from l2r.runs.study import Study, hardware
 from l2r.stats.contrasts import NOT_FINITE, SEEDS_MISSING
 from l2r.stats.paired_t import detectable
 
@@ -114,10 +114,11 @@ def _registration(study: Study) -> list[str]:
     if study.seeds < study.least:
         ran += " Fewer than registered: no verdicts yet, and nothing here is the study's result."
     hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
-    machines = sorted({str(result.facts["processor"]) for result in study.results})
+    machines = sorted({hardware(result.facts) for result in study.results})
     torch = sorted({str(result.facts["packages"]["torch"]) for result in study.results})
     if study.results:
-        ran += f" {hours:.1f} hours of runs on {', '.join(machines)}, torch {', '.join(torch)}."
+        timed = f"{hours:.1f} hours of runs" if hours else "Run"  # resumed runs have no time
+        ran += f" {timed} on {', '.join(machines)}, torch {', '.join(torch)}."
     lines = [f"Plan {study.name}, {study.state}.", ran]
     tests = sum(j.contrast.primary for j in study.judged)
     if tests and study.sd is not None:

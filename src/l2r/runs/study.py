@@ -32,6 +32,13 @@ OF_IMAGES = ("top1",)
 _DIGITS = 7  # of stored measures: more than the seeds agree on, less than rounding disturbs
 
 
+def hardware(facts: Mapping[str, Any]) -> str:
+    """Name of what computed: GPUs with their processor, else the processor; times differ by it."""
+    processor = str(facts["processor"])
+    gpus = ", ".join(dict.fromkeys(facts["gpus"]))
+    return f"{gpus} ({processor})" if gpus else processor
+
+
 @dataclass(frozen=True)
 class CellResult:
     """What one run measured.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.machine import describe_machine
-from l2r.runs.study import CellResult, Results, ScreenDesign, Study
+from l2r.runs.study import CellResult, Results, ScreenDesign, Study, hardware
 from l2r.stats.contrasts import Judged, Pairs, judge
 from l2r.studies.cells import Cell
 from l2r.studies.registration import Registered
@@ -141,8 +141,8 @@ def seeds_that_fit(
 
     What is done already costs nothing more. Raises ValueError without a timed cell.
     """
-    here = describe_machine()["processor"]
-    timed = [r.facts for r in results if r.facts["processor"] == here and r.facts["seconds"]]
+    here = hardware(describe_machine())
+    timed = [r.facts for r in results if hardware(r.facts) == here and r.facts["seconds"]]
     seconds = [float(facts["seconds"]) for facts in timed]
     if not seconds:
         raise ValueError("hours need the time of a cell, and none was measured on this machine")

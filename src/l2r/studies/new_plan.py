@@ -10,7 +10,7 @@ import yaml
 
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_text
-from l2r.runs.study import Results
+from l2r.runs.study import Results, hardware
 from l2r.stats.paired_t import detectable
 from l2r.studies.study_plan import Plan, validated_plan
 
@@ -108,18 +108,18 @@ def write_plan(path: Path, question: Question) -> Plan:
 
 
 def seconds_per_run(plan: Plan, results: Path) -> float | None:
-    """Median seconds of a run, from stored runs of the same model on this kind of processor.
+    """Median seconds of a run, from stored runs of the same model on this kind of machine.
 
     Time is taken as proportional to tokens. None where no such run is stored in the studies of
     ``results``, or the plan's length is not given in tokens.
     """
     recipe = plan.cells(1)[0].recipe
-    model, processor = recipe.model.model_dump(mode="json"), describe_machine()["processor"]
+    model, here = recipe.model.model_dump(mode="json"), hardware(describe_machine())
     rates = [
         result.facts["seconds"] / result.facts["units"]
         for folder in sorted(results.glob("*/"))
         for result in Results(folder).read()
-        if result.facts["processor"] == processor and result.facts["seconds"]
+        if hardware(result.facts) == here and result.facts["seconds"]
         if result.recipe["model"] == model
     ]
     tokens = recipe.training.tokens

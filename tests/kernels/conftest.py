@@ -1,9 +1,8 @@
-"""Triton kernels run in its interpreter where there is no GPU; set before Triton is imported.
+"""Triton kernels run in its interpreter where there is no GPU; tests/conftest.py sets that.
 
 ``test_cuda_only.py`` (graphs, full sizes) is collected on a machine with a GPU alone.
 """
 
-import os
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -14,8 +13,6 @@ import torch
 
 collect_ignore_glob: list[str] = []
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["L2R_GUARD"] = "off"  # each kind of call would be interpreted twice; test_guard.py
     collect_ignore_glob.append("test_cuda_only.py")
     if find_spec("triton") is not None:
         from interpreter import replace_once

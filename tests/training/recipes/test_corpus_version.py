@@ -57,6 +57,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
         "rank-8-of-256",
         "rivals-256",
         "ranked-64",
+        "rivals-1024",
         "rivals-64",
         "transfer",
         "why-256",

@@ -56,13 +56,12 @@ def unchecked() -> Iterator[None]:
 
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates of fewer cells and a shorter search: as sound, faster, less tight."""
-    from l2r.analysis.certificates import rank2_cells
+    """Certificates of fewer rounds and a shorter search: as sound, faster, less tight."""
+    from l2r.analysis.certificates import rank2_radii
     from l2r.analysis.certificates.attack import find_flip
     from l2r.analysis.diagnostics import model_diagnosis
 
-    monkeypatch.setattr(rank2_cells, "COARSE_CELLS", 500)
-    monkeypatch.setattr(rank2_cells, "ROUNDS", 20)
+    monkeypatch.setattr(rank2_radii, "ROUNDS", 12)
     short = partial(find_flip, starts=2, steps=4)
     monkeypatch.setattr(model_diagnosis, "find_flip", short)
 

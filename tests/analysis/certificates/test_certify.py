@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from l2r.analysis.certificates import rank2_cells as plane
 from l2r.analysis.certificates.anchor_bounds import Moments
 from l2r.analysis.certificates.attack import (
     count_violations,
@@ -80,55 +79,6 @@ def test_linear_radius_equals_a_loop_over_pairs():
                 for i, j in itertools.product(order[:keep], order[keep:])
             )
             assert got == pytest.approx(least, rel=2e-6)
-
-
-@pytest.mark.parametrize("name", few(RANK_2, ("dot",), SEARCH))
-def test_rank_two_is_near_the_smallest_flip(name, monkeypatch):
-    monkeypatch.setattr(plane, "ROUNDS", 60)
-    router, x = make(name), inputs(30)
-    radii = certify(router, x)
-    for top1, radius in ((True, radii.top1), (False, radii.topk)):
-        ratio = radius / find_flip(router, x, top1=top1)
-        assert ratio.mean() > 0.9
-        assert ratio.median() > 0.99
-
-
-@pytest.mark.parametrize("name", ["sips, no norm", "cosine"])
-def test_rank_two_equals_a_scan_of_the_plane_when_the_input_is_the_plane(name, monkeypatch):
-    """With hidden size 2 the input itself is the plane: every direction can be tried."""
-    monkeypatch.setattr(plane, "ROUNDS", 60)
-    router, x = make(name, hidden=2), inputs(3, hidden=2)
-    wide, radius = exact(router), certify(router, x).top1
-    angles = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)[:-1]
-    directions = torch.stack([angles.cos(), angles.sin()], dim=1)
-    lengths = torch.linspace(0, 3, 301, dtype=torch.float64)[1:]
-    for token, certified in zip(x.double(), radius, strict=True):
-        points = token + lengths[:, None, None] * directions
-        first = wide(points.reshape(-1, 2))[2][:, 0].view(len(lengths), -1)
-        own = wide(token[None])[2][0, 0]
-        flipped = (first != own).any(dim=1)
-        scanned = lengths[flipped.int().argmax()] if flipped.any() else torch.tensor(3.0)
-        assert certified <= scanned
-        assert certified >= 0.95 * scanned - 0.01  # steps of the scan
-
-
-@pytest.mark.parametrize("name", ["sips", "sips, no norm", "dot"])
-def test_cells_cover_every_change_of_decision(name):
-    form = routing_map(make(name))
-    sizes = torch.linspace(0.2, 2, 9, dtype=torch.float64)
-    for keep in (1, 2):
-        changes = 0
-        cells, _ = plane.boundary_cells(form, keep, sizes)
-        angles = torch.linspace(-math.pi, math.pi, 4001, dtype=torch.float64)
-        for size in sizes:
-            query = size * torch.stack([angles.cos(), angles.sin()], dim=1)
-            chosen = form.scores(query).logsumexp(-1).topk(keep).indices.sort().values
-            for step in (chosen[1:] != chosen[:-1]).any(dim=1).nonzero()[:, 0]:
-                inside = (cells.angle_low <= angles[step + 1]) & (cells.angle_high >= angles[step])
-                inside &= (cells.size_low <= size) & (cells.size_high >= size)
-                assert inside.any()
-                changes += 1
-        assert changes >= len(sizes)  # every circle around the origin meets several experts
 
 
 @pytest.mark.parametrize("name", few(["linear", "sips", "sips, rank 4"], ("linear",), SEARCH))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from l2r import build_router
-from l2r.analysis.certificates import rank2_cells
+from l2r.analysis.certificates import rank2_radii
 from l2r.analysis.certificates.certify import SHRINK, certify
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.text_routing import CONTEXTS, TextTrace, token_pieces, wilson_low
@@ -57,8 +57,7 @@ def test_numbers_of_a_stock_model_are_those_of_its_own_outputs():
 
 
 def test_radii_of_an_l2r_router_never_exceed_the_full_certificate(monkeypatch):
-    monkeypatch.setattr(rank2_cells, "COARSE_CELLS", 500)
-    monkeypatch.setattr(rank2_cells, "ROUNDS", 20)
+    monkeypatch.setattr(rank2_radii, "ROUNDS", 12)
     model, given = ours(heads=3), batches(1, rows=2)
     text = traced(model, given, tokens=6)
     seen = {}

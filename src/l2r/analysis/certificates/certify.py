@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.attack import decision_gap
 from l2r.analysis.certificates.local_bounds import EXACT, LocalBounds
-from l2r.analysis.certificates.rank2_cells import plane_radii
+from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 from l2r.routers import Router
 from l2r.routers.observe import evaluating, first_choice

@@ -3,7 +3,8 @@ r"""How a score depends on the size of the query: w = t(rho) u for a query q = r
 With m = k (dot), k / |k| (cosine) or psi(|k|) k / |k| (SIPS), the score of an anchor is m . w.
 So t is rho, 1 or phi(rho_hat): all that differs between the scorings once anchors are fixed.
 
-Each class has ``value`` t(rho), ``slope`` t'(rho) and ``curvature(low, high)``, a bound of the
+Each class has ``value`` t(rho), ``slope`` t'(rho), ``sizes(low, high)``, the least and largest
+rho with t in [low, high], rounded outwards, and ``curvature(low, high)``, a bound of the
 second derivative of q -> w along unit directions for |q| in [low, high]; norms are > 0.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 # t(rho) u along a unit direction (h_r, h_t): |(-k h_t^2, 2 k h_r h_t)| <= 2 / sqrt 3 * |k|.
 _TANH_CURVATURE = 4 / (3 * math.sqrt(3))
 _ANGULAR = 2 / math.sqrt(3)
+_SLACK = 1e-12  # of sizes, above the rounding of t and of its inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Identity:
 
     def slope(self, rho: Tensor) -> Tensor:
         return torch.ones_like(rho)
+
+    def sizes(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return low * (1 - _SLACK), high * (1 + _SLACK)
 
     def curvature(self, low: Tensor, high: Tensor) -> Tensor:
         return torch.zeros_like(low + high)
@@ -51,6 +56,17 @@ class Saturated:
     def slope(self, rho: Tensor) -> Tensor:
         saturation = torch.tanh(self.scale * rho + self.shift)
         return self.gamma * self.beta * self.scale * (1 - saturation.square())
+
+    def sizes(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        if self.beta * self.scale == 0:  # t is constant
+            return torch.zeros_like(low), torch.full_like(high, torch.inf)
+        slack = _SLACK * (1 + abs(self.shift))
+        ends = [
+            (torch.atanh(((value / self.gamma - 1 + room) / self.beta).clamp(-1, 1)) - self.shift)
+            / self.scale
+            for value, room in ((low, -slack), (high, slack))
+        ]
+        return torch.minimum(*ends), torch.maximum(*ends)
 
     def curvature(self, low: Tensor, high: Tensor) -> Tensor:
         # |w''| <= |t''| + 2 / sqrt 3 * |t - rho t'| / rho^2, along any unit direction.

@@ -23,7 +23,7 @@ COARSE_CELLS = 500  # where halving everywhere ends
 FINEST = 1e-9  # cells are not halved below this angle (radians) and relative size
 _ROUNDING = 1e-11  # of float64 logits and their bounds, relative, with room to spare
 _SLACK = 1e-12  # of angles that are kept
-_WORK = 2**22  # entries held at once
+_WORK = 2**18  # entries of an array at once, so that they stay in a cache
 
 
 @dataclasses.dataclass(frozen=True)

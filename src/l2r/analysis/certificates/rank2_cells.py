@@ -75,7 +75,7 @@ class Cells:
         return torch.where(self.by_angle, width > FINEST, long) & (width < math.pi)
 
     def within(self, outer: "Cells") -> "Cells":
-        """What each has in common with its cell of ``outer``; sizes cross where that is nothing."""
+        """Part of every cell inside its cell of ``outer``; without one, size_low > size_high."""
         return Cells(
             torch.maximum(self.angle_low, outer.angle_low),
             torch.minimum(self.angle_high, outer.angle_high),
@@ -107,7 +107,10 @@ def boundary_cells(form: AnchorMap, keep: int, sizes: Float[Tensor, " T"]) -> Ce
 
 
 def undecided(form: AnchorMap, cells: Cells, keep: int) -> Cells:
-    """The cells on which the set is not proven constant, narrowed to where it may change."""
+    """Cells on which the set is not proven constant, narrowed to the places where it may change.
+
+    The given cells are narrower than half a turn.
+    """
     experts, heads, _ = form.anchors.shape
     rows = max(1, _WORK // max(experts * heads, keep * (experts - keep)))
     parts = [
@@ -153,8 +156,8 @@ def _undecided(form: AnchorMap, cells: Cells, keep: int) -> Cells:
         ranked = values.gather(1, order)
         return (ranked[:, :keep, None] - ranked[:, None, keep:]).flatten(1)
 
-    # Where a pair of them ties, middle + (s far_along, t far_across) with s and t in [-1, 1]:
-    # s along + t across <= room.
+    # A place is middle + (s far_along, t far_across), with s and t in [-1, 1]. A pair of experts
+    # can tie there only if s drift_along + t drift_across <= room.
     drift_along, drift_across = pairs(slope_along), pairs(slope_across)
     excess = above.gather(1, order)[:, None, keep:].expand(-1, keep, -1).flatten(1)
     rounding = _ROUNDING * (1 + moments.logits.abs().amax(dim=1, keepdim=True))
@@ -179,7 +182,7 @@ def _undecided(form: AnchorMap, cells: Cells, keep: int) -> Cells:
         size_high,
         by_angle * (t_high - t_low) >= by_size * (s_high - s_low),
     ).within(cells)
-    return narrowed[tied.any(dim=1) & (narrowed.size_low <= narrowed.size_high)]
+    return narrowed[tied.any(dim=1) & ~(narrowed.size_low > narrowed.size_high)]
 
 
 def _span(drift: Tensor, room: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +194,6 @@ def _span(drift: Tensor, room: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _turn(across: Tensor, if_negative: Tensor, if_positive: Tensor) -> Tensor:
-    """Angle from the middle of a w that lies that far across it; its size, by the side."""
+    """Angle between the middle ray and a w at distance ``across`` from it, by the size of w."""
     size = torch.where(across < 0, if_negative, if_positive)
     return (across / size.clamp_min(1e-300)).clamp(-1, 1).asin()

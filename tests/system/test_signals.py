@@ -13,7 +13,7 @@ from tests.processes import command
 
 pytestmark = pytest.mark.slow("killed processes")
 
-STEPS = ["training.steps=60", "checkpoint.every=5", "evaluation.every=0"]
+STEPS = ["training.steps=200", "checkpoint.every=20", "evaluation.every=0"]
 
 
 def start(folder, changes):
@@ -22,10 +22,10 @@ def start(folder, changes):
 
 
 def wait_for_step(folder, step):
-    for _ in range(600):
+    for _ in range(3000):
         if len(RunFolder(folder).read_metrics("train")) >= step:
             return
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise AssertionError(f"no step {step} after a minute")
 
 
@@ -50,7 +50,7 @@ def test_a_signal_saves_and_stops(number, unbroken, tiny_changes, tmp_path):
     assert process.wait() == 128 + number and "Traceback" not in process.err, process.err
     assert "run it again to resume" in process.out
     step = int(RunFolder(tmp_path / "run").complete_checkpoints()[-1].name.removeprefix("step-"))
-    assert f"stopped at step {step} of 60" in process.out
+    assert f"stopped at step {step} of 200" in process.out
     finish(tmp_path / "run", tiny_changes, unbroken)
 
 

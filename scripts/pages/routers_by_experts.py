@@ -101,12 +101,14 @@ SYMBOLS = {"16": "circle", "64": "square", "256": "diamond", "1,024": "triangle-
 class Arm:
     """Results of an arm, and their difference from the linear router of its study.
 
-    router: name of the router. loss: mean validation loss, nats. gap: difference of losses, paired
-    by seed, None for linear. verdict: verdict of the plan's contrast. flips: share of tokens that
-    bf16 changes. parameters: number over all layers. time: ratio to linear's, as text.
+    seeds: their number. router: name of the router. loss: mean validation loss, nats. gap:
+    difference of losses, paired by seed, None for linear. verdict: verdict of the plan's contrast.
+    flips: share of tokens that bf16 changes. parameters: number over all layers. time: ratio to
+    linear's, as text.
     """
 
     study: str
+    seeds: int
     sizes: str
     router: str
     loss: float
@@ -146,6 +148,7 @@ def arms_of(name: str, study: Study) -> Iterator[Arm]:
         gap, verdict = (None, "") if arm == linear else difference(study, arm, linear)
         yield Arm(
             study=name,
+            seeds=study.seeds,
             sizes=sizes,
             router=router,
             loss=mean_or_nan(study.values(arm, "validation_ce")),
@@ -185,7 +188,7 @@ def table(arms: list[Arm]) -> str:
         if gap is None:
             experts, _, rest = arm.sizes.partition(", ")
             sizes = f"**{experts} experts**" + (f", {rest}" if rest else "")
-            rows.append(f"| {sizes}, `{arm.study}` | | | | | | |\n")
+            rows.append(f"| {sizes}, `{arm.study}`, {arm.seeds} seeds | | | | | | |\n")
         cells = (
             arm.router,
             f"{arm.loss:.3f}",

@@ -237,6 +237,10 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     ):
         assert words in page and words in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
+    by_seed = text.split("## Every seed: validation CE")[1]
+    for result in Results(folder).read():
+        (row,) = (line for line in by_seed.splitlines() if line.startswith(f"| {result.arm} |"))
+        assert f"{result.trained['validation_ce']:.4f}" == row.strip("| ").split(" | ")[1 + result.seed]
     (folder / "report.md").write_text("as it was committed")
     assert l2r("evidence", "small.yaml", "--judge-only").code == 0 and len(here) == 2
     assert (folder / "report.md").read_text() == "as it was committed"

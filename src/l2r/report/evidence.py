@@ -17,6 +17,7 @@ from l2r.report.evidence_tables import (
     effects_by_screen,
     precision_table,
     proposals,
+    seed_tables,
 )
 from l2r.report.page import Key, Section, write_page
 from l2r.report.palette import INK, VERDICT_COLORS
@@ -70,14 +71,14 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         )
         figures = [effect_plot(effects), scale_plot(study)]
         sections.append(Section("Main effects", text, [*figures, *effect_tables]))
-    arms = arm_table(study)
+    arms, by_seed = arm_table(study), seed_tables(study)
     sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
     size = size_plot(study)
     if size is None:
-        sections.append(Section("Arms", parts=[arms]))
+        sections.append(Section("Arms", parts=[arms, *by_seed]))
     else:
         text = "Bars of the figure end at the smallest and the largest loss of an arm's seeds."
-        sections.append(Section("Arms", text, [size, arms]))
+        sections.append(Section("Arms", text, [size, arms, *by_seed]))
     if study.results:
         text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
         drawn, ran = len(arms_of_curves(study)), len(arms.rows)
@@ -98,7 +99,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         parts += [_chance(study), METHOD, *_notes(study)]
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables]
         parts.append(f"## Precision reached\n\n{precision_table(study).to_markdown()}")
-    parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms]]
+    parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms, *by_seed]]
     write_text(texts / "report.md", "\n\n".join(part.strip() for part in parts) + "\n")
     return page, texts / "report.md"
 

@@ -89,6 +89,23 @@ def arm_table(study: Study) -> Table:
     return Table("Arms, means over seeds", columns, tuple(rows))
 
 
+def seed_tables(study: Study) -> list[Table]:
+    """A table per metric of the primary contrasts, else of validation CE: every arm by seed."""
+    primary = dict.fromkeys(j.contrast.metric for j in study.judged if j.contrast.primary)
+    tables = []
+    for metric in primary or ("validation_ce",):
+        values = {(r.arm, r.seed): r.trained[metric] for r in study.results if metric in r.trained}
+        seeds = sorted({seed for _, seed in values})
+        rows = tuple(
+            (_words(arm), *(values.get((arm, seed)) for seed in seeds))
+            for arm in study.arms
+            if any((arm, seed) in values for seed in seeds)
+        )
+        columns = ("arm", *(f"seed {seed}" for seed in seeds))
+        tables.append(Table(f"Every seed: {METRICS.get(metric, metric)}", columns, rows))
+    return tables
+
+
 def main_table(study: Study) -> Table:
     """The contrasts, or of a study that has none, what its screens propose."""
     return contrast_table(study) if study.judged or not study.screens else proposals(study)

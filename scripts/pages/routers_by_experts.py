@@ -175,7 +175,7 @@ def difference(study: Study, arm: str, linear: str) -> tuple[Interval, str]:
 
 def router_times() -> dict[tuple[str, str], str]:
     """A router's time over linear's by study and arm, from results/router-time.md."""
-    row = r"^\| ([\w-]+) \| [^|]+ \| ([\w-]+) \|.*\| ([\d.]+) \(.*$"
+    row = r"^\| ([\w-]+) \| [^|]+ \| ([\w-]+) \|[^|]+\|[^|]+\| ([\d.]+) \("
     lines = re.findall(row, TIMES.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {(study, arm): ratio for study, arm, ratio in lines}
 

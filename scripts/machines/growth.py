@@ -20,6 +20,7 @@ import torch
 
 from l2r.analysis.diagnostics import DiagnosisSettings, collect_records, diagnose_layers
 from l2r.analysis.routes import compare_models, in_other_arithmetic
+from l2r.cost.benchmarks.machine_speed import machine_speed
 from l2r.cost.benchmarks.memory import traced_peak
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
@@ -130,14 +131,6 @@ def least(step: Step, repeats: int) -> float:
     return 1e3 * best
 
 
-def machine_speed() -> tuple[float, float]:
-    """Floating-point operations, and bytes read or written, in a second of one thread."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    x = torch.randn(2**24)
-    y = torch.empty_like(x)
-    return 2 * 1024**3 / least(lambda: a @ b, 8) * 1e3, 2**27 / least(lambda: y.copy_(x), 8) * 1e3
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/growth.json"))
@@ -145,12 +138,12 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    speed = machine_speed()
+    speed = machine_speed("cpu", clock="cpu")
     records = []
     for axis, values in AXES.items():
         for value in values:
             sizes = {**BASE, axis: value}
-            least_of = limits(sizes, *speed)
+            least_of = limits(sizes, speed.flops, speed.bytes)
             for name, call in calls(sizes):
                 made = traced_peak(call) / 2**20 if name == "memory" else least(call, given.repeats)
                 records.append(
@@ -163,7 +156,12 @@ def main() -> int:
                     }
                 )
             print(f"{axis} {value}", flush=True)
-    facts = {**describe_machine(), "flops": speed[0], "bytes_per_second": speed[1], "base": BASE}
+    facts = {
+        **describe_machine(),
+        "flops": speed.flops,
+        "bytes_per_second": speed.bytes,
+        "base": BASE,
+    }
     given.out.write_text(json.dumps({"environment": facts, "records": records}, indent=1) + "\n")
     return 0
 

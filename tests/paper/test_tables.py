@@ -118,7 +118,7 @@ def test_inference_table_from_its_latencies(name):
     """Our columns from the paper's latencies are the paper's, to the rounding of its latencies."""
     for column, tokens in ((0, PROMPT), (2, 1)):
         seconds = (INFERENCE[row][column] / 1e3 for row in ("Linear", name))
-        linear, mine = (Timing(time, time, time) for time in seconds)
+        linear, mine = (Timing(time, time, time, (time, time)) for time in seconds)
         found = overhead(mine, tokens, stock=linear, linear=linear)
         latency, rate = INFERENCE[name][column : column + 2]
         assert found["latency_ms"] == pytest.approx(latency)

@@ -240,7 +240,10 @@ def test_the_command_runs_judges_and_then_has_nothing_left_to_run(
     by_seed = text.split("## Every seed: validation CE")[1]
     for result in Results(folder).read():
         (row,) = (line for line in by_seed.splitlines() if line.startswith(f"| {result.arm} |"))
-        assert f"{result.trained['validation_ce']:.4f}" == row.strip("| ").split(" | ")[1 + result.seed]
+        assert (
+            f"{result.trained['validation_ce']:.4f}"
+            == row.strip("| ").split(" | ")[1 + result.seed]
+        )
     (folder / "report.md").write_text("as it was committed")
     assert l2r("evidence", "small.yaml", "--judge-only").code == 0 and len(here) == 2
     assert (folder / "report.md").read_text() == "as it was committed"

@@ -48,7 +48,7 @@ def bench(
     with progress_bars() as bars:
         settings = BenchSettings(device, seconds, quick, compiled, clock, partial(bars, name))
         result = run_bench(name, settings).as_dict()
-    print_table(bench_table(result), as_json=as_json)
+    print_table(bench_table(result, ranges=not as_json), as_json=as_json)
     if out is not None:
         save_bench(result, out)
         page = write_bench_page(result, out / f"{name}.html")

@@ -99,7 +99,9 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         parts += [_chance(study), METHOD, *_notes(study)]
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables]
         parts.append(f"## Precision reached\n\n{precision_table(study).to_markdown()}")
-    parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms, *by_seed]]
+    parts += [
+        f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms, *by_seed]
+    ]
     write_text(texts / "report.md", "\n\n".join(part.strip() for part in parts) + "\n")
     return page, texts / "report.md"
 

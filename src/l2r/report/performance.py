@@ -25,12 +25,19 @@ _UNITS = {"us": "microseconds", "ms": "milliseconds", "mib": "peak MiB"}
 _TERMINAL_COLUMNS = (
     "contender", "shape", "size", "phase", "axis", "value", "tokens", *_TIMES, "ratio",
 )  # fmt: skip
+_SUBJECTS = (
+    "l2r_sips H16",
+    "l2r",
+    "record",
+)  # what the sentence is about, the first that was timed
 _DASHES = {"forward": "solid", "forward+backward": "dash"}
 
 
-def bench_table(bench: Mapping[str, Any]) -> Table:
-    """All records, with the machine in the caption."""
+def bench_table(bench: Mapping[str, Any], *, ranges: bool = False) -> Table:
+    """All records, with the machine in the caption; ``ranges`` gives ratios their quartiles."""
     records: Sequence[Mapping[str, Any]] = bench["records"]
+    if ranges:
+        records = [_with_range(record) for record in records]
     columns = tuple(records[0]) if records else ("contender",)
     place = ", ".join(f"{key} {value}" for key, value in bench["environment"].items() if value)
     rows = tuple(tuple(record[column] for column in columns) for record in records)
@@ -47,21 +54,54 @@ def bench_table(bench: Mapping[str, Any]) -> Table:
     )
 
 
+def _with_range(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its ratio as text, quartiles in brackets."""
+    if record.get("ratio_low") is None:
+        return dict(record)
+    low, high = record["ratio_low"], record["ratio_high"]
+    return {**record, "ratio": f"{record['ratio']:.2f} ({low:.2f}-{high:.2f})"}
+
+
 def of_bench(bench: Mapping[str, Any]) -> str:
-    """Sentence on the contender that is fastest, or smallest, in most groups."""
-    best: dict[str, int] = {}
-    for group in groups(bench):
-        own = [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]
-        cost = next((name for name in _TIMES if own and name in own[0]), None)
-        if cost is not None:
-            least = str(min(own, key=lambda record: record[cost])["contender"])
-            best[least] = best.get(least, 0) + 1
-    if not best:
+    """Sentence with the least and the largest ratio of L2R as published, and what limited it.
+
+    Of several forms the one with the least median counts. Without L2R the sentence is about the
+    contender that is first in most groups.
+    """
+    right: dict[str, list[Mapping[str, Any]]] = {}  # by group
+    for record in bench["records"]:
+        if record.get("correct", True):
+            right.setdefault(_group(record), []).append(record)
+    cost = next((name for name in _TIMES if right and name in next(iter(right.values()))[0]), None)
+    if cost is None:
         return "Nothing was measured."
-    leader = max(best, key=lambda name: best[name])
-    what = "Smallest" if bench["name"] == "memory" else "Fastest"
-    many = f"in {best[leader]} of {sum(best.values())} groups" if sum(best.values()) > 1 else "here"
-    return f"{what} {many}: {leader}. Times are of this machine alone."
+    best = {group: min(own, key=lambda record: record[cost]) for group, own in right.items()}
+    leaders = [str(record["contender"]) for record in best.values()]
+    subject = max(leaders, key=leaders.count)
+    timed = " ".join(str(record["contender"]) for own in right.values() for record in own)
+    subject = next((name for name in _SUBJECTS if name in timed), subject)
+    own = [
+        min(named, key=lambda record: record[cost])
+        for records in right.values()
+        if (named := [r for r in records if subject in str(r["contender"])])
+    ]
+    low, *_, high = sorted(own, key=lambda record: record["ratio"]) * 2
+    text = f"{subject}: ratio {_shown(low)}"
+    if low is not high:
+        text += f", to {_shown(high)}"
+    return f"{text}. Ratios are of this machine alone."
+
+
+def _shown(record: Mapping[str, Any]) -> str:
+    """Ratio of a record with its group, and the share of its time that the machine needs."""
+    group, ratio = _group(record), _with_range(record)["ratio"]
+    text = ratio if isinstance(ratio, str) else f"{ratio:.2f}"
+    text += f" at {group}" if group else ""
+    limit = record.get("limit_us")
+    if limit is None:
+        return text
+    share = min(1.0, limit / record["median_us"])
+    return f"{text} (at least {share:.0%} of it {record['limited_by']})"
 
 
 def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median_us") -> go.Figure:

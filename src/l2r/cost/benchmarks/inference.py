@@ -65,7 +65,7 @@ def overhead(time: Timing, tokens: int, *, stock: Timing, linear: Timing) -> dic
         "low_ms": 1e3 * time.low,
         "high_ms": 1e3 * time.high,
         "tokens_per_second": tokens / time.median,
-        "ratio": time.median / stock.median,
+        **time.over(stock),
         "over_linear": time.median / linear.median,
     }
 

@@ -61,7 +61,7 @@ def run(settings: BenchSettings) -> Bench:
     bench = Bench(
         "moe",
         settings,
-        note="ratio: median over grouped_mm of transformers. dense bound: one "
+        note="ratio: time over that of transformers' grouped_mm. dense bound: one "
         "feed-forward network with as many multiplications, no dispatch at all.",
         groups=2 * len(shapes(settings)),  # phases of a shape
     )

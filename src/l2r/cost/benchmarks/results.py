@@ -122,13 +122,10 @@ class Bench:
         share: float = 1.0,
         rounds: int = 9,
     ) -> dict[str, dict[str, float]]:
-        """``measure`` as fields of records, with the ratio to the fastest named ``base``."""
+        """``measure`` as fields of records, with ratios to the fastest named ``base``."""
         times = self.measure(steps, base, group, share=share, rounds=rounds)
-        least = fastest({name: time.median for name, time in times.items()}, base)
-        return {
-            name: {**time.columns(unit), "ratio": time.median / least}
-            for name, time in times.items()
-        }
+        least = times[self.turns[-1]["base"]]
+        return {name: {**time.columns(unit), **time.over(least)} for name, time in times.items()}
 
     def report(self, done: float, what: str) -> None:
         """Pass the share of the groups that are done on to ``settings.watch``."""
@@ -147,8 +144,3 @@ def save_bench(bench: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{bench['name']}.json"
     write_json(path, bench)
     return path
-
-
-def fastest(times: dict[str, float], prefix: str) -> float:
-    """Smallest time among the contenders whose name starts with ``prefix``."""
-    return min(value for name, value in times.items() if name.startswith(prefix))

@@ -1,7 +1,7 @@
 """Router alone: forward and forward+backward of all forms, and one token at a time."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l2r.cost.benchmarks.contenders import (
     STOCK,
@@ -11,8 +11,14 @@ from l2r.cost.benchmarks.contenders import (
     is_correct,
     training_step,
 )
+from l2r.cost.benchmarks.machine_speed import MachineSpeed, machine_speed
 from l2r.cost.benchmarks.results import Bench, BenchSettings
 from l2r.cost.benchmarks.timing import graphed
+
+_MEASURED = (
+    "median_us", "low_us", "high_us", "ratio", "ratio_low", "ratio_high", "limit_us", "limited_by",
+    "over_stock",
+)  # fmt: skip
 
 
 def run(settings: BenchSettings) -> Bench:
@@ -24,10 +30,13 @@ def run(settings: BenchSettings) -> Bench:
         "router",
         settings,
         groups=sum(len(_phases(tokens)) for tokens in batches) * len(modes),
-        note="ratio: median over the fastest linear form of the same group. mode graph: CUDA graph "
-        "replay, the device alone. fp32 parameters and arithmetic, except linear, transformers, "
-        "in the dtype of x. over stock: over linear, transformers, which a swap replaces.",
+        note="ratio: time over the fastest linear form's of the same group. limit: least time that "
+        "this machine needs for the router's multiplications, or to read and write x and its "
+        "gradient, whichever is longer. mode graph: CUDA graph replay, the device alone. fp32 "
+        "parameters and arithmetic, except linear, transformers, in the dtype of x. over stock: "
+        "over linear, transformers, which a swap replaces.",
     )
+    speed = machine_speed(settings.device, seconds=settings.seconds / 4, clock=settings.clock)
     entries = contenders(
         settings,
         hidden=hidden,
@@ -47,10 +56,16 @@ def run(settings: BenchSettings) -> Bench:
             right = [entry for entry in right if entry.form != "compiled"]
         for phase in _phases(tokens):
             for mode in modes:
-                _group(bench, right, inputs, phase=phase, mode=mode)
+                _group(bench, right, inputs, speed, phase=phase, mode=mode)
         for name in [name for name, good in correct.items() if not good]:
-            none = dict.fromkeys(("median_us", "low_us", "high_us", "ratio", "over_stock"))
-            bench.add(phase="-", mode="-", tokens=tokens, contender=name, correct=False, **none)
+            bench.add(
+                phase="-",
+                mode="-",
+                tokens=tokens,
+                contender=name,
+                correct=False,
+                **dict.fromkeys(_MEASURED),
+            )
     return bench
 
 
@@ -60,7 +75,13 @@ def _phases(tokens: int) -> tuple[str, ...]:
 
 
 def _group(
-    bench: Bench, entries: list[Contender], inputs: list[Tensor], *, phase: str, mode: str
+    bench: Bench,
+    entries: list[Contender],
+    inputs: list[Tensor],
+    speed: MachineSpeed,
+    *,
+    phase: str,
+    mode: str,
 ) -> None:
     """Time one phase of all correct contenders against each other."""
     if mode == "graph":  # torch.compile has graphs of its own
@@ -74,7 +95,9 @@ def _group(
     if mode == "graph":
         steps = {name: graphed(step) for name, step in steps.items()}
     found = bench.compare(steps, "linear", "us", f"{phase}, {mode}, {inputs[0].shape[0]} tokens")
+    routers = {entry.name: entry.router for entry in entries}
     for name, times in found.items():
+        seconds, limited_by = speed.limit(*_work(routers[name], inputs[0], phase))
         bench.add(
             phase=phase,
             mode=mode,
@@ -82,8 +105,21 @@ def _group(
             contender=name,
             correct=True,
             **times,
+            limit_us=1e6 * seconds,
+            limited_by=limited_by,
             over_stock=times["median_us"] / found[STOCK]["median_us"] if STOCK in found else None,
         )
+
+
+def _work(router: nn.Module, x: Tensor, phase: str) -> tuple[float, float]:
+    """Floating-point operations, and bytes of x, that a phase cannot do without.
+
+    Every matrix is multiplied once per token, three times with the backward, which reads x again
+    and writes its gradient.
+    """
+    passes = 1 if phase == "forward" else 3
+    weights = sum(p.numel() for p in router.parameters() if p.dim() > 1)
+    return 2.0 * passes * len(x) * weights, passes * x.nbytes
 
 
 def _inputs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Tensor]:

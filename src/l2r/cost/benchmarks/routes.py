@@ -1,9 +1,8 @@
 """Routes recorded and replayed: what either costs over the plain model, in turns of one run."""
 
 import dataclasses
-import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,9 +29,9 @@ def run(settings: BenchSettings) -> Bench:
         "routes",
         settings,
         groups=len(PHASES) * 3,
-        note="ratio: median over the turns of the time over plain's in the same turn, with its "
-        "quartiles. second plain: what noise does. replay own: the routes that the model chooses "
-        f"itself; other: one token in ten has another expert. decode: {_decoded(settings)} tokens.",
+        note="ratio: time over plain's. second plain: what noise does. replay own: the routes that "
+        "the model chooses itself; other: one token in ten has another expert. decode: "
+        f"{_decoded(settings)} tokens.",
     )
     for name, (model, ids) in _subjects(settings).items():
         for phase in PHASES:
@@ -82,15 +81,8 @@ def _group(bench: Bench, name: str, phase: str, model: Any, ids: Tensor) -> None
             phase=phase,
             contender=form,
             **time.columns("ms"),
-            **ratios(times["plain"].turns, time.turns),
+            **time.over(times["plain"]),
         )
-
-
-def ratios(plain: Sequence[float], turns: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios of turns that stood next to each other."""
-    each = [other / base for base, other in zip(plain, turns, strict=True)]
-    low, middle, high = statistics.quantiles(each, n=4)
-    return {"ratio": middle, "ratio_low": low, "ratio_high": high}
 
 
 def _steps(model: Any, work: Work, logits: Callable[[], Tensor]) -> dict[str, Step]:

@@ -22,7 +22,7 @@ def run(settings: BenchSettings) -> Bench:
     bench = Bench(
         "scaling",
         settings,
-        note="ratio: median over the fastest linear form.",
+        note="ratio: time over the fastest linear form's.",
         groups=2 * sum(map(len, sweeps.values())),  # phases of a point
     )
     for axis, values in sweeps.items():

@@ -26,6 +26,15 @@ class Timing:
         values = {"median": self.median, "low": self.low, "high": self.high}
         return {f"{name}_{unit}": scale * value for name, value in values.items()}
 
+    def over(self, base: "Timing") -> dict[str, float]:
+        """Median and quartiles of the ratios to ``base`` in the same turn, as fields of a record.
+
+        Both need the same number of turns, at least two.
+        """
+        each = [own / other for own, other in zip(self.turns, base.turns, strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
+        return {"ratio": middle, "ratio_low": low, "ratio_high": high}
+
 
 def measure(
     contenders: Mapping[str, Step],

@@ -68,10 +68,7 @@ def of_bench(bench: Mapping[str, Any]) -> str:
     Of several forms the one with the least median counts. Without L2R the sentence is about the
     contender that is first in most groups.
     """
-    right: dict[str, list[Mapping[str, Any]]] = {}  # by group
-    for record in bench["records"]:
-        if record.get("correct", True):
-            right.setdefault(_group(record), []).append(record)
+    right = {group: own for group in groups(bench) if (own := _right(bench, group))}
     cost = next((name for name in _TIMES if right and name in next(iter(right.values()))[0]), None)
     if cost is None:
         return "Nothing was measured."
@@ -86,7 +83,8 @@ def of_bench(bench: Mapping[str, Any]) -> str:
         if (named := [r for r in records if subject in str(r["contender"])])
     ]
     low, *_, high = sorted(own, key=lambda record: record["ratio"]) * 2
-    text = f"{subject}: ratio {_shown(low)}"
+    what = {"step": "speed", "memory": "memory"}.get(bench["name"], "time")
+    text = f"{subject}: {what} ratio {_shown(low)}"
     if low is not high:
         text += f", to {_shown(high)}"
     return f"{text}. Ratios are of this machine alone."
@@ -138,9 +136,14 @@ def groups(bench: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(_group(record) for record in bench["records"]))
 
 
+def _right(bench: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
+    """Records of a group whose results are correct."""
+    return [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]
+
+
 def bars_figure(bench: Mapping[str, Any], group: str) -> go.Figure:
     """A bar per contender of a group, its ratio after its name, with the range over the rounds."""
-    records = [r for r in bench["records"] if _group(r) == group and r.get("correct", True)]
+    records = _right(bench, group)
     time = next(name for name in _TIMES if name in records[0])
     unit = time.rsplit("_", 1)[1]
     low, high = f"low_{unit}", f"high_{unit}"
@@ -182,7 +185,7 @@ def bench_section(bench: Mapping[str, Any]) -> Section:
         for column in ("median_us", "peak_mib")
     ]
     if not axes and bench["records"]:
-        figures = [bars_figure(bench, group) for group in groups(bench)]
+        figures = [bars_figure(bench, group) for group in groups(bench) if _right(bench, group)]
     return Section(f"Speed: {bench['name']}", str(bench["note"]), (*figures, bench_table(bench)))
 
 
@@ -191,7 +194,7 @@ def read_bench(path: Path) -> dict[str, Any]:
     try:
         bench: dict[str, Any] = parse_json(read_bytes(path), strict=False)
         bench_section(bench)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(
             f"bench must be a JSON file written by l2r bench --out; got {path} ({error!r})"
         ) from error
@@ -216,6 +219,8 @@ def _group(record: Mapping[str, Any]) -> str:
     """Phase, mode, shape and token count of a record, as one label."""
     names = ("shape", "size", "phase", "mode")
     parts = [str(record[name]) for name in names if record.get(name) not in (None, "-", "eager")]
+    if "axis" in record:
+        parts.append(f"{record['axis']} {record['value']}")
     if "tokens" in record:
         parts.append(f"T = {record['tokens']}")
     return ", ".join(parts)

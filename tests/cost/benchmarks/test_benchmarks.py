@@ -11,13 +11,15 @@ import torch
 
 from l2r.cost.benchmarks import BENCHES, moe, results, router, run_bench
 from l2r.cost.benchmarks import contenders as entries
+from l2r.cost.benchmarks.machine_speed import MachineSpeed
 from l2r.cost.benchmarks.results import BenchSettings, environment, save_bench
-from l2r.cost.benchmarks.timing import measure
+from l2r.cost.benchmarks.timing import Timing, measure
 from l2r.report.performance import (
     bars_figure,
     bench_section,
     bench_table,
     groups,
+    of_bench,
     read_bench,
     scaling_figure,
 )
@@ -135,3 +137,51 @@ def test_a_report_shows_benchmarks_and_refuses_other_files(tmp_path: Path) -> No
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match="written by l2r bench --out"):
             read_bench(tmp_path / "other.json")
+
+
+def test_a_ratio_is_of_the_same_turn_with_quartiles() -> None:
+    own, base = Timing(3.0, 1.0, 20.0, (1.0, 3.0, 20.0)), Timing(2.0, 1.0, 10.0, (1.0, 2.0, 10.0))
+    assert own.over(base) == {"ratio": 1.5, "ratio_low": 1.25, "ratio_high": 1.75}
+
+
+def test_the_limit_is_what_takes_longer() -> None:
+    speed = MachineSpeed(flops=100.0, bytes=10.0)
+    assert speed.limit(50.0, 1.0) == (0.5, "multiplications")
+    assert speed.limit(50.0, 10.0) == (1.0, "memory")
+
+
+def test_the_work_of_a_router_is_counted_by_hand() -> None:
+    (gate,) = (
+        e
+        for e in entries.contenders(QUICK, hidden=64, experts=16, top_k=4)
+        if e.name == "l2r_sips H16, fused"
+    )
+    x = torch.zeros(8, 64)
+    flops = 2 * 8 * (64 * 2 + 16 * 16 * 2)  # rank 2, 16 anchors for each of 16 experts
+    assert router._work(gate.router, x, "forward") == (flops, 8 * 64 * 4)
+    assert router._work(gate.router, x, "forward+backward") == (3 * flops, 3 * 8 * 64 * 4)
+
+
+def scaled(contender: str, value: int, us: float, ratio: float) -> dict[str, object]:
+    own = {"axis": "experts", "value": value, "phase": "forward", "contender": contender}
+    return {**own, "median_us": us, "ratio": ratio, "ratio_low": ratio, "ratio_high": ratio}
+
+
+def test_the_sentence_is_about_l2r_at_every_size_not_the_fastest_size() -> None:
+    bench = {"name": "scaling", "records": [
+        scaled("linear, plain", 8, 1.0, 1.0), scaled("l2r_sips, fused", 8, 1.5, 1.5),
+        scaled("linear, plain", 64, 9.0, 1.0), scaled("l2r_sips, fused", 64, 3.0, 0.33),
+    ]}  # fmt: skip
+    assert of_bench(bench).startswith(
+        "l2r: time ratio 0.33 (0.33-0.33) at forward, experts 64, to 1.50 (1.50-1.50) at forward, "
+        "experts 8."
+    )
+    assert of_bench({"name": "router", "records": []}) == "Nothing was measured."
+
+
+def test_a_group_without_a_right_result_has_no_figure_and_the_page_is_written() -> None:
+    bench = run_bench("memory", QUICK).as_dict()
+    wrong = [{**record, "tokens": 7, "correct": False} for record in bench["records"]]
+    right = [{**record, "correct": True} for record in bench["records"]]
+    assert len(bench_section({**bench, "records": [*right, *wrong]}).parts) == 2
+    assert of_bench({**bench, "records": wrong}) == "Nothing was measured."

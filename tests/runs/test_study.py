@@ -11,11 +11,13 @@ import pytest
 from l2r.runs.reading import parse_json
 from l2r.runs.study import CellResult, Results
 
+MACHINE = {"packages": {"torch": "2"}, "gpus": [], "processor": "p"}
+
 
 def result(seed=0, arm="linear", **recipe):
     curve = [(10, 5.123456789)]
     fields = {"seed": seed, "router": {"kind": "linear"}, **recipe}
-    plan, facts = {"digest": "d", "commit": None}, {"seconds": 1.5}
+    plan, facts = {"digest": "d", "commit": None}, {"seconds": 1.5, **MACHINE}
     return CellResult(arm, seed, {"ce": 1 / 3}, {"ce": 2.0}, curve, fields, plan, facts)
 
 
@@ -70,6 +72,19 @@ def test_a_damaged_line_is_named(tmp_path):
     lines = stored.path.read_text().splitlines(keepends=True)
     stored.path.write_text("".join([*lines[:1], lines[1][: len(lines[1]) // 2] + "\n", lines[2]]))
     with pytest.raises(ValueError, match=r"line 2 of .*results\.jsonl is not the result of a cell"):
+        stored.read()
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, MACHINE | {"packages": {}}, MACHINE | {"gpus": None}, MACHINE | {"seconds": "1"}]
+)
+def test_facts_that_a_report_cannot_show_are_refused(facts, tmp_path):
+    stored = Results(tmp_path)
+    stored.append(result(0))
+    stored.append(replace(result(1), facts=facts))
+    with pytest.raises(
+        ValueError, match=r"line 3 of .*results\.jsonl is not .*: .*facts must have"
+    ):
         stored.read()
 
 

@@ -71,6 +71,12 @@ def test_the_last_tenth_is_held_out_and_nothing_of_it_is_fitted_on(swapped):
     assert result.agreement > 0.25 and both is not swapped
 
 
+def test_one_text_in_place_of_many_is_refused(swapped, tokenizer):
+    for given in ({"data": "a text"}, {"data": ["a text"], "held_out": "a text"}):
+        with pytest.raises(ValueError, match="must be sequences of texts or batches; got one str"):
+            fit_routers(swapped, **given, tokenizer=tokenizer)
+
+
 def test_batches_may_come_from_generators(trained):
     results = []
     for given in (list, iter):

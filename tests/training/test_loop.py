@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -349,6 +350,22 @@ def test_overflow_names_the_first_module(tiny_changes, tmp_path):
         run(tmp_path / "run", tiny_changes, "optimizer.lr=1e30", "optimizer.warmup=0")
 
 
+def test_a_finished_run_without_checkpoints_is_not_trained_again(unbroken, tiny_changes, tmp_path):
+    shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    result = run(tmp_path / "run", tiny_changes)
+    assert result.finished and result.step == result.steps
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("change", ["losses.bias_speed=0.01", "model.init_from=/nonexistent"])
+def test_a_refused_setting_does_not_claim_the_folder(change, tiny_changes, tmp_path):
+    with pytest.raises((ValueError, OSError)):
+        run(tmp_path / "run", tiny_changes, change)
+    assert run(tmp_path / "run", tiny_changes, "training.steps=1").finished
+
+
 def test_another_recipe_in_the_same_folder_is_refused(unbroken, tiny_changes):
     with pytest.raises(ValueError, match="another recipe: its seed is 0, not 7; choose another"):
         run(unbroken, tiny_changes, "seed=7")
@@ -418,6 +435,11 @@ def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
         (["training={steps: 5, tokens: 100}"], "exactly one of steps, tokens, epochs"),
         (["data.sequence_length=1000000"], "lower sequence_length"),
         (["data.corpus=/nonexistent"], "text folder must exist"),
+        (["model.vocab_size=100"], r"model.vocab_size must be >= \d+, the tokenizer's; got 100"),
+        (
+            ["training={epochs: 3, global_batch: 100000, micro_batch: 1}"],
+            "training.epochs needs global_batch <= .*; got 100000",
+        ),
     ],
 )
 def test_bad_recipes_are_named(changes, message, tiny_changes, tmp_path):

@@ -141,6 +141,14 @@ def _result(values: dict[str, Any]) -> CellResult:
     fits = isinstance(result.arm, str) and type(result.seed) is int
     if not fits or not isinstance(result.facts, dict):
         raise ValueError("arm, seed and facts are of other types")
+    facts = result.facts
+    seconds, packages, gpus = (facts.get(name) for name in ("seconds", "packages", "gpus"))
+    if seconds is not None and not isinstance(seconds, (int, float)):
+        raise ValueError("facts must have seconds as a number or null")
+    if not isinstance(packages, dict) or "torch" not in packages:
+        raise ValueError("facts must have the packages' versions, torch's among them")
+    if not isinstance(gpus, list) or "processor" not in facts:
+        raise ValueError("facts must have a list of gpus and a processor")
     if not {"digest", "commit"} <= result.plan.keys():
         raise ValueError("plan must have a digest and a commit")
     return result

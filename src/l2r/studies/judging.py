@@ -66,13 +66,14 @@ def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
     by_cell = {(result.arm, result.seed): result for result in results}
     pairs = []
     for contrast in plan.contrasts:
-        measured = {c for c, r in by_cell.items() if contrast.metric in r.trained}
+        metric = contrast.metric
+        measured = {c for c, r in by_cell.items() if metric in r.trained and metric in r.untrained}
         seeds = sorted(
             {seed for arm, seed in measured if arm == contrast.first}
             & {seed for arm, seed in measured if arm == contrast.second}
         )
         sides = [
-            [getattr(by_cell[arm, seed], when)[contrast.metric] for seed in seeds]
+            [getattr(by_cell[arm, seed], when)[metric] for seed in seeds]
             for when in ("trained", "untrained")
             for arm in (contrast.first, contrast.second)
         ]

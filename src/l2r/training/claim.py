@@ -47,8 +47,16 @@ def resumed(run: RunFolder, recipe: AnyRecipe) -> AnyRecipe:
 def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks, task: Task | None = None) -> None:
     """Write the recipe into the folder, or check that the folder's own is the same.
 
-    Raises ValueError where it is not, or where the text of ``task`` is not the run's.
+    Raises as ``check_claim`` does.
     """
+    check_claim(run, recipe, task)
+    ranks.wait()
+    if ranks.first and not run.is_run():
+        write_text(run.recipe, dump_recipe(recipe))
+
+
+def check_claim(run: RunFolder, recipe: AnyRecipe, task: Task | None = None) -> None:
+    """Raise ValueError where the folder is a run of another recipe, or began on other text."""
     if run.is_run() and not has_recipe(run, recipe):
         own = recipe_meaning(load_recipe(str(run.recipe)))
         fields = differing_fields(own, recipe_meaning(resumed(run, recipe)))
@@ -58,9 +66,6 @@ def claim_run(run: RunFolder, recipe: AnyRecipe, ranks: Ranks, task: Task | None
         )
     if run.is_run() and task is not None:
         check_text(run, task)
-    ranks.wait()
-    if ranks.first and not run.is_run():
-        write_text(run.recipe, dump_recipe(recipe))
 
 
 def check_text(run: RunFolder, task: Task) -> None:

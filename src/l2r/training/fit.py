@@ -100,6 +100,8 @@ def fit_routers(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
             "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
         )
+    if isinstance(data, str) or isinstance(held_out, str):
+        raise ValueError("data and held_out must be sequences of texts or batches; got one str")
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
     fitted: list[Any] = list(data)
     if held_out is None:

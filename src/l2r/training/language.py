@@ -70,6 +70,11 @@ class LanguageTask:
     def model_config(self) -> L2rOlmoeConfig:
         """Model configuration of the recipe with the tokenizer's vocabulary."""
         identity = self.train.tokenizer
+        words = self.recipe.model.vocab_size
+        if words is not None and words < identity.vocab_size:
+            raise ValueError(
+                f"model.vocab_size must be >= {identity.vocab_size}, the tokenizer's; got {words}"
+            )
         return L2rOlmoeConfig(
             **self.recipe.model_options(identity.vocab_size),
             eos_token_id=identity.eos_token_id,

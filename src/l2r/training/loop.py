@@ -17,7 +17,7 @@ from l2r.hf.models import checkpoint_activations
 from l2r.runs.atomic import remove
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
-from l2r.training.claim import claim_run, resumed
+from l2r.training.claim import check_claim, claim_run, resumed
 from l2r.training.environment import environment, size_note
 from l2r.training.health import NonFiniteError
 from l2r.training.kept_memory import keep_freed_memory
@@ -88,7 +88,7 @@ def train(
             task = build_task(resumed(run, recipe), report if ranks.first else _silent)
             task.report = report  # what one rank meets later, the others do not see
             trainer = _Trainer(task.recipe, run, task, ranks, on_step)
-            if trainer.size_note:
+            if trainer.size_note and ranks.first:
                 report(trainer.size_note)
             position = (task.unit, trainer.units_per_step)
             written = run if ranks.first else None
@@ -122,7 +122,7 @@ class _Trainer:
         self.units_per_step = training.global_batch * task.item_size
         self.steps = _steps(recipe, task.items, self.units_per_step)
         self.end = self.steps * self.units_per_step
-        claim_run(run, recipe, ranks, task)
+        check_claim(run, recipe, task)
         torch.manual_seed(recipe.seed)
         torch.use_deterministic_algorithms(training.deterministic)
         model = task.build_model()
@@ -130,18 +130,20 @@ class _Trainer:
             checkpoint_activations(model)
         if training.compile:
             compile_blocks(model)
-        self.size_note = ""
-        if ranks.first:
-            facts = environment(model, recipe, task.describe(), ranks.world)
-            run.write_json(run.environment, {**facts, "steps": self.steps})
-            self.size_note = size_note(facts)
+        facts = environment(model, recipe, task.describe(), ranks.world)
+        self.size_note = size_note(facts)
         self.model = parallelize(model, training.parallel, ranks)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.step = TrainingStep(recipe, task, self.model, self.optimizer, ranks)
+        claim_run(run, recipe, ranks, task)  # of settings that nothing above has refused
+        if ranks.first:
+            run.write_json(run.environment, {**facts, "steps": self.steps})
         self.average, self.mean_loss = self.step.average, self.step.mean_loss
         self.extra = self.average.tensors() if self.average else {}  # in every checkpoint
 
     def fit(self, monitor: Monitor) -> RunResult:
+        if self.run.is_finished() and not self.run.complete_checkpoints():  # removed since
+            return self._result(self.steps, finished=True, number=None)
         step = self._resume(monitor)
         every, keep = self.recipe.checkpoint.every, self.recipe.checkpoint.keep
         speed = Speed()
@@ -181,8 +183,7 @@ class _Trainer:
         return self._result(step, finished=True, number=stop.signal)
 
     def _result(self, step: int, *, finished: bool, number: int | None) -> RunResult:
-        first = self.ranks.first
-        return RunResult(self.run.path, step, self.steps, finished, number, first)
+        return RunResult(self.run.path, step, self.steps, finished, number, self.ranks.first)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -243,5 +244,7 @@ def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
         return training.steps
     if training.tokens is not None:
         return max(1, round(training.tokens / units_per_step))
-    assert training.epochs is not None
-    return max(1, round(training.epochs * (items // training.global_batch)))
+    batch, epochs = training.global_batch, training.epochs or 0
+    if items < batch:
+        raise ValueError(f"training.epochs needs global_batch <= {items}, all items; got {batch}")
+    return max(1, round(epochs * (items // batch)))

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from l2r.hf.checkpoints.loading import hugging_face_tokenizer
+from l2r.runs.atomic import hold
 from l2r.training.data.listing import folder_listing
 from l2r.training.data.manifest import read_manifest
 from l2r.training.data.olmoe_mix import Domain, Mixture, PlannedShard, name_shards, plan_subset
@@ -257,6 +258,15 @@ def test_other_tokenizer_in_the_same_folder_is_refused(shard_folder, tokenizer_f
     (tmp_path / "tokens" / "wiki-00000.bin").write_bytes(b"\0\0")
     with pytest.raises(ValueError, match=r"wiki-00000.bin must have \d+ bytes; got 2"):
         prepare_tokens(one, tmp_path / "tokens", tokenizer=tokenizer_file)
+
+
+def test_a_folder_that_another_process_writes_is_refused(shard_folder, tokenizer_file, tmp_path):
+    part = tmp_path / "train" / ".dclm-0000.0123456789abcdef.part"
+    part.parent.mkdir()
+    part.write_text("of the other")
+    with hold(tmp_path / ".lock"), pytest.raises(ValueError, match="is being written by another"):
+        prepare_tokens(tasks_of(shard_folder), tmp_path, tokenizer=tokenizer_file)
+    assert part.read_text() == "of the other"
 
 
 def test_bad_options_are_refused(tokenizer_file, tmp_path):

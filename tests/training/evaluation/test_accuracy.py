@@ -79,6 +79,9 @@ def test_a_sample_is_fixed_and_drawn_from_everywhere():
     assert np.array_equal(chosen, sample_indices(data, 60)) and len(set(chosen.tolist())) == 60
     assert len(set(data.source.labels[chosen].tolist())) == 6
     assert evaluate(Table(torch.randn(240, 6)), data, max_images=60).images == 60
+    for options in ({"max_images": 0}, {"max_images": -5}, {"batch_size": -1}):
+        with pytest.raises(ValueError, match=rf"must be >= 1; got {next(iter(options.values()))}"):
+            evaluate(Table(torch.randn(240, 6)), data, **options)
 
 
 def test_the_models_mode_comes_back_and_progress_is_told():

@@ -40,7 +40,12 @@ TOKENS = ["data.tokens=[a]", "data.validation_tokens=[b]"]
             ["data.augmentation.magnitude=3"],
             "only with randaugment other than",
         ),
-        ("demo-vision/linear", ["model.moe_layers=[]", "model.num_experts=4"], "num_experts is"),
+        ("demo-vision/linear", ["model.moe_layers=[]"], "at least one block, or be null"),
+        ("demo/linear", ["model.hidden_size=12"], r"must be even; got 12 / 4 = 3"),
+        ("demo/linear", ["optimizer.betas=[0.9,1.0]"], "less than 1"),
+        ("demo/linear", [f"seed={2**63}"], "less than 9223372036854775808"),
+        ("demo/linear", ["data=5"], "data: .*dictionary"),
+        ("demo-vision/linear", ["data=digits"], "data: .*dictionary"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(recipe, changes, message):
@@ -63,7 +68,6 @@ def test_a_file_is_held_to_it_as_the_command_line_is(tmp_path):
     [
         ("small/gpu-linear", ["data.tokens=[]", "data.validation_tokens=[]"]),  # a tokenizer below
         ("vit-s/linear", ["optimizer.warmup=0"]),  # a warmup_start below
-        ("vit-s/linear", ["model.moe_layers=[]"]),
     ],
 )
 def test_what_a_base_says_of_more_than_its_recipe_reads_is_left_alone(recipe, changes):

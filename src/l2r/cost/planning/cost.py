@@ -42,7 +42,9 @@ def training_flops(sizes: Sizes, cut: Cut) -> dict[str, float]:
     One more where balance statistics of a whole step are counted before its parts.
     """
     before = _counts_before(sizes, cut)
-    times, head = before + (4 if cut.checkpointing else 3), before + (4 if sizes.loss_chunk else 3)
+    chunk = sizes.loss_chunk
+    again = chunk is not None and chunk < cut.micro_batch * sizes.tokens  # else logits are kept
+    times, head = before + (4 if cut.checkpointing else 3), before + (4 if again else 3)
     return {
         part: (head if part == "head" else times) * count for part, count in sizes.flops.items()
     }

@@ -211,7 +211,10 @@ def standardize(
 def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.ndarray, " n"]:
     """All images, or ``most`` of them drawn from everywhere, ascending, the same every time.
 
-    Folders are sorted by class, so the first images would be those of the first classes.
+    Folders are sorted by class, so the first images would be those of the first classes. Raises
+    ValueError for less than one image.
     """
+    if most is not None and most < 1:
+        raise ValueError(f"images to take must be >= 1; got {most}")
     count = len(dataset) if most is None else min(most, len(dataset))
     return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

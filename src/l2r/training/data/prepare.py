@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from l2r.runs.atomic import make_folder, remove_unfinished
+from l2r.runs.atomic import hold, make_folder, remove_unfinished
 from l2r.training.data.manifest import Manifest, TokenizerIdentity, plain_name, write_manifest
 from l2r.training.data.olmoe_mix import ShardPlan, name_shards
 from l2r.training.data.receipts import RECEIPTS, Parts, Receipts
@@ -90,13 +90,33 @@ def prepare_tokens(
     source: written into the manifests, with the split and the skipped shards.
 
     Raises ValueError for bad options, for a folder that holds tokens of another tokenizer or of
-    another split, for a part that got no document, and BadShardError (a ValueError) for a bad
-    shard.
+    another split, for a folder that another process is writing, for a part that got no document,
+    and BadShardError (a ValueError) for a bad shard.
     """
     if workers < 1:
         raise ValueError(f"workers must be >= 1; got {workers}")
     if on_bad_shard not in get_args(OnBadShard):
         raise ValueError(f"on_bad_shard must be refuse or skip; got {on_bad_shard!r}")
+    make_folder(out)
+    with hold(out / ".lock") as mine:
+        if not mine:
+            raise ValueError(f"out {out} is being written by another process; wait for its end")
+        return _prepare(
+            tasks, out, tokenizer, split, workers, on_bad_shard, source or {}, on_progress
+        )
+
+
+def _prepare(
+    tasks: Sequence[ShardTask],
+    out: Path,
+    tokenizer: Path | None,
+    split: Split,
+    workers: int,
+    on_bad_shard: OnBadShard,
+    source: Mapping[str, Any],
+    on_progress: Callable[[PrepareProgress], None],
+) -> dict[str, Manifest]:
+    """``prepare_tokens`` in a folder that is this process's alone."""
     _, identity = load_tokenizer(tokenizer)
     folders = split.folders(out)
     for folder in folders.values():
@@ -128,7 +148,7 @@ def prepare_tokens(
         raise ValueError("no shard could be read; every one of them was skipped")
     ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
     finished = [done[task.name] for task in tasks if task.name in done]
-    return _write_manifests(folders, finished, identity, split, source or {}, ordered)
+    return _write_manifests(folders, finished, identity, split, source, ordered)
 
 
 def _write_manifests(

@@ -45,8 +45,11 @@ def evaluate_accuracy(
     ``progress`` gets (images done, images in all).
     With fewer than five classes top-5 is 1. The model's mode is restored afterwards.
 
-    Raises ValueError when no image can be read or a label is outside the model's classes.
+    Raises ValueError for counts below 1, when no image can be read or a label is outside the
+    model's classes.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
     device = device_of(model)
     indices = sample_indices(dataset, max_images)
     total = len(indices)

@@ -72,7 +72,8 @@ def read_change(change: str) -> tuple[str, Any]:
 
 def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """``below`` without what it says of its built-in images, where ``above`` names others."""
-    old, new = ((values.get("data") or {}).get("images") for values in (below, above))
+    sections = (values.get("data") for values in (below, above))
+    old, new = (data.get("images") if isinstance(data, Mapping) else None for data in sections)
     if old not in BUILT_IN_IMAGES or new in (None, old):
         return dict(below)
     return {

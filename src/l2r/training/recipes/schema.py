@@ -24,6 +24,7 @@ from l2r.training.recipes.router_section import LanguageRouter
 
 CorpusVersion = Literal[1, 2]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -93,6 +94,12 @@ class OlmoeSection(Section):
     def _sizes_fit(self) -> Self:
         check_experts(self)
         self.check_multiple("hidden_size", "num_attention_heads")
+        size = self.hidden_size // self.num_attention_heads
+        if size % 2:  # halves are rotated by positions
+            raise ValueError(
+                f"hidden_size / num_attention_heads must be even; got {self.hidden_size} / "
+                f"{self.num_attention_heads} = {size}"
+            )
         return self
 
 
@@ -193,7 +200,7 @@ class OptimizerSection(Section):
     }
 
     lr: PositiveFloat = 4e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     warmup: NonNegativeInt = 300_000_000
@@ -252,7 +259,7 @@ class CheckpointSection(Section):
 class Recipe(Section):
     """Fields of every recipe, whatever its task."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
     losses: LossSection = LossSection()

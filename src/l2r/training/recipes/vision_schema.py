@@ -29,11 +29,6 @@ class VitSection(Section):
     dense ViT to start from, every expert a copy of its MLP.
     """
 
-    read_with: ClassVar = {
-        name: {"moe_layers": OtherThan([])}
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    }
-
     image_size: PositiveInt | None = None
     patch_size: PositiveInt | None = None
     num_channels: Literal[1, 3] | None = None
@@ -56,6 +51,8 @@ class VitSection(Section):
             self.check_multiple("image_size", "patch_size")
         self.check_multiple("hidden_size", "num_attention_heads")
         check_experts(self)
+        if self.moe_layers == []:
+            raise ValueError("moe_layers must have at least one block, or be null; got []")
         if any(block >= self.num_hidden_layers for block in self.moe_layers or []):
             raise ValueError(
                 f"moe_layers must be below num_hidden_layers={self.num_hidden_layers}; "

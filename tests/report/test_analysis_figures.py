@@ -5,6 +5,7 @@ import pytest
 
 from l2r.report import specialization
 from l2r.report.analyses import analysis_sections
+from l2r.report.routing import usage_by_domain
 from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
@@ -49,6 +50,18 @@ def test_domain_bars_are_shares_of_tokens_beside_an_even_use():
     assert [trace.name for trace in figure.data] == ["one", "two"] * 2
     assert list(figure.data[0].y) == pytest.approx([2 / EXPERTS] * EXPERTS)
     assert [shape.y0 for shape in figure.layout.shapes] == pytest.approx([2 / EXPERTS] * 2)
+
+
+def test_of_many_domains_those_with_the_most_tokens_are_drawn():
+    view = _view()
+    view.info["domains"] = [f"class {n}" for n in range(100)]
+    for layer in range(DEPTH):
+        view.arrays[f"{layer}.usage_by_domain"] = np.outer(np.arange(100) + 1.0, np.ones(EXPERTS))
+    figure = specialization.domain_shares(view, [0, 2], "a")
+    names = [f"class {n}" for n in range(84, 100)]
+    assert [trace.name for trace in figure.data] == names * 2
+    assert "16 of 100 domains" in figure.layout.title.text
+    assert len(usage_by_domain({"a": view}).data[0].y) == 16 * DEPTH
 
 
 def test_heatmaps_show_the_strongest_pairs_and_chance():

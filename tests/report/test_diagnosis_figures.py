@@ -37,6 +37,16 @@ def test_scatter_has_a_panel_per_cloud_and_colors_64_experts():
     assert figure.layout.xaxis.title.text.startswith("PC1 (")
 
 
+def test_a_scatter_of_rank_1_and_of_tokens_that_are_not_finite_is_drawn():
+    query, first = RNG.normal(size=(30, 1)), np.arange(30) % 4
+    query[:2] = np.nan
+    arrays = {"0.sample_x": RNG.normal(size=(30, 5)), "0.sample_query": query}
+    view = Diagnosis({"experts": 4}, [], {**arrays, "0.sample_first": first})
+    _, drawn = geometry.pca_scatter(view, [0]).data
+    assert len(drawn.x) == 28 and set(drawn.y) == {0.0}
+    assert list(drawn.marker.color) == first[2:].tolist()
+
+
 def test_planes_show_regions_tokens_and_anchors():
     layer = {
         "plane_axis": np.linspace(-2, 2, 21),

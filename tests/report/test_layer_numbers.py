@@ -1,12 +1,14 @@
 """A layer has one number on every page: that of its block in the model, dense blocks counted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from l2r.report.analyses import analysis_sections
 from l2r.report.diagnosis import write_diagnosis
 from l2r.report.geometry import pca_scatter, routing_planes
-from l2r.report.patches import patch_figure
+from l2r.report.patches import patch_figure, patch_sections
 from l2r.report.routing import usage_by_domain, usage_by_layer
 from l2r.report.specialization import (
     coactivation_heatmaps,
@@ -15,6 +17,7 @@ from l2r.report.specialization import (
     specialization_by_layer,
 )
 from l2r.runs.diagnosis import Diagnosis
+from l2r.runs.folder import RunFolder
 from l2r.runs.patches import PatchRouting
 
 NAMES = ["vit.layers.2.mlp.router", "vit.layers.3.mlp.router"]
@@ -76,8 +79,8 @@ def test_every_figure_numbers_layers_by_their_blocks():
     assert section.parts[0].data[1].name == "layer 3"
 
 
-def test_the_page_of_patches_and_that_of_the_diagnosis_count_alike(tmp_path):
-    routing = PatchRouting(
+def _patches():
+    return PatchRouting(
         layers=np.array(NAMES),
         experts=np.zeros((2, 1, 2, 2, 1), np.int16),
         weights=np.ones((2, 1, 2, 2, 1), np.float32),
@@ -88,6 +91,19 @@ def test_the_page_of_patches_and_that_of_the_diagnosis_count_alike(tmp_path):
         num_experts=np.array(EXPERTS),
         class_token=np.zeros((2, 1, 1), np.int16),
     )
+
+
+def test_runs_of_other_images_have_a_figure_each(tmp_path):
+    runs = [RunFolder(tmp_path / name) for name in ("a", "b", "c")]
+    for run, more in zip(runs, (0, 0, 1), strict=True):
+        run.create()
+        replace(_patches(), images=_patches().images + more).save(run.patches)
+    (section,) = patch_sections(runs)
+    assert [len(figure.layout.annotations) for figure in section.parts] == [4, 3]
+
+
+def test_the_page_of_patches_and_that_of_the_diagnosis_count_alike(tmp_path):
+    routing = _patches()
     assert titles(patch_figure(routing))[1:3] == ["layer 2", "layer 3"]
     page = write_diagnosis({"a": view_of()}, tmp_path / "index.html").read_text()
     assert "<td>2 vit.layers.2.mlp.router</td>" in page

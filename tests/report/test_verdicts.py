@@ -44,11 +44,26 @@ def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_shows_no_difference(tmp_path, loss):
-    values = {"linear": [5.0, 6.0, 7.0], "xmoe": [5.2, loss, 7.19]}
-    assert of_runs(runs_of(tmp_path, values)).says == (
-        "Validation CE against linear over 3 seeds: not shown to differ: xmoe."
+def test_a_loss_that_is_not_finite_is_named_and_not_ranked(tmp_path, loss):
+    values = {"linear": [5.0, 6.0, 7.0], "xmoe": [5.2, loss, 7.19], "low_rank": [5.2, 6.21, 7.19]}
+    assert of_runs(runs_of(tmp_path / "3", values)).says == (
+        "Validation CE against linear over 3 seeds: worse: low_rank. Not finite: xmoe."
     )
+    one = {"linear": [5.0], "xmoe": [loss], "low_rank": [4.5]}
+    assert of_runs(runs_of(tmp_path / "1", one)).says == (
+        "One seed ranks nothing: validation CE runs from 4.500 (low_rank) to 5.000 (linear). "
+        "Not finite: xmoe."
+    )
+    assert of_runs(runs_of(tmp_path / "0", {"xmoe": [loss]})).says == (
+        "No validation CE is finite: nothing is compared. Not finite: xmoe."
+    )
+
+
+def test_runs_of_other_budgets_are_not_compared_but_in_a_sweep_of_budgets(tmp_path):
+    runs = [made_run(tmp_path / "linear", steps=60), made_run(tmp_path / "xmoe", steps=120)]
+    assert of_runs(runs).says == "Runs saw from 30,720 to 61,440 tokens: nothing is compared."
+    swept = [made_run(tmp_path / f"steps={n}", steps=n) for n in (60, 120)]
+    assert of_runs(swept).says.startswith("One seed ranks nothing: validation CE runs from")
 
 
 def test_runs_that_go_on_are_not_judged(tmp_path):

@@ -46,7 +46,7 @@ def route_text(
     )
     if tokenizer is None:
         raise ValueError(f"text needs a tokenizer to be read with; {checkpoint} has none")
-    rows = _passages(tokenizer(text)["input_ids"], tokenizer, model.config, say)
+    rows = _passages(tokenizer(text)["input_ids"], model.config, say)
     trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
     device = device_of(model)
     batches = (
@@ -57,19 +57,21 @@ def route_text(
     return trace.result(tokenizer)
 
 
-def _passages(ids: list[int], tokenizer: Any, config: Any, say: Callable[[str], object]) -> Tensor:
-    """Rows [B, S] of all tokens; what the last one lacks is filled with end-of-text behind it."""
+def _passages(ids: list[int], config: Any, say: Callable[[str], object]) -> Tensor:
+    """Rows [B, S] of tokens, as few as the context allows; a rest of less than B is left out."""
     if not ids:
         raise ValueError("text must hold at least one token; got none")
     most = getattr(config.get_text_config(), "max_position_embeddings", None) or len(ids)
     count = -(-len(ids) // most)
-    length = -(-len(ids) // count)
-    lacking = count * length - len(ids)
+    length = len(ids) // count
+    left = len(ids) - count * length
     if count > 1:
-        say(f"{len(ids)} tokens in {count} passages of {length}, the model's context being {most}")
-    end = tokenizer.eos_token_id
-    filled = [*ids, *[ids[-1] if end is None else end] * lacking]
-    return torch.tensor(filled).reshape(count, length)
+        rest = f"; the last {left} are left out" if left else ""
+        say(
+            f"{len(ids)} tokens in {count} passages of {length}, the model's context being "
+            f"{most}{rest}"
+        )
+    return torch.tensor(ids[: count * length]).reshape(count, length)
 
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Any:

@@ -18,8 +18,13 @@ _ISOTROPIC_2D = 0.5
 def principal_axes(
     points: Float[np.ndarray, "S D"],
 ) -> tuple[Float[np.ndarray, "S 2"], Float[np.ndarray, " 2"]]:
-    """Coordinates on the first two principal axes, and their shares of the variance."""
+    """Coordinates on the first two principal axes, and their shares of the variance.
+
+    Points of one dimension have 0 on the second axis.
+    """
     centerd = np.asarray(points, dtype=np.float64)
+    if centerd.shape[1] == 1:
+        centerd = np.pad(centerd, ((0, 0), (0, 1)))
     centerd = centerd - centerd.mean(axis=0)
     values, vectors = np.linalg.eigh(centerd.T @ centerd)
     order = values.argsort()[::-1][:2]
@@ -48,8 +53,10 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
     )
     for number, (_, name, having) in enumerate(rows, start=1):
         for column, layer in enumerate(having, start=1):
-            flat, shares = principal_axes(view.array(layer, name))
-            first = view.array(layer, "sample_first")[:_POINTS]
+            points = view.array(layer, name)
+            finite = np.isfinite(points).all(axis=1)
+            flat, shares = principal_axes(points[finite])
+            first = view.array(layer, "sample_first")[finite][:_POINTS]
             figure.add_scatter(
                 x=_round(flat[:_POINTS, 0]),
                 y=_round(flat[:_POINTS, 1]),

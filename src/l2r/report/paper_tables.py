@@ -100,7 +100,7 @@ def accuracy_table(results: Mapping[str, tuple[Interval, Interval, int]]) -> Tab
         tuple(rows),
         caption=seeds_caption(seeds),
         digits=2,
-        best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")) if seeds != [1] else (),
+        best=(("Top-1 (%)", "max"), ("Top-5 (%)", "max")) if seeds[0] > 1 else (),
     )
 
 

@@ -29,7 +29,15 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
         figure = patch_figure(next(iter(routings.values())))
         return [Section("Patches and experts", _HOW_TO_READ, [figure])]
     text = "The last layer with experts of every run. " + _HOW_TO_READ
-    return [Section("Patches and experts", text, [compare_patches(routings)])]
+    alike: list[dict[str, PatchRouting]] = []  # runs that were given the same images
+    for name, routing in routings.items():
+        for group in alike:
+            if np.array_equal(next(iter(group.values())).images, routing.images):
+                group[name] = routing
+                break
+        else:
+            alike.append({name: routing})
+    return [Section("Patches and experts", text, [compare_patches(group) for group in alike])]
 
 
 def patch_links(pages: Sequence[Path], folder: Path) -> list[Section]:

@@ -19,6 +19,7 @@ _AROUND_ONE = [
     [1, "#67001f"],
 ]
 
+_DOMAINS = 16  # an image model's classes may be thousands
 USAGE_TITLES = {
     "top1": "Top-1 frequency",
     "topk": "Top-k frequency",
@@ -33,12 +34,19 @@ def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
 
 
+def drawn_domains(view: Diagnosis) -> list[int]:
+    """Positions of the domains that figures show: all, or the 16 with the most tokens."""
+    tokens = view.array(0, "usage_by_domain").sum(1)[: len(view.info["domains"])]
+    return sorted(np.argsort(-tokens, kind="stable")[:_DOMAINS].tolist())
+
+
 def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Domain x expert heatmaps of the first, middle and last layer, a panel per run."""
     grids, labels = {}, {}
     for name, view in views.items():
-        layers, domains = view.few_layers(), view.info["domains"]
-        counts = [view.array(layer, "usage_by_domain")[: len(domains)] for layer in layers]
+        layers, drawn = view.few_layers(), drawn_domains(view)
+        domains = [view.info["domains"][place] for place in drawn]
+        counts = [view.array(layer, "usage_by_domain")[drawn] for layer in layers]
         grids[name] = _relative(np.concatenate(counts))
         labels[name] = [f"{view.label(i)} · {domain}" for i in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from l2r.report.palette import expert_colors, layer_colors
+from l2r.report.routing import drawn_domains
 from l2r.report.style import layout, line_style, panel_figure
 from l2r.runs.diagnosis import Diagnosis, agree
 
@@ -80,12 +81,17 @@ def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
 
 
 def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figure:
-    """Share of each domain's tokens that go to each expert, and k / N, a panel per layer."""
+    """Share of each domain's tokens that go to each expert, and k / N, a panel per layer.
+
+    Of many domains those of ``drawn_domains``.
+    """
     figure, places = panel_figure([f"layer {view.label(layer)}" for layer in layers], 1)
-    domains = view.info["domains"]
+    names = view.info["domains"]
+    drawn = drawn_domains(view)
+    domains = [names[place] for place in drawn]
     colors = expert_colors(len(domains))
     for place, layer in zip(places, layers, strict=True):
-        counts = view.array(layer, "usage_by_domain")
+        counts = view.array(layer, "usage_by_domain")[drawn]
         top_k = view.array(layer, "topk").sum()
         shares = top_k * counts / np.maximum(counts.sum(1, keepdims=True), 1)
         for domain, color, share in zip(domains, colors, shares, strict=False):
@@ -102,6 +108,8 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
         figure.update_yaxes(title_text="share of tokens", **place)
     figure.update_xaxes(title_text="expert", row=places[-1]["row"], col=1)
     text = f"{name}: share of a domain's tokens that go to each expert; dashed: k / N, an even use"
+    if len(names) > len(domains):
+        text += f"<br>{len(domains)} of {len(names)} domains, those with the most tokens"
     legend = {"orientation": "h", "y": -0.28 / len(layers), "x": 0}
     height = 190 * len(layers) + 180
     figure.update_layout(

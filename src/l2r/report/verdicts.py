@@ -1,5 +1,7 @@
 """What a result says in one sentence: the same one on the terminal and at the head of a page."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,24 +51,48 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
     held = [field for field in _JUDGED if all(field in record for record in every)]
     if not held:
         return Verdict("The finished runs share no validation result: nothing is compared.")
-    name, digits, less = _JUDGED[held[0]]
+    unlike = _unlike_budgets(ended)
+    if unlike:
+        return Verdict(unlike)
     seeds = sorted(set[int].intersection(*(set(by_seed) for by_seed in last.values())))
     values = {arm: [float(last[arm][s][held[0]]) for s in seeds] for arm in last}
     if not seeds:
         return Verdict("The finished runs have no seed in common: nothing is compared.")
+    return _of_values(values, held[0])
+
+
+def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
+    """Verdict of every arm's values, by seeds that all arms have."""
+    name, digits, less = _JUDGED[field]
+    lost = [arm for arm, own in values.items() if not all(map(math.isfinite, own))]
+    values = {arm: own for arm, own in values.items() if arm not in lost}
+    tail = f" Not finite: {', '.join(lost)}." if lost else ""
+    if not values:
+        return Verdict(f"No {name} is finite: nothing is compared.{tail}")
     if len(values) == 1:
         ((arm, own),) = values.items()
         mean = sum(own) / len(own)
-        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.", _ONE_SEED)
-    if len(seeds) == 1:
+        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.{tail}", _ONE_SEED)
+    if len(next(iter(values.values()))) == 1:
         order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
         first, rest = order[0], order[-1]
         return Verdict(
             f"One seed ranks nothing: {name} runs from {values[first][0]:.{digits}f} ({first}) to "
-            f"{values[rest][0]:.{digits}f} ({rest}).",
+            f"{values[rest][0]:.{digits}f} ({rest}).{tail}",
             _ONE_SEED,
         )
-    return Verdict(_against_first(values, name, less), _SEEDS)
+    return Verdict(_against_first(values, name, less) + tail, _SEEDS)
+
+
+def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
+    """Sentence on runs that saw different amounts, unless an arm's name says so; else nothing."""
+    if any(re.search(r"(steps|tokens|epochs)=", arm) for arm in arms):
+        return ""  # a sweep of the budget
+    progress = [read_progress(run) for runs in arms.values() for run in runs]
+    seen = sorted({p.seen for p in progress if p.seen is not None})
+    if len(seen) < 2:
+        return ""
+    return f"Runs saw from {seen[0]:,} to {seen[-1]:,} {progress[0].unit}: nothing is compared."
 
 
 def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
@@ -96,8 +122,9 @@ def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool)
 def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
     """Verdict of a diagnosis: experts ever first in each checkpoint, and its routing gain."""
     first = {name: ever_first(view) for name, view in views.items()}
-    low = min(first, key=lambda name: min(first[name]))
-    experts = len(views[low].array(0, "top1"))
+    of = {name: len(view.array(0, "top1")) for name, view in views.items()}
+    low = min(first, key=lambda name: min(first[name]) / of[name])
+    experts = of[low]
     layers = "in its layer" if len(first[low]) == 1 else "by layer"
     many = f"Fewest of {len(views)}: " if len(views) > 1 else ""
     says = f"{many}{low} ever puts {span(first[low])} of {experts} experts first {layers}."
@@ -105,7 +132,9 @@ def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
     if all(gain is not None for gain in gains.values()):
         worst = min(gains, key=lambda name: gains[name] or 0.0)
         whose = f" ({worst}, the least)" if len(views) > 1 else ""
-        says += f" Random experts instead would cost {gains[worst]:.3f} nats{whose}."
+        gain = gains[worst] or 0.0
+        would = "cost" if gain >= 0 else "save"
+        says += f" Random experts instead would {would} {abs(gain):.3f} nats{whose}."
     return Verdict(
         says,
         "Which router is better: that takes several seeds of each. The numbers are of the text or "

@@ -25,7 +25,7 @@ def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
     return {
         "tokens": margin.new_tensor(len(margin)),
         "margin": margin.sum(),
-        "low_margin": (margin < threshold).double().sum(),
+        "low_margin": torch.where(margin.isnan(), margin, (margin < threshold).double()).sum(),
         "scale_free_margin": scale_free.sum(),
         "logit_spread": _spread(logits.double()).sum(),
     }
@@ -34,7 +34,7 @@ def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
 def margins(logits: Float[Tensor, "T N"]) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Each token's gap between its two largest logits, and that over its logits' deviation."""
     margin, spread = gaps(logits), _spread(logits.double())
-    return margin, torch.where(spread > 0, margin / spread.clamp_min(1e-300), 0.0)
+    return margin, torch.where(spread == 0, 0.0, margin / spread)
 
 
 def gaps(logits: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:

@@ -19,8 +19,9 @@ from l2r.analysis.certificates.attack import (
     find_flip,
     shortest_flip,
 )
-from l2r.analysis.certificates.certify import certified_share, certify
+from l2r.analysis.certificates.certify import certified_share, certify, certify_first, holds_within
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, routing_map
+from l2r.routers import build_router
 from l2r.routers.selection_rule import Selection
 from tests.analysis.diagnostics.routers import EXPERTS, FORMS, HIDDEN, TOP_K, inputs, make
 from tests.tiers import few
@@ -205,6 +206,39 @@ def test_a_selection_bias_is_refused_also_where_it_changes_no_choice_of_the_samp
     assert torch.equal(router(x).indices, unbiased)
     with pytest.raises(ValueError, match="LinearRouter chooses by its logits and a selection bias"):
         certify(router, x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        (Selection(gate="sigmoid", groups=2, kept_groups=1), "groups of experts"),
+        (Selection(gate="sigmoid", block_bias=True), "a bias of its block"),
+    ],
+)
+def test_rules_that_may_choose_by_more_than_logits_are_refused_whatever_the_sample(rule, what):
+    router = make("sips, rank 4")
+    router.selection = rule
+    for call in (certify, certify_first, lambda *given: holds_within(*given, torch.ones(20))):
+        with pytest.raises(ValueError, match=f"L2RRouter chooses by its logits and {what}"):
+            call(router, inputs(20))
+
+
+@pytest.mark.parametrize("scale", [0.1, 10.0])
+def test_a_cosine_is_floored_in_the_units_of_the_query_behind_its_norm(scale):
+    """At eps 0.5 many queries are below it, where the score is no cosine any more."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": HIDDEN, "num_experts": 4, "top_k": 2}
+        router = build_router("l2r_cosine", **sizes, rank=3, heads=4, eps=0.5)
+        x = scale * inputs(40)
+        flips = find_flip(router, x, starts=2, steps=4)
+        assert (flips >= certify(router, x).top1 * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", ["sips", "sips, rank 4", "linear"])
+def test_no_token_has_no_radius(name):
+    router, none = make(name), inputs(20)[:0]
+    assert certify(router, none).topk.shape == certify_first(router, none).shape == (0,)
 
 
 def test_certified_share_counts_tokens_that_cover_the_noise():

@@ -130,6 +130,7 @@ def planted(
         rms=one,
         matrix_norm=one,
         max_radius=one,
+        floor=form.floor * (1 + 2 * one),
         hidden=5,
     )
 

@@ -102,12 +102,8 @@ def _decisions(
 
     Raises ValueError where the form does not reproduce either choice.
     """
-    held = router.selection.held_bias(router) if isinstance(router, Router) else None
-    if held is not None and held.any():
-        raise ValueError(
-            f"{type(router).__name__} chooses by its logits and a selection bias; "
-            "no certificate is known"
-        )
+    if isinstance(router, Router):
+        _check_rule(router)
     with evaluating(router):
         own_logits, weights, chosen = router(x)
     chosen = chosen.long()
@@ -119,6 +115,25 @@ def _decisions(
         for kept in (one, experts):
             _check_form(router, logits, own, kept)
         yield part, logits, one, experts
+
+
+def _check_rule(router: Router) -> None:
+    """Raise ValueError where more than the logits decides, on these tokens or on others.
+
+    A selection bias that is 0 for every expert decides nothing.
+    """
+    rule = router.selection
+    held, what = rule.held_bias(router), ""
+    if rule.kept_groups < rule.groups:
+        what = "groups of experts"
+    elif held is not None and held.any():
+        what = "a selection bias"
+    elif held is None and rule.block_bias:
+        what = "a bias of its block"
+    if what:
+        raise ValueError(
+            f"{type(router).__name__} chooses by its logits and {what}; no certificate is known"
+        )
 
 
 def _radii(form: RoutingMap, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class LocalBounds:
     moments: of the anchors at the token. slopes [T, K, N]: gradient norm in x of z_i - z_j, the
     logit of a chosen expert less that of any. slope_gap_w [T, K, N]: the same in w. dq_dx,
     dw_dq [T]: norms of dq/dx and dw/dq. rho, rms [T]: |q| and n(x). matrix_norm: of W_q.
-    max_radius [T]: no radius is certified beyond it.
+    max_radius [T]: no radius is certified beyond it. floor [T]: nor where |q| may be smaller.
     """
 
     form: AnchorMap
@@ -34,6 +34,7 @@ class LocalBounds:
     rms: Tensor
     matrix_norm: Tensor
     max_radius: Tensor
+    floor: Tensor
     hidden: int
 
     @classmethod
@@ -42,7 +43,7 @@ class LocalBounds:
         rms, query = form.rms(x), form.query(x)
         moments = Moments.at(form.effective_query(query), form.anchors)
         rho = torch.linalg.vector_norm(query, dim=-1)
-        safe = rho.clamp_min(form.floor)
+        safe = rho.clamp_min(form.least_size)
         value, slope = form.radial.value(safe), form.radial.slope(safe)
         inner = query_metric(form, x, query, rms)
         along = query[:, :, None] * query[:, None, :] / safe.square()[:, None, None]
@@ -68,6 +69,7 @@ class LocalBounds:
             rms=rms,
             matrix_norm=torch.linalg.matrix_norm(form.matrix, 2),
             max_radius=torch.minimum(rho / dq_dx, torch.as_tensor(limit, dtype=rho.dtype)),
+            floor=form.floors(x),
             hidden=x.shape[1],
         )
 
@@ -76,14 +78,13 @@ class LocalBounds:
         q_remainder = self._query_remainder(radius)
         moved = self.dq_dx * radius + q_remainder
         low, high = self.rho - moved, self.rho + moved
-        floor = self.form.floor * (1 + 2 * self.rms)
         curved = self.form.radial.curvature(low.clamp_min(1e-300), high)
         w_remainder = self.dw_dq * q_remainder + curved * moved.square() / 2
         above = self.moments.above_tangent(self.dw_dq * self.dq_dx * radius + w_remainder)
         # z_i is convex in w, so its tangent bounds it below; z_j stays near its own.
         bound = gaps - self.slopes * radius[:, None, None] - above[:, None, :]
         bound = bound - self.slope_gap_w * w_remainder[:, None, None]
-        return torch.where((low > floor)[:, None, None], bound, -torch.inf)
+        return torch.where((low > self.floor)[:, None, None], bound, -torch.inf)
 
     def _query_remainder(self, radius: Tensor) -> Tensor:
         """Largest distance of q from its tangent over the ball; 0 without an RMSNorm."""

@@ -30,6 +30,8 @@ def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Te
     The NEAREST cells of a token are halved again until a place with other experts is known that
     is at most CLOSE farther away, but not more than ROUNDS times.
     """
+    if len(x) == 0:
+        return x.new_zeros(0, dtype=torch.float64)
     return torch.cat([_radii(form, part, keep) for part in torch.split(x, _TOGETHER)])
 
 
@@ -39,7 +41,7 @@ def _radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor,
         return x.new_zeros(len(x), dtype=torch.float64)
     query = form.query(x)
     # At q = 0 the direction jumps, and below the floor the form does not hold.
-    floor = form.floor * (1 + 2 * form.rms(x).max().item())
+    floor = form.floors(x).max().item()
     zero = torch.zeros(1, dtype=torch.float64, device=x.device)
     origin = Cells(zero - math.pi, zero + math.pi, zero, zero + floor, zero > 0)
     sizes = torch.linalg.vector_norm(query, dim=1)

@@ -45,7 +45,8 @@ class AnchorMap:
 
     matrix [R, D] is W_q with the gain of the RMSNorm folded in; anchors [N, H, R] are the m.
     n is the root mean square of x where norm_eps is given, else 1. floor: smallest |q| for
-    which the form holds (the router clamps smaller ones).
+    which the form holds (the router clamps smaller ones). dropped_eps: that of an RMSNorm by which
+    the score does not change but its floor does; n is then 1, and the floor is times the norm's n.
     """
 
     matrix: Float[Tensor, "R D"]
@@ -53,6 +54,19 @@ class AnchorMap:
     radial: Radial
     norm_eps: float | None
     floor: float
+    dropped_eps: float | None = None
+
+    @property
+    def least_size(self) -> float:
+        """What |q| is clamped to; next to nothing where the floor is another for every token."""
+        return self.floor if self.dropped_eps is None else 1e-300
+
+    def floors(self, x: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
+        """A |q| above which the form holds, for every input up to |x| away."""
+        n = self.rms(x)
+        if self.dropped_eps is not None:
+            n = (x.double().square().mean(dim=-1) + self.dropped_eps).sqrt()
+        return self.floor * (1 + 2 * n)
 
     @property
     def num_experts(self) -> int:
@@ -71,7 +85,7 @@ class AnchorMap:
 
     def effective_query(self, query: Float[Tensor, "T R"]) -> Float[Tensor, "T R"]:
         """w."""
-        rho = torch.linalg.vector_norm(query, dim=-1, keepdim=True).clamp_min(self.floor)
+        rho = torch.linalg.vector_norm(query, dim=-1, keepdim=True).clamp_min(self.least_size)
         return self.radial.value(rho) * query / rho
 
     def scores(self, query: Float[Tensor, "T R"]) -> Float[Tensor, "T N H"]:
@@ -124,10 +138,10 @@ def _(router: L2RRouter) -> RoutingMap:
     if anchors.shape[1] == 1:
         return _linear(anchors[:, 0] @ matrix)
     config = router.config
-    # A cosine does not see the RMSNorm, which only scales the query.
-    normed = router.norm is not None and config.scoring != "cosine"
-    eps = config.norm_eps if normed else None
-    return AnchorMap(matrix, anchors, radial_of(router), eps, floor=config.eps)
+    eps, dropped = None if router.norm is None else config.norm_eps, None
+    if config.scoring == "cosine":
+        eps, dropped = None, eps
+    return AnchorMap(matrix, anchors, radial_of(router), eps, config.eps, dropped)
 
 
 def scoring_anchors(router: AnchorRouter) -> Float[Tensor, "N H R"]:

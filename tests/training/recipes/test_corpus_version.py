@@ -56,6 +56,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
         "needed-rank",
         "rank-8-of-256",
         "rivals-256",
+        "ranked-1024",
         "ranked-64",
         "rivals-1024",
         "rivals-64",

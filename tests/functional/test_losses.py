@@ -1,5 +1,8 @@
 """Load balance in its four variants, z-loss and masks."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -153,6 +156,23 @@ def test_masked_tokens_change_nothing(variant):
     masked = load_balancing_loss(padded, padded_indices, variant=variant, mask=mask)
     torch.testing.assert_close(masked, plain)
     torch.testing.assert_close(router_z_loss(padded, mask=mask), router_z_loss(logits))
+
+
+def test_masked_tokens_may_be_nan():
+    logits, indices = layer(5)
+    mask = torch.arange(26) < 20
+    lost = torch.cat([logits, torch.full((6, 6), math.nan, dtype=torch.float64)]).requires_grad_()
+    padded = torch.cat([indices, torch.zeros(6, 2, dtype=torch.long)])
+    for loss in (
+        partial(load_balancing_loss, indices=padded),
+        router_z_loss,
+        partial(router_margin_loss, top_k=2, gap=1.0),
+    ):
+        (grad,) = torch.autograd.grad(loss(lost, mask=mask), lost)
+        torch.testing.assert_close(
+            loss(lost, mask=mask), loss(torch.where(mask[:, None], lost.detach(), 0), mask=mask)
+        )
+        assert grad.isfinite().all() and not grad[20:].any()
 
 
 def test_gradient_reaches_the_logits_and_is_exact():

@@ -154,6 +154,22 @@ def test_a_route_to_no_expert_is_refused(
         route(inputs, **case.options(), routes=routes)
 
 
+def test_normalized_weights_of_unlikely_routes_are_right(name: str) -> None:
+    """The likeliest expert is e^90 to e^310 times as likely as those of the routes."""
+    device = device_of(name)
+    logits = torch.tensor([[0.0, -90.0, -95.0, -300.0, -310.0]] * 2).to(device).requires_grad_()
+    routes = torch.tensor([[1, 2], [3, 4]]).to(device)
+    with implementation(name):
+        weights, _ = dispatch.softmax_top_k(logits, 2, normalize=True, routes=routes)
+    (grad,) = torch.autograd.grad(weights[:, 0].sum(), logits)
+    gaps = torch.tensor([5.0, 10.0]).to(device)
+    torch.testing.assert_close(weights[:, 0], torch.sigmoid(gaps))
+    torch.testing.assert_close(weights[:, 1], torch.sigmoid(-gaps))
+    slope = torch.sigmoid(gaps) * torch.sigmoid(-gaps)
+    torch.testing.assert_close(grad[0, 1], slope[0])
+    torch.testing.assert_close(grad[1, 3], slope[1])
+
+
 def test_routes_that_do_not_fit_the_call_are_refused() -> None:
     case = Case(6, 12, 5, 2, 2, 2)
     inputs, routes = case.inputs("cpu"), drawn(case)

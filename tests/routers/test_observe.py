@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.routers import RouterOutput, capture
+from l2r.routers import RouterOutput, build_router, capture
 from l2r.routers.observe import find_routers, watched
 from tests.analysis.diagnostics.models import batches, ours, stock
 
@@ -43,6 +43,23 @@ def test_capture_inside_a_watch_sees_the_same_outputs():
     with watching, capture(model) as record:
         model(input_ids=batch["input_ids"])
     assert {name: output for name, (output,) in record.outputs.items()} == seen
+
+
+def test_a_router_called_by_keyword_is_seen():
+    router, seen = build_router("linear", hidden_size=3, num_experts=4, top_k=2), []
+    x = torch.ones(5, 3)
+    with watched({"gate": router}, lambda x, output, where: seen.append((x, where))):
+        router(x=x)
+    ((given, where),) = seen
+    assert given is x and where == "gate"
+
+
+def test_a_router_that_two_blocks_share_is_found_once():
+    first, second = nn.Module(), nn.Module()
+    first.gate = second.gate = build_router("linear", hidden_size=3, num_experts=4, top_k=2)
+    for block in (first, second):
+        block.experts = nn.Linear(3, 3)
+    assert set(find_routers(nn.ModuleList([first, second])).values()) == {first.gate}
 
 
 def test_an_output_that_is_no_routing_is_refused():

@@ -40,7 +40,7 @@ def mean_probs(
     logits: Float[Tensor, "T N"], *, mask: Bool[Tensor, " T"] | None = None
 ) -> Float[Tensor, " N"]:
     """Mean routing probability of each expert, s-bar_i of Eq. 33; the means sum to 1."""
-    probs = routing_probs(logits)
+    probs = routing_probs(_of_counted(logits, mask))
     weight = _token_weight(logits.shape[0], mask, logits.device).to(probs.dtype)
     return (weight.unsqueeze(1) * probs).sum(0) / weight.sum().clamp_min(1)
 
@@ -164,6 +164,7 @@ def router_margin_loss(
 
 
 def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
+    ranking = _of_counted(ranking, mask)
     wide = ranking.to(torch.promote_types(ranking.dtype, torch.float32))
     best = wide.topk(top_k + 1, dim=-1).values
     sigma = (wide.var(dim=-1, correction=0) + _VARIANCE_EPS).sqrt()
@@ -173,11 +174,17 @@ def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -
 
 
 def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
+    logits = _of_counted(logits, mask)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     level = torch.logsumexp(wide, dim=-1)
     squared = (level - center if center else level).square()
     weight = _token_weight(logits.shape[0], mask, logits.device).to(squared.dtype)
     return (weight * squared).sum() / weight.sum().clamp_min(1)
+
+
+def _of_counted(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Logits, 0 for tokens that do not count: 0 times their NaN would be NaN."""
+    return logits if mask is None else logits.masked_fill(~mask.bool().unsqueeze(1), 0)
 
 
 def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:

@@ -63,3 +63,15 @@ def expert_weights(
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + norm_eps)
     return weights
+
+
+def softmax_weights(
+    logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"], *, normalize: bool = False
+) -> Float[Tensor, "T K"]:
+    """Softmax probabilities of chosen experts; normalized ones of the k logits alone.
+
+    All k of a route may be unlikely, and their quotients then 0 / 0.
+    """
+    if normalize:
+        return routing_probs(logits.gather(-1, indices))
+    return expert_weights(routing_probs(logits), indices)

@@ -19,9 +19,10 @@ def select(given: Tensors, options: Options) -> Tensors:
     if given.routes is not None:
         check_routes(given.routes, wide.shape[1])
         indices = torch.where(given.routes[:, :1] < 0, indices, given.routes)
-    weights = probs.gather(1, indices)
-    if options.normalize:
-        weights = weights / weights.sum(dim=1, keepdim=True)
+    if options.normalize:  # of the k logits alone: all k of a route may be unlikely
+        weights = torch.softmax(wide.gather(1, indices), dim=1)
+    else:
+        weights = probs.gather(1, indices)
     return given._replace(weights=weights, indices=indices, lse=lse)
 
 

@@ -67,10 +67,7 @@ def softmax_top_k(
     if results is not None:
         return results.weights, results.indices
     indices = followed(best_experts(logits, top_k), routes)
-    weights = functional.expert_weights(
-        functional.routing_probs(logits), indices, normalize=normalize
-    )
-    return weights, indices
+    return functional.selection.softmax_weights(logits, indices, normalize=normalize), indices
 
 
 def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:

@@ -56,7 +56,7 @@ class Guarded:
         self.load, self.instead = load, instead
 
     def forward(self, given: Tensors, options: Options) -> Tensors:
-        kind = _kind(given, options)
+        kind = _kind(given, options, routed=given.routes is not None)
         if kind not in verdicts and not _capturing(first_input(given)):
             first = not any(known.reason for known in verdicts.values())
             verdicts[kind] = verdict = _judge(self.load, given, options)
@@ -65,10 +65,13 @@ class Guarded:
         return self._chosen(kind).forward(given, options)
 
     def backward(self, tensors: Tensors, up: Tensors, options: Options) -> Tensors:
-        return self._chosen(_kind(tensors, options)).backward(tensors, up, options)
+        # Routes are not kept for it, so that it may be of either forward.
+        kinds = (_kind(tensors, options, routed=routed) for routed in (False, True))
+        return self._chosen(*kinds).backward(tensors, up, options)
 
-    def _chosen(self, kind: tuple[object, ...]) -> Backend:
-        return self.instead if verdicts.get(kind, Verdict()).reason else self.load()
+    def _chosen(self, *kinds: tuple[object, ...]) -> Backend:
+        wrong = any(verdicts.get(kind, Verdict()).reason for kind in kinds)
+        return self.instead if wrong else self.load()
 
 
 def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
@@ -179,13 +182,13 @@ def _message(reason: str, given: Tensors) -> str:
     )
 
 
-def _kind(tensors: Tensors, options: Options) -> tuple[object, ...]:
-    """Return what kernels are compiled for: the same for a forward and its backward."""
+def _kind(tensors: Tensors, options: Options, *, routed: bool) -> tuple[object, ...]:
+    """Return what kernels are compiled for, with or without routes."""
     first, t = first_input(tensors), tensors
     parameters = (t.weight, t.gain, t.anchors, t.rho_hat)
     dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
     sizes = sizes_of(tensors)._replace(tokens=0)
-    rule = (options.score.scoring, options.top_k, options.normalize, t.routes is None)
+    rule = (options.score.scoring, options.top_k, options.normalize, routed)
     return (first.device, first.dtype, *dtypes, *sizes, *rule)
 
 

@@ -11,13 +11,12 @@ from l2r.functional import (
     best_experts,
     cosine_scores,
     dot_scores,
-    expert_weights,
     low_rank_query,
     pool_anchors,
     rms_norm,
-    routing_probs,
     sips_scores,
 )
+from l2r.functional.selection import softmax_weights
 from l2r.kernels.contract import DEFAULTS, ScoreConstants
 
 # A whole anchor router: projection [R, D], gain [D] of the RMSNorm before it, anchors [N, H, R].
@@ -74,7 +73,7 @@ def softmax_top_k(
     ``routes`` replace that choice, but not for tokens whose first route is negative.
     """
     indices = followed(best_experts(logits, top_k), routes)
-    return expert_weights(routing_probs(logits), indices, normalize=normalize), indices
+    return softmax_weights(logits, indices, normalize=normalize), indices
 
 
 def followed(own: Int[Tensor, "T K"], routes: Int[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:

@@ -89,8 +89,10 @@ class Router(nn.Module):
 
     def lift_scalars(self) -> None:
         """Make a learned temperature a vector of one: FSDP2 shards no scalar."""
-        if self.log_temperature is not None:
-            self.log_temperature = nn.Parameter(self.log_temperature.detach().reshape(1))
+        scalar = self.log_temperature
+        if scalar is not None:
+            lifted = scalar.detach().reshape(1)
+            self.log_temperature = nn.Parameter(lifted, requires_grad=scalar.requires_grad)
 
     def constrain(self) -> None:
         """Bring parameters back onto their surface after a step; most routers have none."""

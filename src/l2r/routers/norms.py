@@ -53,6 +53,7 @@ class _BatchNorm(nn.Module):
         """
         if not self.training or (len(values) == 0 and not _several_ranks()):
             return self.running_mean, self.running_var
+        values = values.to(torch.promote_types(values.dtype, torch.float32))  # sums of many
         tokens = values.new_full((1,), len(values))
         sums = _over_ranks(torch.cat([tokens, values.sum(dim=0).view(-1)]))
         count = sums[0].detach().clamp_min(1)

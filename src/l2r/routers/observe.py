@@ -33,7 +33,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
                     routers.setdefault(f"{name}.{attribute}" if name else attribute, router)
     if not routers:
         raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    every = model.named_modules(remove_duplicate=False)  # blocks may share a router
+    order = {name: position for position, (name, _) in enumerate(every)}
     return dict(sorted(routers.items(), key=lambda item: order[item[0]]))
 
 
@@ -62,8 +63,15 @@ def watched(routers: Mapping[str, nn.Module], *reducers: Reducer) -> Iterator[No
 
 @contextmanager
 def hooked(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
-    """Call a forward hook of each module inside the block."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks.items()]
+    """Call a forward hook of each module inside the block; keyword arguments follow the others."""
+
+    def with_keywords(hook: Hook) -> Callable[..., Any]:
+        return lambda module, args, named, output: hook(module, (*args, *named.values()), output)
+
+    handles = [
+        module.register_forward_hook(with_keywords(hook), with_kwargs=True)
+        for module, hook in hooks.items()
+    ]
     try:
         yield
     finally:

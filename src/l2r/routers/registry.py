@@ -26,12 +26,17 @@ def register_router(name: str, **fixed: Any) -> Callable[[R], R]:
 
     def register(cls: R) -> R:
         taken = ROUTERS.get(name)
-        if taken is not None and taken.router.__qualname__ != cls.__qualname__:
+        if taken is not None and _place(taken.router) != _place(cls):
             raise ValueError(f"router name {name!r} is taken by {taken.router.__name__}")
         ROUTERS[name] = Registered(cls, cls.Config, fixed)
         return cls
 
     return register
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Where a class is defined; one that is defined again, as in a notebook, replaces the first."""
+    return cls.__module__, cls.__qualname__
 
 
 def build_router(

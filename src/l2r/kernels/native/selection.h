@@ -129,9 +129,14 @@ inline float select(const float* logits, const int64_t* route, const Sizes& s, b
       weights[j] = logits[route[j]];
     }
   }
-  float chosen = 0.0f;
+  // Of a route all may be unlikely; the k largest include the top itself, and keep their bits.
+  float chosen = 0.0f, shift = top;
+  if (normalize) {
+    shift = weights[0];
+    for (int64_t j = 1; j < k; ++j) shift = weights[j] > shift ? weights[j] : shift;
+  }
   for (int64_t j = 0; j < k; ++j) {
-    weights[j] = fast_exp(weights[j] - top) / total;
+    weights[j] = fast_exp(weights[j] - shift) / total;
     chosen += weights[j];
   }
   if (normalize)

@@ -190,9 +190,11 @@ def select_block(logits, given, call, routes, follows, rows, experts, T, BK: tl.
             here = fixed[:, None] & (place[None, :] == k)
             chosen = tl.where(here, logit[:, None], chosen)
             indices = tl.where(here, expert[:, None].to(tl.int32), indices)
-    weights = tl.exp(chosen - lse[:, None])
-    if call.NORMALIZE:
+    if call.NORMALIZE:  # of the k logits alone: all k of a route may be unlikely
+        weights = tl.exp(chosen - tl.max(chosen, 1)[:, None])
         weights = weights / tl.sum(weights, 1)[:, None]
+    else:
+        weights = tl.exp(chosen - lse[:, None])
     store_block(given.indices, indices, rows, place, T, call.K)
     store_block(given.weights, weights, rows, place, T, call.K)
     return lse

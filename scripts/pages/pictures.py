@@ -17,16 +17,21 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
-from scripts.pages import routers_by_experts
+from scripts.pages import needed_rank, routers_by_experts
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 STUDIES = {  # picture: plan, words of a figure
     "screen-scales": ("screen", "experts ever first"),
     "decision-forest": ("decision", "toward better"),
     "decision-training": ("decision", "The same less that of"),
-    "needed-rank": ("needed-rank", "router parameters of the model"),
 }
-ALL_STUDIES = "routers-by-experts"
+OF_SEVERAL = {  # picture of several studies: its figure, words of it
+    "routers-by-experts": (
+        lambda: routers_by_experts.figure(list(routers_by_experts.all_arms())),
+        "router parameters over",
+    ),
+    "needed-rank": (lambda: needed_rank.figure(needed_rank.ranks()), "router parameters of"),
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -80,9 +85,10 @@ def studies() -> None:
         for name, (plan, words) in STUDIES.items():
             l2r("evidence", plan, "--judge-only", "--out", pages)
             figure(Path(pages) / plan / "report.html", IMAGES / f"{name}.png", words)
-        page = Path(pages) / f"{ALL_STUDIES}.html"
-        routers_by_experts.figure(list(routers_by_experts.all_arms())).write_html(page)
-        figure(page, IMAGES / f"{ALL_STUDIES}.png", "router parameters over")
+        for name, (make, words) in OF_SEVERAL.items():
+            page = Path(pages) / f"{name}.html"
+            make().write_html(page)
+            figure(page, IMAGES / f"{name}.png", words)
 
 
 def main() -> None:
@@ -107,7 +113,7 @@ def main() -> None:
         "landscape",
         "explorer",
         *STUDIES,
-        ALL_STUDIES,
+        *OF_SEVERAL,
     ):
         path = IMAGES / f"{name}.png"
         Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)

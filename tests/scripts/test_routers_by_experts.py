@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from scipy import stats
-from scripts.pages import families_page, routers_by_experts
+from scripts.pages import families_page, needed_rank, routers_by_experts
 from scripts.pages.marks import section_of, with_section
 
 ROUTERS = section_of(
@@ -74,3 +74,28 @@ def test_the_figure_has_a_point_per_router_and_none_for_linear_or_its_balance():
     ]
     assert points[0].x[0] == pytest.approx(12_800 / 131_072)
     assert points[0].y[0] == arms[1].gap.mean
+
+
+@pytest.mark.slow("reads and judges three studies")
+def test_the_table_of_ranks_is_what_the_results_come_to():
+    page = needed_rank.PAGE.read_text(encoding="utf-8")
+    ranks = needed_rank.ranks()
+    assert section_of(page, needed_rank.SECTION) == needed_rank.table(ranks)
+    thousand = ranks[-1]
+    assert (thousand.experts, thousand.needed) == (1024, 16)
+    path = needed_rank.PAGE.parents[1] / "results" / "evidence"
+    losses = [
+        run["trained"]["validation_ce"]
+        for name in ("experts-1024", "rivals-1024")
+        for run in map(json.loads, (path / name / "results.jsonl").read_text().splitlines())
+        if run.get("arm") in ("l2r-rank-32",) and run["seed"] in (1200, 1201)
+    ]
+    assert thousand.losses[32] == pytest.approx(np.mean(losses)) and len(losses) == 2
+
+
+def test_the_needed_rank_is_the_least_within_the_margin_of_rank_64():
+    losses = {2: 5.0, 8: 4.83, 16: 4.819, 32: 4.7, 64: 4.8}
+    one = needed_rank.Ranks(16, losses, 4.9, dict.fromkeys(losses, 100), 1000)
+    assert one.needed == 16
+    assert "| 16 | 5.000 | 4.830 | 4.819 | 4.700 | 4.800 | 4.900 | 16 |" in needed_rank.table([one])
+    assert needed_rank.figure([one]).data[1].y == (16,)

@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import plotly.graph_objects as go
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 from scripts.pages import needed_rank, routers_by_experts
@@ -25,7 +26,7 @@ STUDIES = {  # picture: plan, words of a figure
     "decision-forest": ("decision", "toward better"),
     "decision-training": ("decision", "The same less that of"),
 }
-OF_SEVERAL = {  # picture of several studies: its figure, words of it
+OF_SEVERAL: dict[str, tuple[Callable[[], go.Figure], str]] = {  # picture of several studies: its figure, words of it
     "routers-by-experts": (
         lambda: routers_by_experts.figure(list(routers_by_experts.all_arms())),
         "router parameters over",

@@ -26,7 +26,7 @@ STUDIES = {  # picture: plan, words of a figure
     "decision-forest": ("decision", "toward better"),
     "decision-training": ("decision", "The same less that of"),
 }
-OF_SEVERAL: dict[str, tuple[Callable[[], go.Figure], str]] = {  # picture of several studies: its figure, words of it
+OF_SEVERAL: dict[str, tuple[Callable[[], go.Figure], str]] = {  # of several studies: figure, words
     "routers-by-experts": (
         lambda: routers_by_experts.figure(list(routers_by_experts.all_arms())),
         "router parameters over",

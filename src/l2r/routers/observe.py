@@ -38,6 +38,16 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     return dict(sorted(routers.items(), key=lambda item: order[item[0]]))
 
 
+def block_bias(model: nn.Module, path: str) -> tuple[Tensor, ...]:
+    """The selection bias [N] that a block passes to its router at ``path``, in families that do."""
+    block = model.get_submodule(path.rpartition(".")[0])
+    for name in ("e_score_correction_bias", "expert_bias"):
+        bias = getattr(block, name, None)
+        if isinstance(bias, Tensor):
+            return (bias,)
+    return ()
+
+
 @contextmanager
 def watched(routers: Mapping[str, nn.Module], *reducers: Reducer) -> Iterator[None]:
     """Pass every call of the routers, inside the block, to each reducer in turn.

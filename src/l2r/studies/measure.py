@@ -106,7 +106,7 @@ def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
     for record in records:
         x = record.inputs()
         sigma = _RELATIVE_NOISE * float(x.float().square().mean().sqrt())
-        stabilities.append(perturbation_stability(record.router, x, sigma))
+        stabilities.append(perturbation_stability(record.router, x, sigma, more=record.more))
     return {
         f"relative_{n}": sum(f[n].mean for f in stabilities) / len(stabilities)
         for n in stabilities[0]

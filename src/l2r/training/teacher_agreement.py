@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l2r.hf.swap import Site
 from l2r.routers import Router, RouterOutput
-from l2r.routers.observe import chosen_too, watched
+from l2r.routers.observe import block_bias, chosen_too, watched
 
 
 def divergence(
@@ -41,7 +41,7 @@ def agreement(
     indices: Int[Tensor, "T K"],
 ) -> Float[Tensor, ""]:
     """Mean share of a token's K experts in ``indices`` that the student chooses too, float64."""
-    chosen = student(x, *_block_bias(model, site)).indices
+    chosen = student(x, *block_bias(model, site.path)).indices
     return chosen_too(chosen, indices).double().mean()
 
 
@@ -72,13 +72,3 @@ def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor
     with watched({site.path: site.router for site in sites}, keep), torch.no_grad():
         model(input_ids=ids, use_cache=False)
     return seen
-
-
-def _block_bias(model: nn.Module, site: Site) -> tuple[Tensor, ...]:
-    """The selection bias that a block passes to its router, where the family does that."""
-    block = model.get_submodule(site.path.rpartition(".")[0])
-    for name in ("e_score_correction_bias", "expert_bias"):
-        bias = getattr(block, name, None)
-        if isinstance(bias, Tensor):
-            return (bias,)
-    return ()

@@ -12,6 +12,7 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -104,6 +105,8 @@ def _decisions(
     """
     if isinstance(router, Router):
         _check_rule(router)
+    else:
+        _check_alone(router)
     with evaluating(router):
         own_logits, weights, chosen = router(x)
     chosen = chosen.long()
@@ -115,6 +118,17 @@ def _decisions(
         for kept in (one, experts):
             _check_form(router, logits, own, kept)
         yield part, logits, one, experts
+
+
+def _check_alone(router: nn.Module) -> None:
+    """Raise ValueError for a router whose block passes it more than the hidden states."""
+    _, *others = inspect.signature(router.forward).parameters.values()
+    needed = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed:
+        raise ValueError(
+            f"{type(router).__name__} chooses by its logits and {', '.join(needed)} of its block; "
+            "no certificate is known"
+        )
 
 
 def _check_rule(router: Router) -> None:

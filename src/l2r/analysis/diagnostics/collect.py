@@ -20,7 +20,7 @@ from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
 from l2r.routers import L2RRouter, Router, RouterOutput
-from l2r.routers.observe import find_routers, first_choice
+from l2r.routers.observe import block_bias, find_routers, first_choice
 from l2r.routers.offload import materialized
 
 
@@ -29,7 +29,7 @@ class LayerRecord:
     """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
 
     ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one, all on
-    the CPU.
+    the CPU. more: what the block passes to its router besides x, a selection bias [N] or nothing.
     """
 
     name: str
@@ -37,6 +37,7 @@ class LayerRecord:
     num_experts: int
     sums: dict[str, sums.Sums]
     sample: Fields
+    more: tuple[Tensor, ...] = ()
 
     def inputs(self) -> Tensor:
         """Inputs [S, D] of the sample, on the device of the router."""
@@ -77,7 +78,13 @@ class Records(Reducer):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._domains = len(domains)
         self._layers = {
-            name: _Layer(router, TokenSample(sample, seed + rank), len(domains), threshold)
+            name: _Layer(
+                router,
+                TokenSample(sample, seed + rank),
+                len(domains),
+                threshold,
+                block_bias(model, name),
+            )
             for name, router in find_routers(model).items()
         }
 
@@ -100,9 +107,14 @@ class _Layer:
     """Running statistics of one router."""
 
     def __init__(
-        self, router: nn.Module, sample: TokenSample, domains: int, threshold: float
+        self,
+        router: nn.Module,
+        sample: TokenSample,
+        domains: int,
+        threshold: float,
+        more: tuple[Tensor, ...],
     ) -> None:
-        self.router = materialized(router)
+        self.router, self.more = materialized(router), more
         self.sample = sample
         self.domains = domains
         self.threshold = threshold
@@ -145,7 +157,7 @@ class _Layer:
         if not reduced:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
         num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
-        return LayerRecord(name, self.router, num_experts, reduced, self.sample.gather())
+        return LayerRecord(name, self.router, num_experts, reduced, self.sample.gather(), self.more)
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """The domain of each token, and the number of its sequence or image in this layer."""

@@ -117,7 +117,8 @@ def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
         **metrics.load_from_sums(record.sums["usage"]),
         "cosine_variance": metrics.cosine_variance_from_sums(record.sums["cosine"]),
     }
-    robust = perturbation_stability(router, x, settings.sigma, settings.seed, settings.repeats)
+    noise = (settings.sigma, settings.seed, settings.repeats)
+    robust = perturbation_stability(router, x, *noise, more=record.more)
     for name, interval in robust.items():
         numbers[name] = interval.mean
         numbers[f"{name}_interval"] = [interval.low, interval.high]

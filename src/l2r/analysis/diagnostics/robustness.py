@@ -26,6 +26,7 @@ def perturbation_stability(
     sigma: float = 0.02,
     seed: int = 0,
     repeats: int = 5,
+    more: tuple[Tensor, ...] = (),
 ) -> dict[str, Interval]:
     """Stability and Top-k Overlap under x + sigma * noise, each as mean and 95% interval.
 
@@ -33,7 +34,8 @@ def perturbation_stability(
     of the chosen sets. The interval covers the repeats of the noise, not the choice of tokens.
 
     ``router`` is any module that returns (logits, weights, indices); it runs in evaluation
-    mode. The noise is drawn on the CPU from ``seed``, the same on every device.
+    mode. ``more`` is what its block passes to it besides x. The noise is drawn on the CPU from
+    ``seed``, the same on every device.
 
     Raises ValueError for a negative sigma, no tokens or repeats < 1.
     """
@@ -45,11 +47,11 @@ def perturbation_stability(
     kept, overlaps = [0.0] * repeats, [0.0] * repeats
     with evaluating(router):
         for part in torch.split(x, CHUNK):
-            _, weights, chosen = router(part)
+            _, weights, chosen = router(part, *more)
             first = first_choice(weights, chosen)
             for repeat in range(repeats):
                 noise = torch.randn(part.shape, generator=generator).to(part)
-                _, noisy_weights, noisy = router(part + sigma * noise)
+                _, noisy_weights, noisy = router(part + sigma * noise, *more)
                 same = first_choice(noisy_weights, noisy) == first
                 kept[repeat] += same.sum().item()
                 overlaps[repeat] += top_k_overlap(chosen, noisy).sum().item()

@@ -14,6 +14,7 @@ import typer
 from typer.main import get_command
 
 from l2r._version import __version__
+from l2r.imports import MissingExtraError
 
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
 # group of commands; heavy dependencies are imported inside the function.
@@ -79,6 +80,9 @@ def main(args: list[str] | None = None) -> NoReturn:
         if os.environ.get("L2R_TRACEBACK"):
             raise
         typer.echo(f"error: {with_option(one_line(error), group, words)}", err=True)
+        sys.exit(2)
+    except MissingExtraError as error:
+        typer.echo(f"error: {one_line(error)}", err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         typer.echo(f"error: {missing_package(error)}", err=True)

@@ -74,7 +74,7 @@ def mismatch(
     from l2r.report.mismatch import tables, verdict, write_mismatch
     from l2r.runs.atomic import make_folder, write_json
 
-    _check(against, answers, record)
+    _check(against, answers, record, batch_size)
     placement = Placement(dtype, device)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
@@ -113,9 +113,13 @@ def mismatch(
     typer.echo(f"page: {page}", err=as_json)
 
 
-def _check(against: str | None, answers: Path | None, record: Path | None) -> None:
+def _check(against: str | None, answers: Path | None, record: Path | None, batch_size: int) -> None:
     if against is None and record is None:
         raise ValueError("against must say what to compare with, or record where routes go")
+    if record is not None and record.exists():
+        raise ValueError(f"record must be a new file; {record} exists")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
     if (against == "vllm") != (answers is not None):
         raise ValueError(
             "answers, a file of completions with routed_experts, go with --against vllm alone"

@@ -31,6 +31,8 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
     for number, answer in enumerate(_objects(path)):
         for choice in answer.get("choices") or [{}]:
             where = f"{path}, answer {number}"
+            if not isinstance(choice, dict):
+                raise ValueError(f"{where}: a choice must be an object; got {choice!r}")
             prompt: Any = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
             tokens: Any = choice.get("token_ids")
             experts = choice.get("routed_experts")
@@ -42,6 +44,8 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
                 )
             row = torch.tensor([*prompt, *tokens])
             given = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            if any(not isinstance(value, int | float | None) for value in given):
+                raise ValueError(f"{where}: token_logprobs must be numbers or null; got {given}")
             if given and len(given) != len(tokens):
                 raise ValueError(
                     f"{where}: token_logprobs must be one per generated token, {len(tokens)}; "

@@ -69,6 +69,7 @@ class Sampler:
         probabilities = ((logits - logits.max()) / self._sampling.temperature).softmax(-1)
         if self._sampling.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            ordered[ordered.cumsum(-1) - ordered >= self._sampling.top_p] = 0  # the first stays
+            before = ordered.cumsum(-1) - ordered
+            ordered[1:][before[1:] >= self._sampling.top_p] = 0  # the first stays
             probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
         return int(torch.multinomial(probabilities, 1, generator=self._random))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 
 from l2r.engines.trainer.router_log import call_first
@@ -84,8 +85,8 @@ class RouterLosses(TrainerCallback):
         self._mask: Tensor | None = None
         self._sums = torch.zeros(4)  # L_bal, L_z, L_margin and how many micro-batches
         self._called = False
-        self.model.register_forward_pre_hook(self._start, with_kwargs=True)
-        self.model.register_forward_hook(lambda *_: self._open.close())
+        self._hooks: list[RemovableHandle] = []
+        self._watch()
 
     def __call__(
         self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
@@ -123,6 +124,16 @@ class RouterLosses(TrainerCallback):
         extra = extra * micro_batch_share(self.trainer, num_items_in_batch)
         return task + extra.to(task.device)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch the forward passes again, in a second training of one Trainer."""
+        self._watch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model without hooks: it can be copied and pickled, and trained by others."""
+        self._stop()
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse where a subclass of Trainer computes its loss in another way."""
         if not self._called and (self.balance or self.z or self.margin):
@@ -151,6 +162,16 @@ class RouterLosses(TrainerCallback):
                 losses["margin_loss"] = margin / count
             logs.update(losses)
             state.log_history[-1].update(losses)
+
+    def _watch(self) -> None:
+        if not self._hooks:
+            self._hooks = [
+                self.model.register_forward_pre_hook(self._start, with_kwargs=True),
+                self.model.register_forward_hook(self._stop),
+            ]
+
+    def _stop(self, *_: Any) -> None:
+        self._open.close()
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._open.close()  # a forward that failed left it open

@@ -141,6 +141,5 @@ def as_l2r_olmoe(model: Any) -> Any:
     if odd:
         raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
     for name, place in places.items():
-        if not place.is_meta:
-            place.data = weights[name].clone()
+        place.data = weights[name].clone()  # on the meta device, where the weights are: the dtype
     return ours.train(model.training)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
-from l2r.hf.models.weight_files import read_config, read_weights
+from l2r.hf.models.weight_files import check_finite, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
 from l2r.hf.swap.swapped_classes import mark_config
@@ -24,6 +24,7 @@ _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "intermediate_size", "num_experts", "num_experts_per_tok", "rms_norm_eps",
 )  # fmt: skip
+_OF_LOADING = ("dtype",)  # fields of a configuration that from_pretrained takes itself
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
@@ -40,7 +41,8 @@ def load_pretrained(
     names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
     swapped before the weights are read. Every tensor must be there, have its place in the model
     and be finite.
-    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, ...); what a ``device_map``
+    ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, fields of the configuration,
+    ...); what a ``device_map``
     leaves on disk lies in a temporary folder that is gone with the model, unless
     ``offload_folder`` names one.
     ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
@@ -59,6 +61,8 @@ def load_pretrained(
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps:
+            for name in [n for n in options if n in config.to_dict() and n not in _OF_LOADING]:
+                setattr(config, name, options.pop(name))
             model = read_weights(_swapped_class(config), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
@@ -109,8 +113,10 @@ def save_model(
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
     ``write(model, folder)`` writes the model in place of ``save_pretrained``.
-    Raises ValueError when ``out`` holds something already.
+    Raises ValueError when ``out`` holds something already, or a weight is not finite.
     """
+    here = ((n, t) for n, t in model.state_dict().items() if not t.is_meta)  # others are on disk
+    check_finite(here)
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
         if tokenizer is not None:

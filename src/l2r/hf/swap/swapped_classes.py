@@ -112,6 +112,7 @@ def mark_config(config: Any) -> None:
     if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
+        config.__dict__.pop("auto_map", None)  # of code that knows nothing of the swap
 
 
 def stock_base(swapped: type) -> Any:

@@ -86,6 +86,9 @@ def test_recorded_routes_differ_in_nothing_from_the_same_run(l2r, root, tmp_path
     text = ["--text", root / "tokens", *SHORT]
     routes = tmp_path / "routes.safetensors"
     assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
+    recorded = routes.read_bytes()
+    again = l2r("mismatch", root / "ours", *text, "--record", routes, "--against", routes)
+    assert "record must be a new file" in again.refusal() and routes.read_bytes() == recorded
     against = ["--against", routes, "--out", tmp_path / "out", "--json"]
     code, out, err = l2r("mismatch", root / "ours", *text, *against)
     assert code == 0, err
@@ -158,6 +161,7 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
         (["--against", "bf16", "--answers", "x"], "go with --against vllm alone"),
         (["--against", "fp4"], "checkpoint must be a folder"),
         (["--against", "{stock}"], "same model_type"),
+        (["--against", "bf16", "--batch-size", "0"], "batch-size must be >= 1; got 0"),
         (["--against", "bf16", "--length", "1"], "greater than or equal to 2"),
     ],
 )

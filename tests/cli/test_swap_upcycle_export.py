@@ -270,6 +270,7 @@ def test_a_bf16_checkpoint_is_exported_evaluated_and_diagnosed(
     assert code == 0, err
     for name, value in load_file(tmp_path / "alone" / "model.safetensors").items():
         assert value.dtype == (torch.float32 if ".gate." in name else torch.bfloat16), name
+    assert json.loads((tmp_path / "alone" / "config.json").read_text())["dtype"] == "bfloat16"
     scored = ("--tasks", "piqa", "--limit", 2, "--dtype", "bfloat16", "--json")
     code, text, err = l2r("eval", tmp_path / "bf16", *scored)
     assert code == 0 and 0 <= json.loads(text)[0]["PIQA"] <= 100, err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from l2r.imports import MissingExtraError
 from l2r.report.tables import Table
 from tests.report.runs import made_run
 
@@ -148,3 +149,13 @@ def test_open_shows_the_first_page_in_the_browser(l2r, tmp_path, monkeypatch):
     code, out, _ = l2r("report", tmp_path, "--open")
     assert code == 0 and opened == [(tmp_path / "report.html").as_uri()]
     assert out.count(str(tmp_path / "report.html")) == 1
+
+
+def test_a_missing_extra_is_one_line(l2r, monkeypatch):
+    def missing(*_, **__):
+        raise MissingExtraError(
+            "l2r.hf needs transformers; none is installed: pip install l2r-moe[lm]"
+        )
+
+    monkeypatch.setattr("l2r.hf.checkpoints.local_checkpoint", missing)
+    assert "l2r.hf needs transformers" in l2r("mismatch", "x", "--against", "bf16").refusal()

@@ -226,6 +226,18 @@ def test_evaluation_reports_the_task_loss_alone(tmp_path):
         assert found == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
+def test_a_trained_model_has_no_hooks_and_a_trainer_may_train_twice(tmp_path):
+    model = olmoe()
+    trainer, watch, _ = train(model, texts(), tmp_path)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    torch.save(model, tmp_path / "model.pt")
+    assert "balance_loss" in watch.logs[0]
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert sum("balance_loss" in logs for logs in watch.logs) >= 2
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
 def test_reentrant_checkpointing_is_refused(tmp_path):
     options = {
         CHECKPOINTING: True,

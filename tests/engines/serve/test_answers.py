@@ -92,6 +92,7 @@ def test_a_seed_repeats_and_n_gives_different_answers(client):
 
 def test_a_small_top_p_is_greedy(client):
     greedy = text_of(client.complete(max_tokens=NEW))
+    assert client.complete(max_tokens=NEW, temperature=2, top_p=1e-300).status == 200
     drawn = client.complete(max_tokens=NEW, temperature=2, top_p=1e-9)
     assert text_of(drawn) == greedy
     assert text_of(client.complete(max_tokens=NEW, temperature=1e-300)) == greedy

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import l2r
 from l2r import L2RConfig, Router, XMoEConfig
 from l2r.hf.checkpoints import load_causal_lm
-from l2r.hf.checkpoints.pretrained import load_pretrained
+from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
@@ -49,6 +49,31 @@ def test_the_loaded_model_is_of_the_same_class_and_in_evaluation_mode(tmp_path):
     assert not loaded.training
     assert loaded.config.l2r_swap == model.config.l2r_swap
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = swap_routers(tiny_model(FAMILIES["olmoe"]), CONFIG)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.anchors[0] = float("nan")
+    with pytest.raises(ValueError, match=r"not finite \(model.layers.1.mlp.gate.anchors"):
+        save_model(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_fields_of_the_configuration_are_options_of_loading(tmp_path):
+    save(tmp_path)
+    loaded = l2r.load_pretrained(tmp_path, num_experts_per_tok=3, use_cache=False)
+    assert loaded.config.num_experts_per_tok == 3 and not loaded.config.use_cache
+    assert loaded.model.layers[0].mlp.gate.top_k == 3
+
+
+def test_code_that_a_checkpoint_named_for_its_stock_model_is_not_named_by_the_swapped(tmp_path):
+    model = tiny_model(FAMILIES["deepseek_v3"])
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    swap_routers(model, CONFIG).save_pretrained(tmp_path)
+    named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert not any("modeling_deepseek" in str(place) for place in named.values())
+    assert torch.equal(logits(l2r.load_pretrained(tmp_path)), logits(model))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])

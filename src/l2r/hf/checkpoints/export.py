@@ -141,5 +141,6 @@ def as_l2r_olmoe(model: Any) -> Any:
     if odd:
         raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
     for name, place in places.items():
-        place.data = weights[name].clone()  # on the meta device, where the weights are: the dtype
+        own = weights[name]
+        place.data = place.data.to(own.dtype) if place.is_meta else own.clone()
     return ours.train(model.training)

@@ -115,8 +115,6 @@ def save_model(
     ``write(model, folder)`` writes the model in place of ``save_pretrained``.
     Raises ValueError when ``out`` holds something already, or a weight is not finite.
     """
-    here = ((n, t) for n, t in model.state_dict().items() if not t.is_meta)  # others are on disk
-    check_finite(here)
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
         if tokenizer is not None:
@@ -129,6 +127,8 @@ def save_model(
 
 def _write_weights(model: Any, folder: Path) -> None:
     """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    here = ((n, t) for n, t in model.state_dict().items() if not t.is_meta)  # others are on disk
+    check_finite(here)
     if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
         model.save_pretrained(folder)
         return

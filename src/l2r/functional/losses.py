@@ -40,7 +40,7 @@ def mean_probs(
     logits: Float[Tensor, "T N"], *, mask: Bool[Tensor, " T"] | None = None
 ) -> Float[Tensor, " N"]:
     """Mean routing probability of each expert, s-bar_i of Eq. 33; the means sum to 1."""
-    probs = routing_probs(_of_counted(logits, mask))
+    probs = routing_probs(_zero_masked(logits, mask))
     weight = _token_weight(logits.shape[0], mask, logits.device).to(probs.dtype)
     return (weight.unsqueeze(1) * probs).sum(0) / weight.sum().clamp_min(1)
 
@@ -164,7 +164,7 @@ def router_margin_loss(
 
 
 def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
-    ranking = _of_counted(ranking, mask)
+    ranking = _zero_masked(ranking, mask)
     wide = ranking.to(torch.promote_types(ranking.dtype, torch.float32))
     best = wide.topk(top_k + 1, dim=-1).values
     sigma = (wide.var(dim=-1, correction=0) + _VARIANCE_EPS).sqrt()
@@ -174,7 +174,7 @@ def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -
 
 
 def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
-    logits = _of_counted(logits, mask)
+    logits = _zero_masked(logits, mask)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     level = torch.logsumexp(wide, dim=-1)
     squared = (level - center if center else level).square()
@@ -182,8 +182,8 @@ def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
     return (weight * squared).sum() / weight.sum().clamp_min(1)
 
 
-def _of_counted(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits, 0 for tokens that do not count: 0 times their NaN would be NaN."""
+def _zero_masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Logits with 0 for masked tokens, whose NaN would reach the sum."""
     return logits if mask is None else logits.masked_fill(~mask.bool().unsqueeze(1), 0)
 
 

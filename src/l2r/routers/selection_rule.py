@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.functional import best_experts, expert_weights, routing_probs
+from l2r.functional.selection import softmax_weights
 from l2r.kernels import dispatch
 
 
@@ -100,8 +101,7 @@ class Selection:
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.gate == "softmax" and self.normalize and not self.norm_eps:
-            # The same quotients from the k logits alone, and no 0 / 0 where all k are unlikely.
-            return routing_probs(logits.gather(-1, indices)) * self.scale
+            return softmax_weights(logits, indices, normalize=True) * self.scale
         scores = self._scores(logits) if scores is None else scores
         weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
         return weights * self.scale

@@ -21,7 +21,8 @@ class LocalBounds:
     moments: of the anchors at the token. slopes [T, K, N]: gradient norm in x of z_i - z_j, the
     logit of a chosen expert less that of any. slope_gap_w [T, K, N]: the same in w. dq_dx,
     dw_dq [T]: norms of dq/dx and dw/dq. rho, rms [T]: |q| and n(x). matrix_norm: of W_q.
-    max_radius [T]: no radius is certified beyond it. floor [T]: nor where |q| may be smaller.
+    max_radius [T]: no radius is certified beyond it. floor [T]: lower bound on |q|,
+    below which no radius is certified.
     """
 
     form: AnchorMap

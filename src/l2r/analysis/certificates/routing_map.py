@@ -45,8 +45,9 @@ class AnchorMap:
 
     matrix [R, D] is W_q with the gain of the RMSNorm folded in; anchors [N, H, R] are the m.
     n is the root mean square of x where norm_eps is given, else 1. floor: smallest |q| for
-    which the form holds (the router clamps smaller ones). dropped_eps: that of an RMSNorm by which
-    the score does not change but its floor does; n is then 1, and the floor is times the norm's n.
+    which the form holds (the router clamps smaller ones). dropped_eps: norm_eps of an
+    RMSNorm that a cosine does not depend on; n is then 1, and the floor of |q| is multiplied by
+    the root mean square of x.
     """
 
     matrix: Float[Tensor, "R D"]
@@ -58,11 +59,11 @@ class AnchorMap:
 
     @property
     def least_size(self) -> float:
-        """What |q| is clamped to; next to nothing where the floor is another for every token."""
+        """Lower clamp of |q|: the floor, or 1e-300 where the floor depends on the token."""
         return self.floor if self.dropped_eps is None else 1e-300
 
     def floors(self, x: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
-        """A |q| above which the form holds, for every input up to |x| away."""
+        """Bounds [T] on |q| above which the form holds, for every input at most |x| away."""
         n = self.rms(x)
         if self.dropped_eps is not None:
             n = (x.double().square().mean(dim=-1) + self.dropped_eps).sqrt()

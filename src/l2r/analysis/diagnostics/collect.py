@@ -29,7 +29,7 @@ class LayerRecord:
     """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
 
     ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one, all on
-    the CPU. more: what the block passes to its router besides x, a selection bias [N] or nothing.
+    the CPU. more: further arguments of the router, a selection bias [N] of its block or none.
     """
 
     name: str

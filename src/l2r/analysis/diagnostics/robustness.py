@@ -34,7 +34,7 @@ def perturbation_stability(
     of the chosen sets. The interval covers the repeats of the noise, not the choice of tokens.
 
     ``router`` is any module that returns (logits, weights, indices); it runs in evaluation
-    mode. ``more`` is what its block passes to it besides x. The noise is drawn on the CPU from
+    mode. ``more`` holds its further arguments. The noise is drawn on the CPU from
     ``seed``, the same on every device.
 
     Raises ValueError for a negative sigma, no tokens or repeats < 1.

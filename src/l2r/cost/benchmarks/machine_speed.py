@@ -1,4 +1,4 @@
-"""What this machine can do in a second: products of matrices, and memory read and written."""
+"""Speed of this machine: floating-point operations and bytes of memory per second."""
 
 from dataclasses import dataclass
 

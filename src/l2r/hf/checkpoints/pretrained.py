@@ -42,9 +42,8 @@ def load_pretrained(
     swapped before the weights are read. Every tensor must be there, have its place in the model
     and be finite.
     ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, fields of the configuration,
-    ...); what a ``device_map``
-    leaves on disk lies in a temporary folder that is gone with the model, unless
-    ``offload_folder`` names one.
+    ...); what a ``device_map`` leaves on disk lies in a temporary folder that is gone with the
+    model, unless ``offload_folder`` names one.
     ``trust_remote_code`` runs the code that the folder brings for a type of model that neither
     transformers nor this package has.
     Raises ValueError when the folder holds no readable checkpoint or one that does not fit.

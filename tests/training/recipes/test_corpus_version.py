@@ -54,6 +54,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
         "flips-decision",
         "flips-screen",
         "needed-rank",
+        "parts-256",
         "rank-8-of-256",
         "rivals-256",
         "ranked-1024",

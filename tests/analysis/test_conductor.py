@@ -1,5 +1,7 @@
 """A conducted diagnosis is what its parts give alone, from one pass over the data."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -118,11 +120,24 @@ def test_sizes_are_checked_before_anything_is_loaded(sizes, message):
         diagnose_checkpoint("nowhere", **sizes)
 
 
-def test_a_batch_size_below_one_and_a_gain_below_zero_are_refused():
-    with pytest.raises(ValueError, match="batch-size must be >= 1; got 0"):
-        Extent(batch_size=0)
-    with pytest.raises(ValueError, match="gain must be >= 0; got -1"):
-        Extent(gain=-1)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (Extent, {"batch_size": 0}, "batch-size must be >= 1; got 0"),
+        (Extent, {"sample": 0}, "sample must be >= 1; got 0"),
+        (Extent, {"gain": -1}, "gain must be >= 0; got -1"),
+        (Extent, {"text": -1}, "text must be >= 0; got -1"),
+        (Extent, {"threshold": math.nan}, "threshold must be finite; got nan"),
+        (DiagnosisSettings, {"sigma": math.nan}, "sigma must be >= 0 and finite; got nan"),
+        (DiagnosisSettings, {"sigma": math.inf}, "sigma must be >= 0 and finite; got inf"),
+        (DiagnosisSettings, {"repeats": 0}, "repeats must be >= 1"),
+        (DiagnosisSettings, {"seed": 2**63}, r"seed must be >= 0 and below 2\^63"),
+        (DiagnosisSettings, {"certify": -1}, "certify must be >= 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_the_data_is_read(kind, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**sizes)
 
 
 def test_a_model_is_left_in_its_mode():

@@ -196,6 +196,16 @@ def test_half_precision_inputs_are_routed_in_fp32_and_autocast_is_off(kind):
     torch.testing.assert_close(output.logits, router(x.float()).logits)
 
 
+@pytest.mark.parametrize("kind", router_names())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_inputs_that_are_not_floating_point_are_refused(kind, dtype):
+    """An output's weights have the input's dtype, so integers would make all of them 0."""
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    unchecked = type(router).forward.__wrapped__  # without the shape checks of tests
+    with pytest.raises(ValueError, match=f"floating-point dtype; got {dtype}"):
+        unchecked(router, torch.ones(3, 16, dtype=dtype))
+
+
 @pytest.mark.parametrize("kind", PAPER_ROUTERS)
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_empty_and_single_token_batches(kind, tokens):

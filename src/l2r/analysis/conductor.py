@@ -1,5 +1,6 @@
 """Conduct a diagnosis: one pass over the data for all reducers, then gain, layers and text."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,10 +47,13 @@ class Extent:
     settings: DiagnosisSettings = field(default_factory=DiagnosisSettings)
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("gain", 0)):
-            if getattr(self, name) < least:
+        least = {"batch_size": 1, "sample": 1, "gain": 0, "text": 0, "patches": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
                 option = name.replace("_", "-")
-                raise ValueError(f"{option} must be >= {least}; got {getattr(self, name)}")
+                raise ValueError(f"{option} must be >= {lowest}; got {getattr(self, name)}")
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold must be finite; got {self.threshold}")
 
 
 class Diagnosed(NamedTuple):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _FLAT_ANCHOR, _SWEEP_ANCHOR = (2.0, 2.0), (-2.0, 0.0)
 _DRAWS = 8
+_LEAST, _MOST = 1e-3, 1e6  # of reach; beyond them fp32 squares and a figure's ticks end
 
 
 def landscape(
@@ -43,8 +44,8 @@ def landscape(
     """
     from l2r.cli.console import print_pages, progress_bars
 
-    if not 0 < reach < float("inf"):
-        raise ValueError(f"reach must be > 0; got {reach}")
+    if not _LEAST <= reach <= _MOST:
+        raise ValueError(f"reach must be between {_LEAST:g} and {_MOST:g}; got {reach}")
     if not 0 <= seed < 2**63 - _DRAWS:
         raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
     if checkpoint is None and layer is not None:

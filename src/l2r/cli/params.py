@@ -6,13 +6,14 @@ import typer
 
 from l2r.cli.options import AsJson
 
+_MOST = 2**48  # entries of a tensor; torch counts bytes in 63 bits
 _ACROSS = 5  # numbers of heads side by side on a terminal
 
 
 def params(
-    hidden_size: Annotated[int, typer.Option(help="Hidden size d.")] = 2048,
-    num_experts: Annotated[int, typer.Option(help="Experts N.")] = 64,
-    layers: Annotated[int, typer.Option(help="MoE layers.")] = 16,
+    hidden_size: Annotated[int, typer.Option(help="Hidden size d.", min=1)] = 2048,
+    num_experts: Annotated[int, typer.Option(help="Experts N.", min=1)] = 64,
+    layers: Annotated[int, typer.Option(help="MoE layers.", min=1)] = 16,
     ranks: Annotated[str, typer.Option(help="Comma-separated ranks r.")] = "2,4,8,16,32",
     heads: Annotated[str, typer.Option(help="Comma-separated heads H.")] = "1,2,4,8,16",
     vit: Annotated[
@@ -51,6 +52,12 @@ def params(
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
+    entries = num_experts * max(hidden_size, max(rank_list) * max(head_list))
+    if max(hidden_size, entries) > _MOST:
+        raise ValueError(
+            f"num_experts times hidden_size, or rank times heads, must be at most {_MOST:,}; got "
+            f"{entries:,}"
+        )
     count = router_cost if cost else router_parameters
     linear = layers * count("linear", **sizes)
     cells = {

@@ -224,6 +224,8 @@ class Router(nn.Module):
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The wider of config.dtype and the dtype of x."""
         dtype = self._dtype
+        if x.dtype is not dtype and not x.is_floating_point():
+            raise ValueError(f"x must have a floating-point dtype; got {x.dtype}")
         return dtype if x.dtype is dtype else torch.promote_types(dtype, x.dtype)
 
 

@@ -45,6 +45,11 @@ def logits(model):
         ({"device_map": "gpu"}, r"device_map must be one of auto, balanced.*; got 'gpu'"),
         ({"device_map": "{}"}, r"device_map must be one of .*; got '\{\}'"),
         ({"device_map": "[1]"}, r"device_map must be one of"),
+        ({"device_map": '{"": "auto"}'}, r"device_map must be one of"),
+        ({"device_map": '{"": "meta"}'}, r"device must be one of this machine; got 'meta'"),
+        ({"device_map": '{"": "gpu"}'}, r"device must be .*; got 'gpu'"),
+        ({"device_map": '{"": 99}'}, r"device must be .*; got 'cuda:99'"),
+        ({"device_map": '{"": [1]}'}, r"device must be .*; got '\[1\]'"),
     ],
 )
 def test_unknown_names_are_refused(options, message):

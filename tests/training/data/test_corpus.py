@@ -113,7 +113,10 @@ def test_the_cache_folder_is_the_same_for_everything(monkeypatch, tmp_path):
     assert asking == ["cache.py"]
 
 
-@pytest.mark.parametrize(("name", "least"), [("sequence_length", 2), ("batch_size", 1)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("sequence_length", 2), ("batch_size", 1), ("tokens", 1), ("held_out_tokens", 1)],
+)
 def test_sample_sizes_name_their_bound(name, least):
     with pytest.raises(ValueError, match=f"{name} must be >= {least}; got {least - 1}"):
         sample_batches(None, **{name: least - 1})

@@ -4,6 +4,7 @@ A diagnosis is plain data, whose files l2r.runs.diagnosis reads and writes.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,6 +39,8 @@ class DiagnosisSettings:
     keep_sample: also keep the sampled tokens, the anchors and the routing planes, from which the
     page of l2r diagnose draws the geometry; they can be hundreds of MiB.
     least: occurrences of a word that counts for vocabulary specialization.
+    Raises ValueError for a negative or infinite sigma, repeats < 1, a negative number of tokens to
+    certify and a seed that torch does not take.
     """
 
     sigma: float = 0.02
@@ -46,6 +49,18 @@ class DiagnosisSettings:
     certify: int = 128
     keep_sample: bool = True
     least: int = LEAST
+
+    def __post_init__(self) -> None:
+        for name, lowest, end in (
+            ("sigma", 0, math.inf),
+            ("repeats", 1, math.inf),
+            ("seed", 0, 2**63),
+            ("certify", 0, math.inf),
+        ):
+            value = getattr(self, name)
+            if not lowest <= value < end:
+                limit = "finite" if end == math.inf else "below 2^63"
+                raise ValueError(f"{name} must be >= {lowest} and {limit}; got {value}")
 
 
 def diagnose_layers(

@@ -3,6 +3,8 @@
 Shape letters: T tokens, D hidden size, K experts chosen per token.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -37,10 +39,10 @@ def perturbation_stability(
     mode. ``more`` holds its further arguments. The noise is drawn on the CPU from
     ``seed``, the same on every device.
 
-    Raises ValueError for a negative sigma, no tokens or repeats < 1.
+    Raises ValueError for a negative or infinite sigma, no tokens or repeats < 1.
     """
-    if sigma < 0:
-        raise ValueError(f"sigma must be >= 0; got {sigma}")
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma must be >= 0 and finite; got {sigma}")
     if repeats < 1 or len(x) < 1:
         raise ValueError(f"need repeats >= 1 and tokens >= 1; got {repeats} and {len(x)}")
     generator = torch.Generator().manual_seed(seed)

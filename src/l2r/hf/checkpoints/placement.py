@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from l2r.machine import available_memory
+from l2r.machine import available_memory, pick_device
 from l2r.runs.reading import read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -29,7 +29,7 @@ class Placement:
     from modules to devices, "disk" among them; None is one device, and for weights that do not fit
     into a CPU's free memory "auto", which leaves layers on disk until they run; ``report`` takes
     the line that says so.
-    Raises ValueError for an unknown dtype or map.
+    Raises ValueError for an unknown dtype or map, and for a device that is not here.
     """
 
     dtype: str = "auto"
@@ -78,11 +78,14 @@ class Placement:
             places = json.loads(text)
         except ValueError:
             places = None
-        if not isinstance(places, dict) or not places:
+        if not isinstance(places, dict) or not places or "auto" in places.values():
             raise ValueError(
                 f"device_map must be one of {', '.join(_MAPS)} or the JSON of modules and their "
                 f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r}'
             )
+        for place in places.values():
+            if place != "disk":
+                pick_device(f"cuda:{place}" if isinstance(place, int) else str(place))
         return places
 
 

@@ -6,6 +6,7 @@ so that the tokens of every domain keep their share of the whole mixture. The ru
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,9 +160,10 @@ def read_plan(path: Path) -> ShardPlan:
 def parse_tokens(text: str) -> int:
     """A number of tokens: ``200B``, ``1.5T``, ``500M`` or plain digits.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for less than one token.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
-    if match is None:
+    count = 0.0 if match is None else float(match[1]) * _SUFFIXES[match[2]]
+    if not 1 <= count < math.inf:
         raise ValueError(f"tokens must look like 200B, 1.5T or 500000; got {text!r}")
-    return round(float(match[1]) * _SUFFIXES[match[2]])
+    return round(count)

@@ -29,6 +29,8 @@ def sample_batches(
     for name, value, least in (
         ("sequence_length", sequence_length, 2),
         ("batch_size", batch_size, 1),
+        ("tokens", tokens, 1),
+        ("held_out_tokens", held_out_tokens, 1),
     ):
         if value < least:
             raise ValueError(f"{name} must be >= {least}; got {value}")

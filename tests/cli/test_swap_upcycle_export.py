@@ -52,6 +52,18 @@ def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     assert f"put untrained routers into {checkpoint.name};" in card and str(tmp_path) not in card
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"], ids=["file by file", "loaded"])
+def test_swap_keeps_what_prepares_a_checkpoints_inputs(l2r, checkpoint, tmp_path, dtype):
+    old = shutil.copytree(checkpoint, tmp_path / "old")
+    text = json.dumps({"image_processor_type": "ViTImageProcessor", "image_mean": [0.5, 0.4, 0.3]})
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    for name in names:
+        (old / name).write_text(text)
+    new = tmp_path / "new"
+    assert l2r("swap", old, "rank=2", "--dtype", dtype, "--out", new).code == 0
+    assert {(new / name).read_text() for name in names} == {text}
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

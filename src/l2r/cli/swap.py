@@ -66,6 +66,7 @@ def swap(
         load_model,
         load_tokenizer,
         local_checkpoint,
+        processor_files,
         save_model,
     )
     from l2r.hf.swap import (
@@ -106,7 +107,8 @@ def swap(
     card = f"## How it was made\n\n`l2r swap` put {text.format(checkpoint.resolve().name)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
-        save(out, tokenizer=tokenizer, sections=[card], **watched)
+        files = processor_files(folder)
+        save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
     table = _table(model, before, config.kind)
     if result is None:
         print_table(table, as_json=as_json)

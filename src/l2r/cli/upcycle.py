@@ -61,6 +61,7 @@ def upcycle(
         check_new_folder,
         load_causal_lm,
         local_checkpoint,
+        processor_files,
         save_model,
     )
     from l2r.hf.swap import preferred_router, select_sites
@@ -103,5 +104,6 @@ def upcycle(
             f"--updates {updates} --train-steps {train_steps}` put new routers into it and fitted "
             "them to the decisions of its own."
         )
-        save_model(model, out, tokenizer=tokenizer, sections=[card])
+        files = processor_files(folder)
+        save_model(model, out, tokenizer=tokenizer, files=files, sections=[card])
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)

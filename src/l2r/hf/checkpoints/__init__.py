@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.loading import load_image_classifier as load_image_classifier
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
+    from l2r.hf.checkpoints.loading import processor_files as processor_files
     from l2r.hf.checkpoints.placement import Placement as Placement
     from l2r.hf.checkpoints.pretrained import check_new_folder as check_new_folder
     from l2r.hf.checkpoints.pretrained import checkpoint_folder as checkpoint_folder

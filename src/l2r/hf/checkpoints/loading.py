@@ -21,6 +21,11 @@ from l2r.hf.models.weight_files import read_weights
 from l2r.runs.reading import read_json
 
 FLOAT32 = Placement("float32")
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def load_causal_lm(
@@ -59,6 +64,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     folder = checkpoint_folder(path)
     has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
     return _tokenizer(folder, trust_remote_code=trust_remote_code) if has_tokenizer else None
+
+
+def processor_files(path: str | Path) -> dict[str, str]:
+    """Text of the files of a folder or run folder that prepare images, video or sound, by name."""
+    files = (checkpoint_folder(path) / name for name in _PROCESSORS)
+    return {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
 
 
 def load_image_classifier(

@@ -253,6 +253,24 @@ def test_a_selection_without_scores_to_rank_is_refused_a_margin(selection, messa
         selection.ranking(Stub(2), torch.randn(3, 8))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gate": "softplus"}, "gate must be softmax or sigmoid; got 'softplus'"),
+        ({"groups": 0}, "groups must be >= 1; got 0"),
+        ({"kept_groups": 0}, "kept_groups must be >= 1"),
+        ({"group_best": -1}, "group_best must be >= 1"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"norm_eps": -1e-6}, "norm_eps >= 0"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    selection = Selection()
+    vars(selection).update(options)  # the shape checks of tests would refuse a gate before
+    with pytest.raises(ValueError, match=message):
+        selection.__post_init__()
+
+
 def test_a_pickle_that_calls_the_gate_score_keeps_its_rule():
     state = dict(vars(Selection(gate="sigmoid", scale=2.0)))
     state["score"] = state.pop("gate")

@@ -83,6 +83,15 @@ def test_margins_positions_and_kinds_split_all_tokens():
     assert kinds["number"]["changed"] == 1 and kinds["number"]["mean"] == 0.3
 
 
+def test_layers_that_use_all_their_experts_have_no_margins():
+    """Their gap is infinite."""
+    gap = small().gap.copy()
+    gap[1] = np.inf
+    rows = small(gap=gap).by_margin()
+    assert (rows[0]["from"], rows[-1]["to"]) == (0.1, 0.5)  # the first layer's
+    assert small(gap=np.full_like(gap, np.inf)).by_margin() == []
+
+
 def test_tokens_without_a_route_do_not_count():
     other = small().other_experts.copy()
     other[:, 1] = -1

@@ -15,7 +15,7 @@ LANGUAGE_PANELS = (
     ("train_mean", "ce", "Training cross-entropy of every step", "nats per token"),
     ("validation", "ce/mean", "Validation cross-entropy, mean of domains", "nats per token"),
     ("validation", "ce/c4", "C4 validation cross-entropy", "nats per token"),
-    ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
+    ("train", "balance", "Load-balance loss, mean of layers", "L_bal (the paper's: k = balanced)"),
     ("train", "z", "Router z-loss, mean of layers", "L_z"),
     ("tasks", "mmlu", "MMLU accuracy", "share of documents"),
     ("tasks", "hellaswag", "HellaSwag accuracy", "share of documents"),
@@ -27,7 +27,7 @@ VISION_PANELS = (
     ("train_mean", "ce", "Training cross-entropy of soft targets", "nats per image"),
     ("validation", "top1", "Validation top-1 accuracy", "share of images"),
     ("validation", "ce", "Validation cross-entropy", "nats per image"),
-    ("train", "balance", "Load-balance loss, mean of layers", "L_bal (k = balanced)"),
+    ("train", "balance", "Load-balance loss, mean of layers", "L_bal (the paper's: k = balanced)"),
 )
 HEALTH_PANELS = (
     ("train", "load_entropy", "Load entropy, lowest layer", "share of the largest possible"),

@@ -137,7 +137,9 @@ find("verdict").textContent = data.verdict;
 find("limits").textContent = data.limits;
 find("charts").append(
   bars("Decisions that differ, by layer", "Share of tokens whose set of experts is another.", data.layers),
-  bars("By margin", "Decisions in eighths by the k-th minus the next logit, smallest first.", data.margins),
+  ...data.margins.length  // none where every layer uses all its experts
+    ? [bars("By margin", "Decisions in eighths by the k-th minus the next logit, smallest first.", data.margins)]
+    : [],
   bars("Tokens that differ in some layer, by position", "Place in the sequence.", data.positions),
   bars("By kind of token", "As its text begins.", data.kinds),
   ...data.tables.map(plain),

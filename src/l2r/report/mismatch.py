@@ -1,7 +1,6 @@
 """Routes that differ: verdict, tables for the terminal, and the page of mismatch.html and .js."""
 
 import base64
-import math
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def tables(result: Mismatch, against: str) -> list[Table]:
             _percent(row["certified"]),
         )
         for row in result.by_margin()
-        if math.isfinite(row["from"])  # infinite where all experts are used: nothing is decided
     )
     printed = [
         Table(

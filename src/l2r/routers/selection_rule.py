@@ -3,6 +3,7 @@
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -30,7 +31,8 @@ class Selection:
 
     Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
     A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed,
-    ``ranking`` for a margin loss.
+    ``ranking`` for a margin loss. Raises ValueError for another gate, a number of groups or of
+    kept ones below 1, and a scale that is not finite.
     """
 
     gate: Literal["softmax", "sigmoid"] = "softmax"
@@ -45,6 +47,15 @@ class Selection:
     family: str | None = None
 
     def __post_init__(self) -> None:
+        if self.gate not in ("softmax", "sigmoid"):
+            raise ValueError(f"gate must be softmax or sigmoid; got {self.gate!r}")
+        for name in ("groups", "kept_groups", "group_best"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
+        if not math.isfinite(self.scale) or not 0 <= self.norm_eps < math.inf:
+            raise ValueError(
+                f"scale must be finite and norm_eps >= 0; got {self.scale} and {self.norm_eps}"
+            )
         by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
         plain = by_score and self.gate == "softmax" and (self.norm_eps, self.scale) == (0, 1)
         # Stored, since a property would cost a decoded token a microsecond.

@@ -119,8 +119,11 @@ class Mismatch(Arrays):
         return costs
 
     def by_margin(self) -> list[dict[str, Any]]:
-        """Decisions in eighths by their gap: range of the gap, share changed, share certified."""
-        where = np.broadcast_to(self.compared, self.gap.shape)
+        """Decisions in eighths by their gap: range of the gap, share changed, share certified.
+
+        Without those of layers that use all their experts: nothing is decided, the gap is infinite.
+        """
+        where = np.broadcast_to(self.compared, self.gap.shape) & np.isfinite(self.gap)
         gap, changed = self.gap[where], self.changed[where]
         certified = self.certified[where]
         rows = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from l2r import record
+from l2r.analysis.routes import compare_routes
 from l2r.analysis.routes.engine_answers import read_answers
 from l2r.hf.routes import to_vllm
 from l2r.hf.routes.layers import fingerprint_of
@@ -65,6 +66,15 @@ def test_what_is_missing_is_named_with_its_place(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_answers(path, fingerprint_of(model))
     assert "answers.jsonl, answer 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_answers_of_another_vocabulary_are_refused(wrong):
+    model, ids = ours(), batches(1)[0]["input_ids"]
+    _, routes = answers(model, ids)
+    rows = [*ids[:-1], torch.full_like(ids[-1], wrong)]
+    with pytest.raises(ValueError, match=rf"sequence {len(rows) - 1} has {wrong} to {wrong}"):
+        compare_routes(model, routes, rows)
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "no json", '"a"'])

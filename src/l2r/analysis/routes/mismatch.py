@@ -176,13 +176,21 @@ def compare_routes(
 ) -> Comparison:
     """Compare a model with routes of sequences of any length, one at a time.
 
-    Raises ValueError where routes and rows are not as many.
+    Raises ValueError where routes and rows are not as many, and for token ids that the model does
+    not have, as answers of another model have.
     """
     if len(routes) != len(rows):
         raise ValueError(
             f"routes must be of the tokens that are read; they have {len(routes)} sequences and "
             f"there are {len(rows)} rows"
         )
+    size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    for number, row in enumerate(rows):
+        if len(row) and not 0 <= int(row.min()) <= int(row.max()) < size:
+            raise ValueError(
+                f"tokens must be from 0 to {size - 1}, which the model has; sequence {number} "
+                f"has {int(row.min())} to {int(row.max())}"
+            )
     comparison = Comparison(model)
     for number, (row, part) in enumerate(zip(rows, routes, strict=True)):
         measured = None if log_probs is None else log_probs[number][None]

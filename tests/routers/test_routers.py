@@ -197,6 +197,15 @@ def test_half_precision_inputs_are_routed_in_fp32_and_autocast_is_off(kind):
 
 
 @pytest.mark.parametrize("kind", router_names())
+def test_a_query_is_the_same_under_autocast(kind):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+    x = torch.randn(5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        query = router.query(x)
+    torch.testing.assert_close(query, router.query(x))  # of the same dtype, too
+
+
+@pytest.mark.parametrize("kind", router_names())
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_inputs_that_are_not_floating_point_are_refused(kind, dtype):
     """An output's weights have the input's dtype, so integers would make all of them 0."""

@@ -17,8 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from l2r.kernels import dispatch
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import Router
+from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 
@@ -68,8 +69,8 @@ class MixtureRouter(Router):
         self.projection.weight.copy_(query_weight[:rows])
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x).to(self.compute_dtype(x))
-        return x @ self.projection.weight.to(x.dtype).T
+        x, dtype = self._prepare(x), self.compute_dtype(x)
+        return dispatch.routing_query(x, as_dtype(self.projection.weight, dtype))
 
     def raw_logits(self, x: Tensor) -> Tensor:
         count, rank = self.config.routers, self.config.rank

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.functional import dot_scores, low_rank_query, magnitude, pool_anchors
+from l2r.functional import dot_scores, magnitude, pool_anchors
+from l2r.kernels import dispatch
 from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import Router
+from l2r.routers.base import Router, as_dtype
 from l2r.routers.config import RouterConfig, check
 from l2r.routers.registry import register_router
 
@@ -64,8 +65,8 @@ class PerturbedCosineRouter(Router):
             nn.init.orthogonal_(self.anchors[:, 0], gain=0.32)
 
     def query(self, x: Tensor) -> Tensor:
-        x = self._prepare(x).to(self.compute_dtype(x))
-        return low_rank_query(x, self.projection.weight.to(x.dtype))
+        x, dtype = self._prepare(x), self.compute_dtype(x)
+        return dispatch.routing_query(x, as_dtype(self.projection.weight, dtype))
 
     def raw_logits(self, x: Tensor) -> Tensor:
         query = self.query(x)

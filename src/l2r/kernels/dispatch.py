@@ -111,6 +111,7 @@ class _Forced:
 def implementation(name: str) -> Iterator[None]:
     """Use ``plain``, ``cpu`` or ``triton`` code inside the block, whatever the device.
 
+    It holds in every thread, as backward runs in others: do not use two at the same time.
     Raises ValueError for another name.
     """
     if name not in ("plain", *BACKENDS):

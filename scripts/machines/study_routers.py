@@ -32,6 +32,7 @@ STUDIES = {
     "rivals-256": "linear",
     "transfer": "linear",
     "experts-1024": "linear",
+    "ranked-1024": "linear",
 }
 SECONDS = 4.0  # for all routers of a study, as in l2r bench
 WHOLE_SECONDS = 14.0  # for all whole steps of a study

@@ -82,6 +82,10 @@ STUDIES = {
             "xmoe": "X-MoE, rank 8",
         },
     ),
+    "ranked-1024": (
+        "1,024",
+        {"linear": "linear", "l2r": "L2R, rank 32", "xmoe": "X-MoE, rank 32"},
+    ),
     "experts-1024": (
         "1,024",
         {

@@ -41,9 +41,10 @@ class L2RConfig(AnchorConfig):
         SIPS, gamma 4, weights normalized. Up to 64 experts: 4 anchors of rank 8, the best of 15
         settings at 16 experts (study ``screen``; judged in ``decision``, at 64 in ``experts-64``).
         At 256: 1 anchor of rank 8 (``rank-8-of-256``; on other text and twice the width,
-        ``transfer``). Above: rank 32 (``experts-1024``, where rank 8 lost to a linear router). In
-        between: 2 anchors, which no study has tried. The rank is at most ``hidden_size``. With
-        ``top_k`` 1 weights stay as they are. All were found without a z-loss and for language.
+        ``transfer``). Above: rank 32 (``experts-1024``, where rank 8 lost to a linear router; in
+        ``ranked-1024`` X-MoE of rank 32 was better). In between: 2 anchors, which no study has
+        tried. The rank is at most ``hidden_size``. With ``top_k`` 1 weights stay as they are. All
+        were found without a z-loss and for language.
         Raises ValueError for impossible sizes.
         """
         if min(num_experts, hidden_size, top_k) < 1 or top_k > num_experts:

@@ -2,7 +2,8 @@
 
     python -m scripts.machines.growth [--out results/growth.json]
 
-One thread. Processor time of one call in ms, the least of the repeats; memory is the most that one
+One thread. Processor time of one call in ms, the least of all repeats in several turns through
+all sizes, as neighbours on a machine come and go; memory is the most that one
 forward and backward of the router has out at once, in MiB. One size moves at a time, the others
 stay at ``BASE``. Beside each stands what it cannot be under on this machine: multiplications over
 the speed of a large matrix product, or the bytes of x read once (and its gradient written) over the
@@ -135,34 +136,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/growth.json"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4)
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     speed = machine_speed("cpu", clock="cpu")
-    records = []
-    for axis, values in AXES.items():
-        for value in values:
+    records: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for turn in range(given.turns):
+        for axis, value in ((axis, value) for axis, values in AXES.items() for value in values):
             sizes = {**BASE, axis: value}
             least_of = limits(sizes, speed.flops, speed.bytes)
             for name, call in calls(sizes):
                 made = traced_peak(call) / 2**20 if name == "memory" else least(call, given.repeats)
-                records.append(
-                    {
-                        "axis": axis,
-                        "value": value,
-                        "quantity": name,
-                        "measured": made,
-                        "limit": least_of[name],
-                    }
+                place = {"axis": axis, "value": value, "quantity": name}
+                record = records.setdefault(
+                    (axis, value, name), {**place, "measured": made, "limit": least_of[name]}
                 )
-            print(f"{axis} {value}", flush=True)
+                record["measured"] = min(made, record["measured"])
+            print(f"turn {turn + 1}: {axis} {value}", flush=True)
     facts = {
         **describe_machine(),
         "flops": speed.flops,
         "bytes_per_second": speed.bytes,
         "base": BASE,
     }
-    given.out.write_text(json.dumps({"environment": facts, "records": records}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"environment": facts, "records": [*records.values()]}, indent=1) + "\n"
+    )
     return 0
 
 

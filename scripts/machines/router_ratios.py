@@ -3,14 +3,16 @@
     OMP_NUM_THREADS=1 python -m scripts.machines.router_ratios > results/router-ratios-1-thread.md
     python -m scripts.machines.router_ratios --device cuda --seconds 1 > router-ratios.md
 
-d = 2048, k = 8. Three tables: every router over the fastest linear one in fp32; inputs in bf16 over
-the router of transformers' OLMoE in bf16, whose product is in bf16 too; one token. All contenders
-of a cell take turns, and one that is wrong against float64 gets no number. Run it once per number
-of threads on a quiet machine: some six minutes each. On a GPU steps are replays of CUDA graphs, the
-time on the device alone; launches are in the tables of ``l2r bench router --device cuda``.
+d = 2048, k = 8. Three tables: every router over the fastest linear one in fp32; inputs in bf16,
+weights in fp32 or bf16, over the router of transformers' OLMoE in bf16, whose product is in bf16
+too; one token. All contenders of a cell take turns, and one that is wrong against float64 gets no
+number. Run it once per number of threads on a quiet machine: some eight minutes each. On a GPU
+steps are replays of CUDA graphs, the time on the device alone; launches are in the tables of
+``l2r bench router --device cuda``.
 """
 
 import argparse
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +73,11 @@ def entries_of(
         model = replace_routers(one_layer(**sizes), make_config("l2r_sips", rank=rank, heads=heads))
         router = model.model.layers[0].mlp.gate.to(device)
         entries.append(Contender(f"{label}, swapped", router, "fused"))
+        if dtype == torch.bfloat16:
+            own = next(entry.router for entry in entries if entry.name == label)
+            narrow = copy.deepcopy(own).to(dtype)
+            name = f"{label}, weights in bf16"
+            entries.append(Contender(name, narrow, "fused", tolerance=tolerance))
     return entries
 
 
@@ -140,7 +147,7 @@ def main() -> None:
 
     columns = {}
     few = ["L2R r2 H16", "L2R r8 H1", "L2R r8 H4"]
-    entries = entries_of(64, few, torch.bfloat16, device)
+    entries = entries_of(64, [*few, "L2R r16 H1", "L2R r32 H1"], torch.bfloat16, device)
     for tokens in (1, 16, 256, 1024, most):
         for phase in ("forward", "f+b") if tokens > 1 else ("forward",):
             x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=device)

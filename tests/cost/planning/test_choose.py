@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +141,12 @@ def test_what_cannot_be_is_one_line(olmoe, gpus, parallel, words):
     given = Assumptions(find_gpu("h100"))
     with pytest.raises(ValueError, match=words):
         make_plan(olmoe, gpus, given, parallel=parallel, simulated=False)
+
+
+@pytest.mark.parametrize("imbalance", [0.5, math.nan, math.inf])
+def test_an_impossible_imbalance_is_refused(imbalance):
+    with pytest.raises(ValueError, match=f"imbalance must be >= 1 and finite; .*={imbalance}"):
+        Cut("ep", 8, 16, 2, False, imbalance)
 
 
 @pytest.mark.usefixtures("counted")

@@ -31,8 +31,8 @@ class Cut:
             raise ValueError(
                 f"gpus must divide global_batch={self.global_batch}; got gpus={self.gpus}"
             )
-        if self.imbalance < 1:
-            raise ValueError(f"imbalance must be >= 1; got imbalance={self.imbalance}")
+        if not 1 <= self.imbalance < math.inf:
+            raise ValueError(f"imbalance must be >= 1 and finite; got imbalance={self.imbalance}")
         if self.per_gpu % self.micro_batch:
             raise ValueError(
                 f"micro_batch must divide global_batch / gpus = {self.per_gpu}; "

@@ -19,6 +19,7 @@ from l2r.report.evidence import write_study
 from l2r.report.evidence_figures import curves_with_bands, effect_plot
 from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
+from l2r.report.verdicts import of_study
 from l2r.runs.study import MEASURES, Results
 from l2r.studies import judging
 from l2r.studies import train_cells as running
@@ -563,6 +564,22 @@ def test_the_page_says_when_the_stopping_rule_asks_for_more_seeds(tmp_path):
         study = study_of(plan, made_up(plan, seeds, values()))
         _, text = write_study(study, tmp_path / "page", tmp_path / "text")
         assert (words in text.read_text()) is more, (half_width, seeds)
+
+
+def test_a_verdict_over_several_metrics_says_which_metric_was_decided():
+    """Losses 1 lower and load entropies 1 lower: better in one metric, worse in the other."""
+    pair = {"first": "l2r", "second": "linear", "primary": True}
+    entropy = {**pair, "metric": "load_entropy", "better": "larger"}
+    both = [{**pair, "metric": "validation_ce"}, entropy]
+    margins = {"validation_ce": 0.02, "load_entropy": 0.02}
+    for contrasts, words in (
+        (both, "1 better (l2r against linear in validation CE); "
+               "1 worse (l2r against linear in load entropy)"),
+        (both[:1], "1 better (l2r against linear)."),
+    ):  # fmt: skip
+        plan = registered(contrasts=contrasts, margins=margins)
+        study = study_of(plan, made_up(plan, 4, values(gap=-1.0)))
+        assert words in of_study(study).says
 
 
 @pytest.mark.slow("whole trainings")

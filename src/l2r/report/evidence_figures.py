@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from l2r.report.metric_names import METRICS
 from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.style import layout, line_style
 from l2r.runs.study import Study
@@ -15,24 +16,6 @@ from l2r.stats.contrasts import Contrast, Judged
 from l2r.stats.effects import Effect
 from l2r.stats.paired_t import estimate
 
-# metric -> its name on the page
-METRICS = {
-    "top1": "top-1",
-    "validation_ce": "validation CE",
-    "train_ce": "training CE",
-    "routing_gain": "routing gain",
-    "shuffled_gain": "shuffled gain",
-    "load_entropy": "load entropy",
-    "max_over_mean": "max / mean load",
-    "scale_free_margin": "margin / spread",
-    "stability": "stability, noise 0.02",
-    "relative_stability": "stability, noise 0.1 rms",
-    "logit_spread": "logit spread",
-    "weight_sum": "sum of the k weights",
-    "first_experts": "experts ever first",
-    "flipped_decisions": "decisions flipped by bf16",
-    "flipped_tokens": "tokens flipped by bf16",
-}
 _SHOWN = 12  # curves; more are hard to distinguish
 _LONG = 24  # characters of an arm's name
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from l2r.report.evidence_figures import METRICS
+from l2r.report.metric_names import METRICS
 from l2r.report.palette import router_color
 from l2r.report.style import layout, panel_figure
 from l2r.runs.study import Study

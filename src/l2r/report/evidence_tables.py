@@ -4,10 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from l2r.report.evidence_figures import (
-    METRICS,
-    in_words,
-)
+from l2r.report.evidence_figures import in_words
+from l2r.report.metric_names import METRICS
 from l2r.report.tables import Table
 from l2r.report.verdicts import of_study
 from l2r.runs.study import ScreenDesign, Study

@@ -99,7 +99,8 @@ def _shown(record: Mapping[str, Any]) -> str:
     if limit is None:
         return text
     share = min(1.0, limit / record["median_us"])
-    return f"{text} (at least {share:.0%} of it {record['limited_by']})"
+    least = f"at least {share:.0%}" if share >= 0.005 else "hardly any"
+    return f"{text} ({least} of it {record['limited_by']})"
 
 
 def scaling_figure(bench: Mapping[str, Any], axis: str, *, column: str = "median_us") -> go.Figure:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from l2r.report.metric_names import METRICS
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.progress import read_progress
@@ -169,9 +170,11 @@ def of_study(study: Study) -> Verdict:
             f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} are complete.", cannot
         )
     counts: dict[str, list[str]] = {}
+    several = len({j.contrast.metric for j in primary or study.judged}) > 1
     for j in primary or study.judged:
+        metric = METRICS.get(j.contrast.metric, j.contrast.metric)
         pair = f"{j.contrast.first} against {j.contrast.second}"
-        counts.setdefault(j.verdict, []).append(pair)
+        counts.setdefault(j.verdict, []).append(f"{pair} in {metric}" if several else pair)
     kind = "primary contrast" if primary else "contrast"
     total = len(primary or study.judged)
     parts = [f"{len(pairs)} {verdict}{_named(pairs)}" for verdict, pairs in counts.items()]

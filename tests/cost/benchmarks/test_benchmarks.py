@@ -179,6 +179,15 @@ def test_the_sentence_is_about_l2r_at_every_size_not_the_fastest_size() -> None:
     assert of_bench({"name": "router", "records": []}) == "Nothing was measured."
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"), [(1.5, "at least 50% of it memory"), (0.001, "hardly any of it memory")]
+)
+def test_the_sentence_says_what_share_of_the_time_the_machine_needs(limit, words) -> None:
+    linear = scaled("linear, plain", 8, 3.0, 1.0)
+    own = {**scaled("l2r_sips, fused", 8, 3.0, 1.0), "limit_us": limit, "limited_by": "memory"}
+    assert f"({words})" in of_bench({"name": "scaling", "records": [linear, own]})
+
+
 def test_a_group_without_a_right_result_has_no_figure_and_the_page_is_written() -> None:
     bench = run_bench("memory", QUICK).as_dict()
     wrong = [{**record, "tokens": 7, "correct": False} for record in bench["records"]]

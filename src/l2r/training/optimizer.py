@@ -11,12 +11,13 @@ _TOKENS = ("cls_token", "mask_token", "position_embeddings")  # of a ViT, each a
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW in two groups, decayed and not; OLMoE decays every parameter.
+    """AdamW in groups, decayed and not; OLMoE decays every parameter.
 
-    A learned temperature never decays: decay of its logarithm would pull it to 1.
+    Anchors have groups of their own where ``anchor_lr`` is not 1; a group's ``lr_factor`` times the
+    learning rate is its own. A learned temperature never decays: decay of its logarithm would pull
+    it to 1.
     """
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -24,13 +25,19 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
         skip = kind == "log_temperature"
         skip = skip or (kind == "anchors" and not section.decay_anchors)
         skip = skip or (_is_norm_like(kind, parameter) and not section.decay_norms)
-        (undecayed if skip else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": section.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
+        factor = section.anchor_lr if kind == "anchors" else 1.0
+        groups.setdefault((not skip, factor), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {
+                "params": parameters,
+                "weight_decay": section.weight_decay if decayed else 0.0,
+                "lr": section.lr * factor,
+                "lr_factor": factor,
+            }
+            for (decayed, factor), parameters in groups.items()
+            if parameters
+        ],
         lr=section.lr,
         betas=section.betas,
         eps=section.eps,

@@ -62,7 +62,7 @@ class TrainingStep:
     def take(self, step: int, rate: float, *, summarize: bool) -> dict[str, Any]:
         """One optimizer step at a learning rate; its losses and routing numbers, if asked."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)  # older checkpoints have none
         self._keep_random_state(step)
         totals, summary = self._gradients(step, summarize=summarize)
         self.mean_loss.add(totals["ce"])

@@ -59,6 +59,24 @@ def test_every_group_takes_the_step_at_the_rate_that_is_given(start):
         assert {group["lr"] for group in step.optimizer.param_groups} == {rate}
 
 
+@pytest.mark.parametrize("recipe", ["demo/l2r-sips", "demo/xmoe"])
+@pytest.mark.parametrize("decayed", ["true", "false"])
+def test_anchors_move_at_a_multiple_of_the_learning_rate(start, recipe, decayed):
+    """AdamW's first step is the same for all but the rate, decoupled weight decay included."""
+    changes = (f"optimizer.decay_anchors={decayed}", "training.clip_norm=1e9")
+    usual = start(*changes, recipe=recipe)
+    faster = start(*changes, "optimizer.anchor_lr=4", recipe=recipe)
+    before = {name: value.clone() for name, value in usual.model.state_dict().items()}
+    for step in (usual, faster):
+        assert step.take(0, 1e-3, summarize=True)["lr"] == 1e-3
+    ones, others = usual.model.state_dict(), faster.model.state_dict()
+    assert any(name.endswith(".anchors") for name in ones)
+    for name, start_value in before.items():
+        factor = 4 if name.endswith(".anchors") else 1
+        moved, further = ones[name] - start_value, others[name] - start_value
+        torch.testing.assert_close(further, factor * moved, rtol=1e-3, atol=1e-6, msg=name)
+
+
 def test_the_optimizer_is_adamw_with_the_recipes_constants(start):
     constants = ["betas=[0.8, 0.97]", "eps=1e-5", "weight_decay=0.3", "decay_norms=false"]
     groups = start(*(f"optimizer.{change}" for change in constants)).optimizer.param_groups

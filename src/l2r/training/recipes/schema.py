@@ -191,8 +191,9 @@ class OptimizerSection(Section):
     warmup: in tokens (or samples for images), from warmup_start * lr to lr; then a cosine to
     final * lr at the end. anchor_lr: times lr, the learning rate of the routers' anchors, whose
     directions turn by lr over their norm: L2R's are of norm 1, X-MoE's of sqrt(rank / experts).
-    decay_anchors: whether weight decay touches the anchors (the paper does not say). decay_norms: whether it touches the gains of norms, every bias, the class token and
-    the position embeddings; OLMoE decays everything, DeiT none of these.
+    decay_anchors: whether weight decay touches the anchors (the paper does not say). decay_norms:
+    whether it touches the gains of norms, every bias, the class token and the position embeddings;
+    OLMoE decays everything, DeiT none of these.
     """
 
     read_with: ClassVar = {

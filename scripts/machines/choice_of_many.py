@@ -9,6 +9,7 @@ layer makes where no loss needs all logits; product keys then score 16 rows and 
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from scripts.machines.router_ratios import ratios, table
@@ -40,10 +41,15 @@ def routers(experts: int, x: torch.Tensor) -> dict[str, Step]:
         best = router.logits(x).topk(CHOSEN).values.sort().values
         chosen = router.logits(x).gather(1, router.choose(x)[1]).sort().values
         torch.testing.assert_close(chosen, best)  # equals may be taken in another order
-        steps[f"{name}, all logits"] = lambda _, router=router: router(x)
+        steps[f"{name}, all logits"] = repeated(router, x)
         if name.startswith("product"):
-            steps[f"{name}, choose"] = lambda _, router=router: router.choose(x)
+            steps[f"{name}, choose"] = repeated(router.choose, x)
     return steps
+
+
+def repeated(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> Step:
+    """A step that makes the same call every time."""
+    return lambda number: call(x)
 
 
 def selections(logits: torch.Tensor) -> dict[str, Step]:
@@ -67,13 +73,12 @@ def main() -> None:
         f"{machine['cpu_routers']}; median of 7 turns and range, processor time."
     )
     x = torch.randn(TOKENS, HIDDEN)
-    for title, base, make in (
-        ("Routers, forward", STOCK, lambda n: routers(n, x)),
-        ("Softmax and top-k of given logits", TORCH, lambda n: selections(torch.randn(TOKENS, n))),
-    ):
-        columns, names = {}, []
+    for title, base in (("Routers, forward", STOCK), ("Softmax and top-k of given logits", TORCH)):
+        columns: dict[str, dict[str, str]] = {}
+        names: list[str] = []
         for experts in EXPERTS:
-            steps = make(experts)
+            logits = torch.randn(TOKENS, experts)
+            steps = routers(experts, x) if base == STOCK else selections(logits)
             names = list(steps)
             timings = measure(steps, device="cpu", seconds=seconds, rounds=7, kind="cpu")
             columns[f"N {experts:,}"] = ratios(timings, [base])

@@ -48,6 +48,7 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
     plan = read_plan(name).plan
     assert {data.corpus_version for data in on_text(plan)} <= {plan.corpus_version}
     later = (
+        "anchor-lr-1024",
         "experts-1024",
         "experts-256",
         "flips",

@@ -5,7 +5,8 @@
 d = 512, 256 tokens, fp32, weights and indices without gradients. Two tables: routers over the
 router of transformers' OLMoE, and top-k of given logits over ``torch.topk``, both with the softmax
 weights of the chosen. All contenders of a column take turns. ``choose`` is the call that a MoE
-layer makes where no loss needs all logits; product keys then score 16 rows and 16 columns alone.
+layer makes where no loss needs all logits; product keys then score all rows and all columns and
+combine the 16 best of each, 256 candidates, from 1,025 experts on.
 """
 
 import argparse

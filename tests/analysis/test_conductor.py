@@ -128,8 +128,9 @@ def test_sizes_are_checked_before_anything_is_loaded(sizes, message):
         (Extent, {"gain": -1}, "gain must be >= 0; got -1"),
         (Extent, {"text": -1}, "text must be >= 0; got -1"),
         (Extent, {"threshold": math.nan}, "threshold must be finite; got nan"),
-        (DiagnosisSettings, {"sigma": math.nan}, "sigma must be >= 0 and finite; got nan"),
-        (DiagnosisSettings, {"sigma": math.inf}, "sigma must be >= 0 and finite; got inf"),
+        (DiagnosisSettings, {"sigma": math.nan}, "sigma must be between 0 and 1,000,000; got nan"),
+        (DiagnosisSettings, {"sigma": math.inf}, "sigma must be between 0 and 1,000,000; got inf"),
+        (DiagnosisSettings, {"sigma": 1e39}, "sigma must be between"),  # above fp32
         (DiagnosisSettings, {"repeats": 0}, "repeats must be >= 1"),
         (DiagnosisSettings, {"seed": 2**63}, r"seed must be >= 0 and below 2\^63"),
         (DiagnosisSettings, {"certify": -1}, "certify must be >= 0"),

@@ -111,10 +111,22 @@ def test_params_prints_the_cost_of_a_token(l2r):
         (["params", "--hidden-size", "9" * 20], ["must be at most 281,474,976,710,656"]),
         (["params", "--heads", "9" * 20], ["must be at most 281,474,976,710,656"]),
         (["params", "--num-experts", "9" * 20, "--cost"], ["must be at most"]),
+        (
+            ["params", "--num-experts", "1", "--hidden-size", 2**47, "--ranks", 2**40],
+            ["rank x hidden_size must be at most 281,474,976,710,656"],
+        ),
         (["landscape", "--reach", "1e300"], ["--reach must be between 0.001 and 1e+06"]),
         (["landscape", "--reach", "nan"], ["--reach must be between"]),
         (["train", "demo/l2r-sips", "--nonsense"], ["No such option"]),
         (["fly"], ["No such command"]),
+        (["bench", "router", "--seconds", "nan"], ["--seconds must be > 0 and finite"]),
+        (
+            ["evidence", "new", "p.yaml", "--arm", "a", "--arm", "b", "--first-seed", 2**62],
+            ["--first-seed", "less than or equal to"],
+        ),
+        (["evidence", "new", "p.yaml", "--arm", "a", "--arm", "b", "--sd", "inf"], ["sd must be"]),
+        (["upcycle", "nowhere", "--tokens", -5], ["--tokens", "greater than or equal to 1"]),
+        (["upcycle", "nowhere", "--layers", "x"], ["--layers must be 'all' or indices"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, words, l2r, tmp_path, monkeypatch):

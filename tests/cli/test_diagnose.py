@@ -89,20 +89,17 @@ def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, t
     [
         (["nowhere"], "checkpoint must be a folder with config.json"),
         (["{stock}", "--length", "0"], "length must be >= 1; got 0"),
-        (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1 token; got 0"),
+        (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1; got 0"),
         (["{stock}", "--data", "{text}"], "the checkpoint has no tokenizer"),
         (["{stock}", "{stock}"], "checkpoints must differ"),
         (
             ["{stock}", "--data", "{tokens}", "--text-tokens", "1"],
             "at least a token per domain, 2, or 0",
         ),
-        (
-            ["{stock}", "--data", "{tokens}", "--text-tokens", "-5"],
-            "at least a token per domain, 2, or 0",
-        ),
+        (["nowhere", "--text-tokens", "-5"], "--text-tokens must be >= 0; got -5"),
         (["{stock}", "--text", "1024"], "the number of tokens is --text-tokens"),
         (["{stock}", "--text", "cat"], "text needs a tokenizer"),
-        (["{stock}", "--data", "{tokens}", "--sigma", "-1"], "sigma must be >= 0; got -1"),
+        (["nowhere", "--sigma", "-1"], "--sigma must be between 0 and 1,000,000; got -1"),
         (["{stock}", "--gain", "-1"], "gain must be >= 0; got -1"),
         (["{stock}", "--over-time"], "over-time needs several checkpoints, or a run that kept two"),
     ],
@@ -164,7 +161,7 @@ def test_landscape_takes_the_anchors_of_a_layer(l2r, checkpoints, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--reach", "-1"], "reach must be > 0; got -1"),
+        (["--reach", "-1"], "reach must be between 0.001 and 1e+06; got -1"),
         (["--seed", "-1"], "seed must be between 0 and 2^63 - 9; got -1"),
         (["--layer", "1"], "layer is read only with a checkpoint; got layer=1"),
         (["{stock}"], "routers with anchors of rank 2"),

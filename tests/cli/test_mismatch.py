@@ -66,9 +66,17 @@ def test_numbers_of_a_model_that_uses_all_experts_are_json(l2r, root, tmp_path):
     assert code == 0, err
     record = parse_json(out.encode())
     assert record == parse_json((tmp_path / "mismatch.json").read_bytes())
-    assert record["decisions_changed"] == 0 and record["margin"][0]["from"] is None
+    assert record["decisions_changed"] == 0 and record["margin"] == []
     code, out, err = l2r("mismatch", root / "all", *SHORT, *more[:-1])
     assert code == 0 and "by layer" in out and "by margin" not in out, err  # "inf to inf"
+
+
+@pytest.mark.parametrize("option", ["--out", "--record"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(l2r, tmp_path, option):
+    (tmp_path / "file").write_text("")
+    where = tmp_path / "file" / "routes.npz" if option == "--record" else tmp_path / "file"
+    line = l2r("mismatch", "nowhere", "--against", "bf16", option, where).refusal()
+    assert f"cannot use {tmp_path / 'file'}" in line
 
 
 def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):

@@ -52,16 +52,38 @@ def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     assert f"put untrained routers into {checkpoint.name};" in card and str(tmp_path) not in card
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"], ids=["file by file", "loaded"])
-def test_swap_keeps_what_prepares_a_checkpoints_inputs(l2r, checkpoint, tmp_path, dtype):
-    old = shutil.copytree(checkpoint, tmp_path / "old")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("swap", "rank=2"),
+        ("swap", "rank=2", "--dtype", "bfloat16"),
+        ("upcycle", "rank=2", "--updates", "0"),
+        ("export",),
+    ],
+    ids=["swap by file", "swap loaded", "upcycle", "export"],
+)
+def test_what_prepares_a_checkpoints_inputs_is_kept(
+    l2r, checkpoint, text_folder, tmp_path, command
+):
+    old, new, (name, *options) = tmp_path / "old", tmp_path / "new", command
+    shutil.copytree(checkpoint, old)
+    if name == "export":
+        swap_routers(load_pretrained(old), L2RConfig(rank=2)).save_pretrained(old)
+    if name == "upcycle":
+        options += ["--data", text_folder, "--tokens", 64, "--held-out", 64, "--length", 8]
     text = json.dumps({"image_processor_type": "ViTImageProcessor", "image_mean": [0.5, 0.4, 0.3]})
-    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-    for name in names:
-        (old / name).write_text(text)
-    new = tmp_path / "new"
-    assert l2r("swap", old, "rank=2", "--dtype", dtype, "--out", new).code == 0
-    assert {(new / name).read_text() for name in names} == {text}
+    files = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    for file in files:
+        (old / file).write_text(text)
+    assert l2r(name, old, *options, "--out", new).code == 0
+    assert {(new / file).read_text() for file in files} == {text}
+
+
+@pytest.mark.parametrize("command", ["swap", "upcycle", "export"])
+def test_a_device_map_is_checked_where_files_are_only_copied(l2r, checkpoint, tmp_path, command):
+    more = ("--device-map", '{"": "gpu"}', "--out", tmp_path / "new")
+    line = l2r(command, checkpoint, *more).refusal()
+    assert "device must be" in line and "'gpu'" in line
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,17 @@ def test_a_file_system_without_locks_is_an_error_and_no_wait(tmp_path, monkeypat
     monkeypatch.setattr(atomic.time, "sleep", waits)
     with pytest.raises(OSError, match=r"cannot lock .*file: No locks"), held(tmp_path / "file"):
         pass
+
+
+def test_a_place_is_checked_and_nothing_is_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    atomic.check_place(tmp_path / "new" / "folder")
+    atomic.check_place(tmp_path)
+    for place in ("file", "file/below/it"):
+        with pytest.raises(NotADirectoryError) as refused:
+            atomic.check_place(tmp_path / place)
+        assert refused.value.filename == str(tmp_path / "file")
+    monkeypatch.setattr(atomic.os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(PermissionError):
+        atomic.check_place(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

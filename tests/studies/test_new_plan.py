@@ -59,9 +59,9 @@ def test_the_command_writes_what_was_asked_for(tmp_path, monkeypatch, l2r):
         ((*ONE, *ONE), "--arm must have different names"),
         ((*ONE, "--arm", "r8:router.rnk=8"), "did you mean 'rank'"),
         ((*ONE, *OTHER, "--metric", "loss"), "unknown metric 'loss'"),
-        ((*ONE, *OTHER, "--margin", 0), "--margin must be > 0; got 0"),
+        ((*ONE, *OTHER, "--margin", 0), "--margin must be > 0 and finite; got 0"),
         ((*ONE, *OTHER, "--margin", 0.0001), "--margin must be at least"),
-        ((*ONE, *OTHER, "--sd", "nan"), "--sd must be > 0; got nan"),
+        ((*ONE, *OTHER, "--sd", "nan"), "--sd must be > 0 and finite; got nan"),
     ],
     ids=["one arm", "a name twice", "a field", "a metric", "no margin", "small margin", "nan"],
 )

@@ -29,6 +29,13 @@ PANELS = {
 # Of click, or of the copy of click that newer versions of typer hold.
 _UsageError: Any = typer.BadParameter.__base__
 
+# What torch says of sizes that no machine has.
+_TOO_LARGE = (
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+    "Overflow when unpacking",
+)
+
 # transformers reads them when it is first imported; our commands have their own bars.
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -83,6 +90,11 @@ def main(args: list[str] | None = None) -> NoReturn:
         sys.exit(2)
     except MissingExtraError as error:
         typer.echo(f"error: {one_line(error)}", err=True)
+        sys.exit(2)
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in _TOO_LARGE) or os.environ.get("L2R_TRACEBACK"):
+            raise
+        typer.echo(f"error: a size is too large: {one_line(str(error).splitlines()[0])}", err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         typer.echo(f"error: {missing_package(error)}", err=True)

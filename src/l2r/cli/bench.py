@@ -32,6 +32,7 @@ def bench(
 
     Example: l2r bench router --seconds 4 --json
     """
+    from dataclasses import replace
     from functools import partial
 
     from l2r.cli.console import print_pages, print_table, progress_bars
@@ -43,11 +44,15 @@ def bench(
         save_bench,
     )
     from l2r.report.performance import bench_table, read_bench, write_bench_page
+    from l2r.runs.atomic import check_place
 
+    if out is not None:
+        check_place(out)
     baseline = None if compare is None else read_bench(compare)
+    settings = BenchSettings(device, seconds, quick, compiled, clock)
     with progress_bars() as bars:
-        settings = BenchSettings(device, seconds, quick, compiled, clock, partial(bars, name))
-        result = run_bench(name, settings).as_dict()
+        watched = replace(settings, watch=partial(bars, name))
+        result = run_bench(name, watched).as_dict()
     print_table(bench_table(result, ranges=not as_json), as_json=as_json)
     if out is not None:
         save_bench(result, out)

@@ -88,6 +88,12 @@ def diagnose(
     from l2r.report.text_view import text_page_of, text_sections
     from l2r.runs.atomic import make_folder
 
+    if text_tokens < 0:
+        raise ValueError(f"text_tokens must be >= 0; got {text_tokens}")
+    settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
+    extent = Extent(
+        batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
+    )
     for checkpoint in checkpoints:  # all of them before the first, which takes minutes
         local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if text is not None:
@@ -95,10 +101,6 @@ def diagnose(
         loading |= {"revision": revision, "trust_remote_code": trust_remote_code}
         _own_text(checkpoints, text, out, loading, show=open_, as_json=as_json)
         return
-    settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
-    extent = Extent(
-        batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
-    )
     one_run = over_time and len(checkpoints) == 1
     earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
     pages: list[Path] = []

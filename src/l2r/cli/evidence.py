@@ -156,7 +156,8 @@ def new(
         int | None, typer.Option(help="Tokens of a run (default: the recipe's).", min=1)
     ] = None,
     first_seed: Annotated[
-        int, typer.Option(help="First seed: none that an earlier study has seen.", min=0)
+        int,
+        typer.Option(help="First seed: none that an earlier study has seen.", min=0, max=2**62 - 1),
     ] = 0,
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path(
         "results/evidence"
@@ -172,8 +173,8 @@ def new(
     from l2r.studies import Question, seconds_per_run, write_plan
 
     for name, value in (("margin", margin), ("sd", sd)):
-        if not value > 0:
-            raise ValueError(f"{name} must be > 0; got {value:g}")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be > 0 and finite; got {value:g}")
     named = [word.partition(":")[::2] for word in arm]
     arms = {name: [change for change in changes.split(",") if change] for name, changes in named}
     if len(arms) < len(arm):

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,6 +58,7 @@ def export(
         load_causal_lm,
         load_tokenizer,
         local_checkpoint,
+        processor_files,
         run_of_checkpoint,
         run_sections,
     )
@@ -67,6 +68,7 @@ def export(
     if form == "hf" and tolerance is not None:
         raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     check_new_folder(out)
+    placement = Placement(dtype, device_map=device_map, report=say)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     check_is_language_model(folder, checkpoint)
     sections = run_sections(run_of_checkpoint(folder))
@@ -78,14 +80,16 @@ def export(
         else:
             model, tokenizer = load_causal_lm(
                 folder,
-                placement=Placement(dtype, device_map=device_map, report=say),
+                placement=placement,
                 trust_remote_code=trust_remote_code,
             )
         with progress_bars() as bars:
             write = (
                 None if on_disk is None else partial(on_disk.write, report=partial(bars, "files"))
             )
-            export_remote_code(model, out, tokenizer=tokenizer, sections=sections, write=write)
+            more: dict[str, Any] = {"sections": sections, "write": write}
+            more["files"] = processor_files(folder)
+            export_remote_code(model, out, tokenizer=tokenizer, **more)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return

@@ -72,10 +72,14 @@ def mismatch(
     from l2r.analysis import open_subject
     from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
     from l2r.report.mismatch import tables, verdict, write_mismatch
-    from l2r.runs.atomic import make_folder, write_json
+    from l2r.runs.atomic import check_place, make_folder, write_json
 
     _check(against, answers, record, batch_size)
     placement = Placement(dtype, device)
+    if against is not None:
+        check_place(out)
+    if record is not None:
+        check_place(record.parent)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
         raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")

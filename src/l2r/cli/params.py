@@ -52,11 +52,12 @@ def params(
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
-    entries = num_experts * max(hidden_size, max(rank_list) * max(head_list))
-    if max(hidden_size, entries) > _MOST:
+    rank, head = max(rank_list), max(head_list)
+    entries = max(num_experts * hidden_size, num_experts * rank * head, rank * hidden_size)
+    if entries > _MOST:
         raise ValueError(
-            f"num_experts times hidden_size, or rank times heads, must be at most {_MOST:,}; got "
-            f"{entries:,}"
+            "num_experts x hidden_size, num_experts x rank x heads and rank x hidden_size must be "
+            f"at most {_MOST:,}; got {entries:,}"
         )
     count = router_cost if cost else router_parameters
     linear = layers * count("linear", **sizes)

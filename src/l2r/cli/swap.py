@@ -77,7 +77,7 @@ def swap(
         select_sites,
     )
 
-    options = read_router(changes)
+    options, chosen, result = read_router(changes), read_layers(layers), None
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     placement = Placement(dtype, device, device_map, say)
@@ -91,7 +91,6 @@ def swap(
         )
         save = partial(save_model, model)
     before = router_sites(model)
-    chosen, result = read_layers(layers), None
     config = preferred_router(
         model, select_sites(model, chosen)[0], selection=selection, options=options
     )

@@ -32,9 +32,9 @@ def upcycle(
     data: Annotated[
         Path | None, typer.Option(help="Folder of text (default: embedded text).")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 200_000,
-    held_out: Annotated[int, typer.Option(help="Tokens to measure on.")] = 50_000,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+    tokens: Annotated[int, typer.Option(help="Tokens to fit on.", min=1)] = 200_000,
+    held_out: Annotated[int, typer.Option(help="Tokens to measure on.", min=1)] = 50_000,
+    length: Annotated[int, typer.Option(help="Tokens per row.", min=2)] = 256,
     batch_size: BatchSize = 8,
     updates: Annotated[int, typer.Option(help="Fit updates per batch; 0 copies nothing.")] = 4,
     lr: Annotated[float, typer.Option(help="Learning rate of the fit.")] = 0.01,
@@ -69,6 +69,7 @@ def upcycle(
 
     router = read_router(changes)
     options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
+    chosen = read_layers(layers)
     if out is not None:
         check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
@@ -77,7 +78,6 @@ def upcycle(
         placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
-    chosen = read_layers(layers)
     config = preferred_router(model, select_sites(model, chosen)[0], options=router)
     result = fit_to_old(
         folder,

@@ -153,6 +153,15 @@ def make_folder(root: Path, *names: str) -> Path:
     return root
 
 
+def check_place(folder: Path) -> None:
+    """Raise OSError, before long work, where a folder cannot be made or written; make nothing."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
 def refuse_link(path: Path) -> None:
     """Raise ValueError where ``path`` is a link."""
     if path.is_symlink():

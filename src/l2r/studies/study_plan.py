@@ -36,7 +36,7 @@ Changes = list[str]
 class Seeds(Section):
     """From ``first`` on: at least ``least``, then one more at a time up to ``most``."""
 
-    first: Annotated[int, Field(ge=0)] = 0
+    first: Annotated[int, Field(ge=0, lt=2**62)] = 0
     least: Annotated[int, Field(ge=2)] = 3
     most: PositiveInt = 3
 

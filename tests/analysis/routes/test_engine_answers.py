@@ -71,7 +71,7 @@ def test_what_is_missing_is_named_with_its_place(tmp_path, change, message):
 @pytest.mark.parametrize("wrong", [-1, 10**6])
 def test_answers_of_another_vocabulary_are_refused(wrong):
     model, ids = ours(), batches(1)[0]["input_ids"]
-    _, routes = answers(model, ids)
+    routes = answers(model, ids)[1].extended(1)
     rows = [*ids[:-1], torch.full_like(ids[-1], wrong)]
     with pytest.raises(ValueError, match=rf"sequence {len(rows) - 1} has {wrong} to {wrong}"):
         compare_routes(model, routes, rows)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import kl_div
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r import record, replay
 from l2r.analysis.certificates.certify import certify, holds_within
@@ -13,7 +14,7 @@ from l2r.analysis.routes.mismatch import Comparison, compare_models, compare_rou
 from l2r.analysis.routes.model_reading import Reading
 from l2r.routers.observe import find_routers
 from l2r.runs.mismatch import NO_STATEMENT
-from tests.analysis.diagnostics.models import batches, ours, stock
+from tests.analysis.diagnostics.models import SIZES, batches, ours, stock
 
 
 def ids(count=3, **options):
@@ -172,3 +173,17 @@ def test_routes_of_other_tokens_are_refused():
         compare_routes(model, routes, list(ids(1)[0][:, :9]))
     with pytest.raises(ValueError, match="at least one row; got none"):
         compare_models(model, model, []).arrays()
+
+
+def test_models_of_other_tokens_are_refused():
+    """One has half of the embeddings, so that many tokens are not in it."""
+    torch.manual_seed(0)
+    vocabulary = SIZES["vocab_size"]
+    sizes = [{**SIZES, "vocab_size": size} for size in (vocabulary, vocabulary // 2)]
+    one, other = (OlmoeForCausalLM(OlmoeConfig(**fields)) for fields in sizes)
+    tokens = [torch.full((1, 4), vocabulary - 1)]
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(ValueError, match="both models must have the same tokens"):
+            compare_models(*pair, tokens)
+    with pytest.raises(ValueError, match=f"sequence 0 has {vocabulary - 1} to {vocabulary - 1}"):
+        compare_models(other, other, tokens)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def test_scaling_has_every_axis_and_draws_it() -> None:
 
 
 def test_settings_name_the_wrong_field() -> None:
-    for options in ({"device": "tpu"}, {"seconds": 0.0}, {"clock": "sun"}):
+    seconds = [{"seconds": value} for value in (0.0, math.nan, math.inf)]
+    for options in ({"device": "tpu"}, *seconds, {"clock": "sun"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             BenchSettings(**options)
     with pytest.raises(ValueError, match="benchmark must be one of"):

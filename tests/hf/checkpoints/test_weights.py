@@ -73,6 +73,13 @@ def copied(saved, tmp_path):
     return lambda name: shutil.copytree(saved / name, tmp_path / name)
 
 
+def test_shapes_of_a_damaged_file_name_it(copied):
+    path = copied("stock") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read: "):
+        weight_files.read_config(path.parent)
+
+
 def change_weights(folder, change):
     path = folder / "model.safetensors"
     weights = load_file(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from l2r.runs.reading import parse_json
-from l2r.training.evaluation import downstream
+from l2r.training.evaluation import TaskSettings, downstream
 from l2r.training.evaluation.downstream import evaluate_tasks, model_length
 from l2r.training.evaluation.paper_rows import TASK_COLUMNS, TASKS_OF, paper_row
 from l2r.training.evaluation.store import TaskStore
@@ -229,6 +229,21 @@ def test_length_is_2048_or_the_models_own(model):
 def test_bad_options_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate_tasks(model, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "train"}, "split must be val or test; got 'train'"),
+        ({"limit": 0}, "limit must be >= 1; got 0"),
+        ({"requests": -1}, "requests must be >= 1; got -1"),
+        ({"max_length": 0}, "length must be >= 1; got 0"),
+        ({"limit": 2, "requests": 4}, "give limit or requests, not both"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_checkpoint_is_loaded(options, message):
+    with pytest.raises(ValueError, match=message):
+        TaskSettings(**options)
 
 
 def test_broken_model_is_named_not_scored(model):

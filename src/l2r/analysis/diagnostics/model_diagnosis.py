@@ -4,7 +4,6 @@ A diagnosis is plain data, whose files l2r.runs.diagnosis reads and writes.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +18,7 @@ from l2r.analysis.certificates.routing_map import radial_of, scoring_anchors
 from l2r.analysis.diagnostics import metrics
 from l2r.analysis.diagnostics.choice_log import Choices
 from l2r.analysis.diagnostics.collect import LayerRecord
-from l2r.analysis.diagnostics.robustness import perturbation_stability
+from l2r.analysis.diagnostics.robustness import check_sigma, perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
 from l2r.analysis.diagnostics.specialization import LEAST
 from l2r.analysis.diagnostics.token_analyses import layer_analyses, model_analyses
@@ -39,7 +38,7 @@ class DiagnosisSettings:
     keep_sample: also keep the sampled tokens, the anchors and the routing planes, from which the
     page of l2r diagnose draws the geometry; they can be hundreds of MiB.
     least: occurrences of a word that counts for vocabulary specialization.
-    Raises ValueError for a negative or infinite sigma, repeats < 1, a negative number of tokens to
+    Raises ValueError for a sigma as ``check_sigma``, repeats < 1, a negative number of tokens to
     certify and a seed that torch does not take.
     """
 
@@ -51,16 +50,12 @@ class DiagnosisSettings:
     least: int = LEAST
 
     def __post_init__(self) -> None:
-        for name, lowest, end in (
-            ("sigma", 0, math.inf),
-            ("repeats", 1, math.inf),
-            ("seed", 0, 2**63),
-            ("certify", 0, math.inf),
-        ):
-            value = getattr(self, name)
-            if not lowest <= value < end:
-                limit = "finite" if end == math.inf else "below 2^63"
-                raise ValueError(f"{name} must be >= {lowest} and {limit}; got {value}")
+        check_sigma(self.sigma)
+        for name, lowest in (("repeats", 1), ("certify", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} must be >= {lowest}; got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be >= 0 and below 2^63; got {self.seed}")
 
 
 def diagnose_layers(

@@ -3,8 +3,6 @@
 Shape letters: T tokens, D hidden size, K experts chosen per token.
 """
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -13,6 +11,13 @@ from l2r.routers.observe import chosen_too, evaluating, first_choice
 from l2r.stats.intervals import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
+MOST_SIGMA = 1e6  # squares of noisy inputs stay far from the end of fp32
+
+
+def check_sigma(sigma: float) -> None:
+    """Raise ValueError for a sigma that is negative, above a million or no number."""
+    if not 0 <= sigma <= MOST_SIGMA:
+        raise ValueError(f"sigma must be between 0 and {MOST_SIGMA:,.0f}; got {sigma}")
 
 
 def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:
@@ -39,10 +44,9 @@ def perturbation_stability(
     mode. ``more`` holds its further arguments. The noise is drawn on the CPU from
     ``seed``, the same on every device.
 
-    Raises ValueError for a negative or infinite sigma, no tokens or repeats < 1.
+    Raises ValueError for a sigma as ``check_sigma``, no tokens or repeats < 1.
     """
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"sigma must be >= 0 and finite; got {sigma}")
+    check_sigma(sigma)
     if repeats < 1 or len(x) < 1:
         raise ValueError(f"need repeats >= 1 and tokens >= 1; got {repeats} and {len(x)}")
     generator = torch.Generator().manual_seed(seed)

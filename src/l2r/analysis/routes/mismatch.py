@@ -26,7 +26,8 @@ _EPS = torch.finfo(torch.float32).eps
 class Comparison:
     """Compare a model with another, or with recorded routes, token by token; see ``arrays``.
 
-    Raises ValueError where the two do not have the same layers, experts, k and model type.
+    Raises ValueError where the two do not have the same layers, experts, k, model type and number
+    of token embeddings, and for token ids that the model does not have.
     """
 
     def __init__(self, model: nn.Module, other: nn.Module | None = None) -> None:
@@ -34,8 +35,14 @@ class Comparison:
         self._model, self._other = model, other
         self._routers = [site.router for site in running_sites(model)]
         self._alike = [False] * len(self._routers)
+        self._vocabulary = _vocabulary(model)
         if other is not None:
             fingerprint_of(other).check(self.fingerprint)
+            if _vocabulary(other) != self._vocabulary:
+                raise ValueError(
+                    f"both models must have the same tokens; one has {self._vocabulary:,}, the "
+                    f"other {_vocabulary(other):,}"
+                )
             pairs = zip(self._routers, running_sites(other), strict=True)
             self._alike = [_equal(router, site.router) for router, site in pairs]
         remark = "the two routers have other parameters"
@@ -48,6 +55,7 @@ class Comparison:
     def with_model(self, ids: Int[Tensor, "B S"]) -> None:
         """Compare rows of tokens with the other model, with its own experts and with replayed."""
         assert self._other is not None
+        self._check_tokens(ids)
         first, second = read_routing(self._model, ids), read_routing(self._other, ids)
         again = read_routing(self._other, ids, first.routes)
         self._keep(first, second.routes, ids)
@@ -74,6 +82,7 @@ class Comparison:
         log_probs: of each row's next token as the other side gave them, NaN where it gave none.
         Without them what is compared is this model with the routes and with its own experts.
         """
+        self._check_tokens(ids)
         first = read_routing(self._model, ids)
         self._keep(first, routes, ids)
         again = read_routing(self._model, ids, routes)
@@ -147,6 +156,15 @@ class Comparison:
             gap=torch.stack([gap.cpu() for gap in first.gaps]),
         )
 
+    def _check_tokens(self, ids: Int[Tensor, "B S"]) -> None:
+        wrong = ((ids < 0) | (ids >= self._vocabulary)).any(dim=1).nonzero()
+        if len(wrong):
+            row = ids[wrong[0, 0]]
+            raise ValueError(
+                f"tokens must be from 0 to {self._vocabulary - 1}, which the model has; sequence "
+                f"{len(self.lengths) + int(wrong[0, 0])} has {int(row.min())} to {int(row.max())}"
+            )
+
     def _add(self, **values: Tensor) -> None:
         for name, value in values.items():
             self._parts.setdefault(name, []).append(value.detach().cpu().numpy())
@@ -176,27 +194,24 @@ def compare_routes(
 ) -> Comparison:
     """Compare a model with routes of sequences of any length, one at a time.
 
-    Raises ValueError where routes and rows are not as many, and for token ids that the model does
-    not have, as answers of another model have.
+    Raises ValueError where routes and rows are not as many.
     """
     if len(routes) != len(rows):
         raise ValueError(
             f"routes must be of the tokens that are read; they have {len(routes)} sequences and "
             f"there are {len(rows)} rows"
         )
-    size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    for number, row in enumerate(rows):
-        if len(row) and not 0 <= int(row.min()) <= int(row.max()) < size:
-            raise ValueError(
-                f"tokens must be from 0 to {size - 1}, which the model has; sequence {number} "
-                f"has {int(row.min())} to {int(row.max())}"
-            )
     comparison = Comparison(model)
     for number, (row, part) in enumerate(zip(rows, routes, strict=True)):
         measured = None if log_probs is None else log_probs[number][None]
         comparison.with_routes(row[None], part, measured)
         report(number + 1)
     return comparison
+
+
+def _vocabulary(model: nn.Module) -> int:
+    size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return size
 
 
 def _equal(one: nn.Module, other: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -52,8 +53,8 @@ class BenchSettings:
             raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
         if self.clock not in CLOCKS:
             raise ValueError(f"clock must be wall or cpu; got clock={self.clock!r}")
-        if self.seconds <= 0:
-            raise ValueError(f"seconds must be > 0; got seconds={self.seconds}")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be > 0 and finite; got seconds={self.seconds}")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,7 +5,7 @@ transformers alone; fused kernels are left out, results are the same.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def export_remote_code(
     out: str | Path,
     *,
     tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
 ) -> Path:
@@ -44,16 +45,21 @@ def export_remote_code(
     ``model`` is ours, or one whose routers were swapped, in all layers or in some; a stock OLMoE
     whose routers were all swapped alike becomes our own, which engines know.
     ``sections`` are those of the model's card that say how it was made and what was measured;
-    ``write`` is that of ``save_model``. Raises ValueError for a model without a router of ours, for
-    a class of the user's own, for a router's file that imports what the folder would lack and for a
-    folder that is not empty.
+    ``files``, besides the code, and ``write`` are those of ``save_model``. Raises ValueError for a
+    model without a router of ours, for a class of the user's own, for a router's file that imports
+    what the folder would lack and for a folder that is not empty.
     """
     model = as_l2r_olmoe(model)
-    files, auto_map = remote_code(model)
+    code, auto_map = remote_code(model)
     model.config.auto_map = auto_map
     try:
         save_model(
-            model, Path(out), tokenizer=tokenizer, files=files, sections=sections, write=write
+            model,
+            Path(out),
+            tokenizer=tokenizer,
+            files={**(files or {}), **code},
+            sections=sections,
+            write=write,
         )
     finally:
         del model.config.auto_map

@@ -22,6 +22,7 @@ from l2r.runs.reading import read_json
 
 FLOAT32 = Placement("float32")
 _PROCESSORS = (
+    "audio_tokenizer_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",

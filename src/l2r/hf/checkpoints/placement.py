@@ -29,7 +29,7 @@ class Placement:
     from modules to devices, "disk" among them; None is one device, and for weights that do not fit
     into a CPU's free memory "auto", which leaves layers on disk until they run; ``report`` takes
     the line that says so.
-    Raises ValueError for an unknown dtype or map, and for a device that is not here.
+    Raises ValueError for an unknown dtype or map, and for a device of a map that is not here.
     """
 
     dtype: str = "auto"
@@ -85,7 +85,11 @@ class Placement:
             )
         for place in places.values():
             if place != "disk":
-                pick_device(f"cuda:{place}" if isinstance(place, int) else str(place))
+                name = f"cuda:{place}" if isinstance(place, int) else str(place)
+                try:
+                    pick_device(name)
+                except ValueError as error:
+                    raise ValueError(f"device_map: {error}") from None
         return places
 
 

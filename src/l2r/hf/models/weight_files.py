@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
@@ -115,14 +115,18 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def _stored_shapes(folder: Path) -> Shapes | None:
     """Shapes of all tensors in the safetensors files of a folder; None where it has no such file.
 
-    Pickled weights give no shapes without being read. Raises ValueError for files without tensors.
+    Pickled weights give no shapes without being read. Raises ValueError for files without tensors
+    and damaged ones.
     """
     files = sorted(folder.glob("*.safetensors"))
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as stream:
-            names = stream.keys()
-            shapes |= {name: tuple(stream.get_slice(name).get_shape()) for name in names}
+        try:
+            with safe_open(file, framework="pt") as stream:
+                names = stream.keys()
+                shapes |= {name: tuple(stream.get_slice(name).get_shape()) for name in names}
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
     if files and not shapes:
         raise ValueError(f"{files[0].name} holds no tensors")
     return shapes or None

@@ -12,6 +12,7 @@ from l2r.training.data.tokenizer import write_tokenizer_config
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 LEAST_VOCABULARY = 300  # 256 bytes, two special tokens, and some to learn
+MOST_VOCABULARY = 2**24  # a larger table ends the process of tokenizers
 
 
 def write_new_tokenizer(
@@ -19,10 +20,13 @@ def write_new_tokenizer(
 ) -> tuple[Tokenizer, TokenizerIdentity]:
     """Train a tokenizer and write ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    Little text gives fewer than ``vocab_size`` tokens. Raises ValueError for fewer than 300.
+    Little text gives fewer than ``vocab_size`` tokens. Raises ValueError for fewer than 300 and
+    more than 2^24.
     """
-    if vocab_size < LEAST_VOCABULARY:
-        raise ValueError(f"vocab_size must be >= {LEAST_VOCABULARY}; got {vocab_size}")
+    if not LEAST_VOCABULARY <= vocab_size <= MOST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size must be >= {LEAST_VOCABULARY} and <= {MOST_VOCABULARY}; got {vocab_size}"
+        )
     tokenizer = _train(texts, vocab_size)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_tokenizer_config(folder, END_OF_TEXT, PADDING)

@@ -38,6 +38,13 @@ class TaskSettings:
     def __post_init__(self) -> None:
         if self.split not in ("val", "test"):
             raise ValueError(f"split must be val or test; got {self.split!r}")
+        for name, least in (("limit", 1), ("requests", 1), ("max_length", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                option = name.removeprefix("max_")
+                raise ValueError(f"{option} must be >= {least}; got {value}")
+        if self.limit is not None and self.requests is not None:
+            raise ValueError(f"give limit or requests, not both; got {self.limit}, {self.requests}")
 
 
 def evaluate_language(

@@ -92,6 +92,8 @@ def test_a_device_map_is_checked_where_files_are_only_copied(l2r, checkpoint, tm
         (["--out", "{tmp}/new", "router.kind=l2r_sipps"], "did you mean 'l2r_sips'?"),
         (["--out", "{tmp}/new", "rank"], "changes must look like key.sub=value; got 'rank'"),
         (["--out", "{tmp}/new", "kind="], "kind is missing from the router configuration"),
+        (["--out", "{tmp}/new", "heads=9999999999999999"], "error: a size is too large: "),
+        (["--out", "{tmp}/new", "heads=99999999999999999999"], "error: a size is too large: "),
         (["--out", "{tmp}/new", "--layers", "a,b"], "layers must be 'all' or indices"),
         (["--out", "{tmp}/new", "--layers", "9"], "layers must name layers"),
         (["--out", "{tmp}/new", "--selection", "mine"], "selection must be family or router"),

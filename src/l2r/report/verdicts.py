@@ -167,7 +167,9 @@ def of_study(study: Study) -> Verdict:
         )
     if study.seeds < study.least:
         return Verdict(
-            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} are complete.", cannot
+            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "
+            f"{'is' if study.seeds == 1 else 'are'} complete.",
+            cannot,
         )
     counts: dict[str, list[str]] = {}
     several = len({j.contrast.metric for j in primary or study.judged}) > 1

@@ -126,6 +126,8 @@ def test_params_prints_the_cost_of_a_token(l2r):
         ),
         (["evidence", "new", "p.yaml", "--arm", "a", "--arm", "b", "--sd", "inf"], ["sd must be"]),
         (["upcycle", "nowhere", "--tokens", -5], ["--tokens", "greater than or equal to 1"]),
+        (["upcycle", "nowhere", "--data", "none"], ["--data must be a folder of text; got none"]),
+        (["swap", "nowhere", "--fit", "none", "--out", "n"], ["--fit must be a folder of text or"]),
         (["upcycle", "nowhere", "--layers", "x"], ["--layers must be 'all' or indices"]),
     ],
 )

@@ -247,7 +247,7 @@ def test_a_fit_with_layers_on_disk_writes_what_it_writes_in_memory(
 
 def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
     assert (
-        "text folder must exist"
+        "--data must be a folder of text"
         in l2r("upcycle", checkpoint, "--data", tmp_path / "none").refusal()
     )
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "bare")

@@ -78,6 +78,8 @@ def swap(
     )
 
     options, chosen, result = read_router(changes), read_layers(layers), None
+    if fit not in (None, EMBEDDED) and not Path(fit).exists():
+        raise ValueError(f"fit must be a folder of text or {EMBEDDED}; got {fit}")
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     placement = Placement(dtype, device, device_map, say)

@@ -70,6 +70,8 @@ def upcycle(
     router = read_router(changes)
     options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
     chosen = read_layers(layers)
+    if data is not None and not data.exists():
+        raise ValueError(f"data must be a folder of text; got {data}, which does not exist")
     if out is not None:
         check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)

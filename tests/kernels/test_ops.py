@@ -191,6 +191,41 @@ def test_transforms_are_seen_and_without_torchs_answer_plain_code_runs(
     assert not called
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
+@pytest.mark.parametrize("kind", ["l2r_sips", "xmoe"])
+def test_transforms_inside_a_dispatch_mode_or_a_compiler_have_the_plain_gradients(
+    unchecked: None, kind: str
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    router = build_router(kind, hidden_size=12, num_experts=6, top_k=2)
+    x, weights = torch.randn(5, 12), {n: p.detach() for n, p in router.named_parameters()}
+    operations: list[object] = []
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(router, weights, (x,)).weights.square().sum()
+
+    def graph(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        operations.extend(node.target for node in module.graph.nodes)
+        return module
+
+    with implementation("plain"):
+        wanted = torch.func.grad(loss)(weights, x)
+    with FlopCounterMode(display=False) as counter:
+        counted = torch.func.grad(loss)(weights, x)
+    assert counter.get_total_flops() > 0
+    fused = torch.ops.l2r.route.default
+    torch.compile(loss, backend=graph, fullgraph=True)(weights, x)
+    assert fused in operations
+    operations.clear()
+    compiled = torch.compile(torch.func.grad(loss), backend=graph, fullgraph=True)(weights, x)
+    assert operations
+    assert fused not in operations
+    for gradients in (counted, compiled):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name])
+
+
 def test_unknown_implementation_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="implementation must be plain"),

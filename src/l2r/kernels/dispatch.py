@@ -146,7 +146,7 @@ def _fused(
         [tensor.dtype for tensor in present if tensor is not given.routes]
     ):
         return None
-    if exported() if watched else transformed():
+    if (watched and exported()) or transformed():
         return None
     if name == "cpu" and first is given.logits:
         derived = first.requires_grad and torch.is_grad_enabled()

@@ -33,8 +33,15 @@ def exported() -> bool:
 
 
 def transformed() -> bool:
-    """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts."""
+    """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts.
+
+    torch.compile calls this while it traces, when the transforms inside are entered.
+    """
     if _functorch_layer is None or _functorch_layer() is not None:
         return True
     level = getattr(torch.autograd.forward_ad, "_current_level", None)
     return level is None or level >= 0
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler.
+vars(transformed)["_dynamo_marked_constant"] = True

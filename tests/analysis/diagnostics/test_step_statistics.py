@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from l2r import L2RConfig, capture
+from l2r import L2RConfig, build_router, capture
 from l2r.analysis.diagnostics.step_statistics import NUMBERS, RouterWatch, router_statistics
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap.families import FAMILIES
@@ -126,6 +126,27 @@ def test_a_recomputed_layer_counts_once_and_nothing_is_left_behind():
     assert not watch.is_open and watch.read() is None
     hooks = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
     assert not any(hooks)
+
+
+@torch.no_grad()
+def test_two_routers_of_one_block_are_two_layers():
+    """Neither is lost, nor are their sums added, which would fail for other numbers of experts."""
+    sizes = {"hidden_size": 8, "top_k": 2}
+    both = torch.nn.ModuleDict(
+        {
+            "first": build_router("linear", num_experts=4, **sizes),
+            "second": build_router("linear", num_experts=6, **sizes),
+        }
+    )
+    model = torch.nn.ModuleList([both])
+    x, watch = torch.randn(5, 8), RouterWatch(model)
+    watch.start()
+    with capture(model) as captured:
+        outputs = [router(x) for router in both.values()]
+    wanted = router_statistics([(o.logits, o.weights, o.indices) for o in outputs])
+    for found in (router_statistics(captured), watch.read()):
+        assert [len(load) for load in found.load] == [4, 6]
+        assert found.scalars() == pytest.approx(wanted.scalars())
 
 
 def test_the_picture_shows_dead_fair_and_full_experts():

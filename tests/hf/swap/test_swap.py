@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, capture
+from l2r import L2RConfig, LinearConfig, Router, XMoEConfig, build_router, capture
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.models import (
     L2rOlmoeConfig,
@@ -24,7 +24,7 @@ from l2r.hf.models import (
 from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.hf.swap import families, swap_routers
 from l2r.hf.swap.families import FAMILIES
-from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import router_sites, select_sites
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.hf.family_check import compiles, generates, keeps_rule
 from tests.tiers import few_families
@@ -147,6 +147,14 @@ def test_layers_are_selectable_and_the_rest_keeps_its_router():
     swap_routers(model, XMoEConfig(rank=4), layers=[0])
     assert len(_routers(model)) == 2
     assert [entry["layers"] for entry in model.config.l2r_swap] == [[1], [0]]
+
+
+def test_two_routers_of_one_layer_are_both_selected():
+    router = build_router("linear", hidden_size=8, num_experts=4, top_k=2)
+    pair = torch.nn.ModuleDict({"first": router, "second": copy.deepcopy(router)})
+    model = torch.nn.ModuleList([pair, copy.deepcopy(pair)])
+    paths = [site.path for site in select_sites(model, layers=[1, 1])]
+    assert paths == ["1.first", "1.second"]
 
 
 def test_a_layer_without_a_router_is_refused():

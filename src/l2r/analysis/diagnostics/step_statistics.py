@@ -10,7 +10,7 @@ micro-batches and ranks of a step, and costs nothing between steps.
 Shape letters: T tokens, L layers, N experts, K experts chosen per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,8 @@ _UNUSED = (0, 0, 0)
 class RouterStatistics:
     """Numbers of each routed layer, whose indices are ``layers``.
 
+    An index is that of the block in the model; where two routers are in one block, or the source is
+    an output or a list, which name no block, it counts routers from 0.
     load_entropy: of the experts' loads over log N (1 is perfect balance). max_over_mean: of the
     loads. dead_experts: without a token. mean_margin: between the two largest logits. z_loss and
     balance_loss: unweighted, Eq. 35 and Eq. 34, per layer. load: tokens [N] of every expert.
@@ -100,10 +102,11 @@ def router_statistics(
     Raises ValueError for a source without routed tokens, and for ``router_logits`` without
     ``top_k``.
     """
-    layers: dict[int, Sequence[Routed]] = {}
+    layers: dict[int, Sequence[Routed]]
     if isinstance(source, Captured):
-        for name, calls in source.outputs.items():
-            layers[layer_index(name)] = list(calls)
+        called = {name: list(calls) for name, calls in source.outputs.items() if calls}
+        numbers = _numbered(called)
+        layers = {numbers[name]: calls for name, calls in called.items()}
     else:
         layers = {n: [output] for n, output in enumerate(_outputs(source, top_k))}
     total: dict[int, sums.Sums] = {}
@@ -124,7 +127,7 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         inner = unwrapped_model(model)
         self._sites = running_sites(inner)
-        self._layers = {site.path: site.layer for site in self._sites}
+        self._layers = _numbered(site.path for site in self._sites)
         # transformers' outermost model is called with the attention mask, whatever stands around.
         whole = (part for part in inner.modules() if hasattr(part, "get_input_embeddings"))
         self._called = next(whole, inner)
@@ -166,6 +169,13 @@ class RouterWatch:
         if not (in_backward() or torch.compiler.is_compiling()):
             part = _sums(output, self._mask)
             sums.add(self._sums.setdefault(self._layers[path], {}), part)
+
+
+def _numbered(paths: Iterable[str]) -> dict[str, int]:
+    """Indices of the blocks of routers; their own order where two of them have one index."""
+    layers = {path: layer_index(path) for path in paths}
+    alone = len(set(layers.values())) == len(layers)
+    return layers if alone else {path: n for n, path in enumerate(layers)}
 
 
 def _outputs(source: Any, top_k: int | None) -> Sequence[Routed]:

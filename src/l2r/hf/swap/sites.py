@@ -112,15 +112,15 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
     if not is_list or not layers or any(type(layer) is not int for layer in layers):
         raise ValueError(f"layers must be None or a list of at least one index; got {layers!r}")
-    by_layer = {site.layer: site for site in sites}
+    routed = sorted({site.layer for site in sites})
     for layer in layers:
-        if layer not in by_layer:
-            allowed = ", ".join(map(str, by_layer))
+        if layer not in routed:
+            allowed = ", ".join(map(str, routed))
             raise ValueError(
                 f"layers must name layers of this {type(model).__name__} whose router can be "
                 f"replaced ({allowed}); got {layer}"
             )
-    return [by_layer[layer] for layer in sorted(set(layers))]
+    return [site for site in sites if site.layer in layers]
 
 
 def old_weight(site: Site) -> Tensor:

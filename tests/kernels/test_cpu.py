@@ -227,14 +227,6 @@ def test_a_strided_gain_is_read_right() -> None:
     assert torch.equal(found.logits, wanted.logits)
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
-    ours = leaves(Case(3, 8, 4, 2, 2, 2).inputs("cpu"))
-    routed = route(ours, score=ScoreConstants("sips"), top_k=2)
-    (grad,) = torch.autograd.grad(routed.logits.sin().sum(), [ours["x"]], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
-        grad.square().sum().backward()
-
-
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("scoring", ["dot", "sips"])
 def test_a_long_query_changes_nothing_in_the_rest_of_its_block(scoring: str) -> None:

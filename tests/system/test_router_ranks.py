@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from l2r import L2RConfig, XMoEConfig, build_router
 from l2r.routers import constrain
-from l2r.routers.norms import MagnitudeBatchNorm
+from l2r.routers.norms import MagnitudeBatchNorm, sum_over_ranks
 from l2r.training.parallel import gathered_weights, parallelize
 from l2r.training.ranks import Ranks
 from tests.processes import on_two_ranks
@@ -100,6 +100,20 @@ def no_tokens(rank):
 def test_without_a_token_on_any_rank_the_running_statistics_stay(tmp_path):
     for _, _, mean, var in on_two_ranks(no_tokens, tmp_path, within=100):
         assert (mean.item(), var.item()) == (0, 1)
+
+
+def second_derivative(rank):
+    """Of the cube of a sum over the ranks of rank + 1, all ranks' losses and penalties added."""
+    value = torch.tensor(rank + 1.0, requires_grad=True)
+    loss = sum_over_ranks(value) ** 3
+    (first,) = torch.autograd.grad(loss, value, create_graph=True)
+    (second,) = torch.autograd.grad(first, value)
+    return first.item(), second.item()
+
+
+def test_a_sum_over_ranks_has_a_second_derivative(tmp_path):
+    """2 S^3 has 6 S^2, of which there is one on each of two ranks: 24 S, with S = 3."""
+    assert on_two_ranks(second_derivative, tmp_path, within=100) == ((54, 72), (54, 72))
 
 
 @pytest.fixture(scope="module")

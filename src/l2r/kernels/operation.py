@@ -4,7 +4,7 @@
 backward that is itself an operation, so that torch.compile with fullgraph, activation
 checkpointing and CUDA graphs work. Compilers, dispatch modes and tensor subclasses get it. In
 plain eager mode an autograd function calls the same bodies, which saves 100 microseconds a call.
-The backward has no derivative: second derivatives need ``dispatch.implementation("plain")``.
+The backward has no derivative; one with ``create_graph`` is plain code's (double_backward.py).
 
 A registered operation takes and returns tensors and plain numbers only: ``_flat`` and
 ``_unflattened`` convert options, and an absent result is an empty tensor with more dimensions than
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from l2r.kernels.checks import check_backward, check_indices, check_operation
 from l2r.kernels.contract import (
@@ -37,6 +37,7 @@ from l2r.kernels.contract import (
     inputs_of,
     results_of,
 )
+from l2r.kernels.double_backward import differentiable_grads
 from l2r.kernels.guard import Guarded
 
 _ABSENT = (0, 0, 0)
@@ -140,7 +141,6 @@ class _Eager(Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         results, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
         up = Upstream(results.query, results.logits, results.weights)
@@ -149,6 +149,8 @@ class _Eager(Function):
         tensors = Tensors(*ctx.saved_tensors)
         if _facts(tensors) != ctx.given:  # data that another library took away
             check_backward(tensors, Tensors(**up._asdict()), ctx.options, ctx.name)
+        if torch.is_grad_enabled():
+            return (*differentiable_grads(tensors, results, ctx.options, needed), None, None)
         own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
         return (*_wanted(own, needed, tensors), None, None)
 
@@ -254,6 +256,9 @@ def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if up == (None, None, None):
         return (*[None] * len(needed), *rest)
     tensors = Tensors(*ctx.saved_tensors)
+    if torch.is_grad_enabled():
+        options = _unflattened(*ctx.flat[:-1])
+        return (*differentiable_grads(tensors, results, options, needed), *rest)
     own = Inputs(*_route_backward(*tensors, *up, *ctx.flat, Inputs(*needed).x))
     return (*_wanted(own, needed, tensors), *rest)
 

@@ -129,9 +129,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return sum_over_ranks(gradient.contiguous(), ctx.group), None  # which has a gradient too
 
 
 def _recomputing() -> bool:

@@ -1,0 +1,55 @@
+"""Gradients that have gradients, of a backward with ``create_graph``, by plain code.
+
+Gradient penalties, Hessian-vector products and meta-learning differentiate a gradient. The fused
+backward has no derivative, and autograd would leave out what is behind it without a word.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from l2r.functional.selection import softmax_weights
+from l2r.kernels import plain
+from l2r.kernels.contract import Options, Results, Tensors, inputs_of
+
+
+def differentiable_grads(
+    tensors: Tensors, up: Results, options: Options, needed: Iterable[bool]
+) -> list[Tensor | None]:
+    """Compute a call anew, at the same chosen experts, and differentiate it.
+
+    ``tensors``: inputs and results of the call; ``up``: gradients of its results; ``needed``:
+    which inputs, in the order of ``Inputs``, need a gradient. The gradients are in that order.
+    """
+    with torch.enable_grad():
+        # One input may be made of another, |q| of q: gradients stop at a view of each.
+        given = Tensors(*[None if tensor is None else tensor.view_as(tensor) for tensor in tensors])
+        results = _recomputed(given, options)
+        pairs = [
+            (result.to(grad.dtype), grad)
+            for result, grad in zip(results, up, strict=True)
+            if result is not None and grad is not None
+        ]
+        outputs, upstream = zip(*pairs, strict=True)
+        flags = list(needed)
+        inputs = zip(inputs_of(given), flags, strict=True)
+        wanted = [tensor for tensor, need in inputs if need and tensor is not None]
+        grads = torch.autograd.grad(outputs, wanted, upstream, create_graph=True, allow_unused=True)
+    in_order = iter(grads)
+    return [next(in_order) if need else None for need in flags]
+
+
+def _recomputed(t: Tensors, options: Options) -> Results:
+    """The differentiable results of a call, made of its inputs by plain code."""
+    query, logits, weights = t.query, t.logits, None
+    if t.x is not None:
+        assert t.weight is not None
+        query = plain.routing_query(t.x, t.weight, t.gain, options.score)
+    if t.anchors is not None:
+        assert query is not None
+        logits = plain.anchor_logits(query, t.anchors, options.score, t.rho_hat)
+    if options.top_k:
+        assert logits is not None and t.indices is not None
+        weights = softmax_weights(logits, t.indices, normalize=options.normalize)
+    return Results(query=query, logits=logits, weights=weights)

@@ -84,3 +84,25 @@ def test_many_logits_of_a_linear_router_too() -> None:
     wanted = second(plain, logits.clone().requires_grad_())
     found = second(dispatch, logits.float().requires_grad_())
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
+@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_many_gradients_at_once_are_those_of_one_after_another(
+    name: str, mode: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """As in ``torch.autograd.functional.jacobian(vectorize=True)``, and by ``torch.vmap``."""
+    given = leaves(CASE.inputs(DEVICE))
+    x, *parts = given.values()
+    with implementation(name), mode():
+        _, weights, _ = dispatch.route(x, tuple(parts), CASE.score(), top_k=2)
+        rows = torch.eye(weights.numel(), device=DEVICE).view(-1, *weights.shape)
+
+        def gradient(row: Tensor) -> Tensor:
+            return torch.autograd.grad(weights, x, row, retain_graph=True)[0]
+
+        wanted = torch.stack([gradient(row) for row in rows])
+        at_once = torch.autograd.grad(weights, x, rows, retain_graph=True, is_grads_batched=True)
+        for found in (at_once[0], torch.vmap(gradient)(rows)):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

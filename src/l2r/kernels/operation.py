@@ -39,6 +39,7 @@ from l2r.kernels.contract import (
 )
 from l2r.kernels.double_backward import differentiable_grads
 from l2r.kernels.guard import Guarded
+from l2r.kernels.tracing import batched, transformed
 
 _ABSENT = (0, 0, 0)
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
@@ -149,7 +150,7 @@ class _Eager(Function):
         tensors = Tensors(*ctx.saved_tensors)
         if _facts(tensors) != ctx.given:  # data that another library took away
             check_backward(tensors, Tensors(**up._asdict()), ctx.options, ctx.name)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed() or batched(*up):
             return (*differentiable_grads(tensors, results, ctx.options, needed), None, None)
         own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
         return (*_wanted(own, needed, tensors), None, None)
@@ -256,7 +257,7 @@ def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if up == (None, None, None):
         return (*[None] * len(needed), *rest)
     tensors = Tensors(*ctx.saved_tensors)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or transformed() or batched(*up):
         options = _unflattened(*ctx.flat[:-1])
         return (*differentiable_grads(tensors, results, options, needed), *rest)
     own = Inputs(*_route_backward(*tensors, *up, *ctx.flat, Inputs(*needed).x))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 _PLAIN_TYPES = {Tensor, nn.Parameter, type(None)}
 _dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_functorch_layer: Callable[[], object] | None = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None
-)
+_functorch = getattr(torch._C, "_functorch", None)
+_functorch_layer: Callable[[], object] | None = getattr(_functorch, "peek_interpreter_stack", None)
+_is_batched: Callable[[Tensor], bool] | None = getattr(_functorch, "is_legacy_batchedtensor", None)
 
 
 def traced(*tensors: Tensor | None) -> bool:
@@ -45,3 +45,8 @@ def transformed() -> bool:
 
 # What torch.compiler.assume_constant_result does, which would import the compiler.
 vars(transformed)["_dynamo_marked_constant"] = True
+
+
+def batched(*gradients: Tensor | None) -> bool:
+    """Whether gradients are many at once: ``is_grads_batched`` and ``jacobian(vectorize=True)``."""
+    return _is_batched is None or any(g is not None and _is_batched(g) for g in gradients)

@@ -65,6 +65,33 @@ def test_layer_equals_dense_reference_forward_and_backward(activation, bias, ske
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of the grouped product
+@pytest.mark.filterwarnings("ignore:.*searchsorted")  # vmap of it
+@pytest.mark.parametrize("kind", ["linear", "l2r_sips"])
+@pytest.mark.parametrize(("activation", "bias"), KINDS)
+def test_transforms_of_torch_func_give_what_autograd_gives(kind, activation, bias):
+    experts = build(activation, bias, torch.float32)
+    layer = MoELayer(build_router(kind, hidden_size=16, num_experts=6, top_k=2), experts)
+    weights = {name: value.detach() for name, value in layer.named_parameters()}
+    x, direction = torch.randn(2, 3, 5, 16)
+
+    def run(weights, x):
+        return torch.func.functional_call(layer, weights, (x,))
+
+    whole = layer(x)
+    wanted = torch.autograd.grad((whole * direction).sum(), list(layer.parameters()))
+    found = torch.func.grad(lambda weights: (run(weights, x) * direction).sum())(weights)
+    for one, other in zip(found.values(), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    rows = torch.vmap(run, (None, 0))(weights, x)
+    torch.testing.assert_close(rows, torch.stack([layer(row) for row in x]).detach())
+    _, along = torch.func.jvp(lambda x: run(weights, x), (x,), (direction,))
+    up = torch.randn_like(whole)
+    _, back = torch.func.vjp(lambda x: run(weights, x), x)
+    torch.testing.assert_close((along * up).sum(), (back(up)[0] * direction).sum())
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_and_one_token(tokens):
     experts = build("swiglu", False, torch.float32)

@@ -32,6 +32,13 @@ def exported() -> bool:
     return torch.compiler.is_exporting() if flag is None else flag
 
 
+def _once_in_a_trace(ask: Callable[[], bool]) -> Callable[[], bool]:
+    """What torch.compiler.assume_constant_result does, which would import the compiler."""
+    vars(ask)["_dynamo_marked_constant"] = True
+    return ask
+
+
+@_once_in_a_trace
 def transformed() -> bool:
     """Inside vmap, grad, jvp or forward-mode differentiation, which need differentiable parts.
 
@@ -39,12 +46,14 @@ def transformed() -> bool:
     """
     if _functorch_layer is None or _functorch_layer() is not None:
         return True
+    return forward_mode()
+
+
+@_once_in_a_trace
+def forward_mode() -> bool:
+    """Inside forward-mode differentiation, that of ``torch.func.jvp`` too."""
     level = getattr(torch.autograd.forward_ad, "_current_level", None)
     return level is None or level >= 0
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler.
-vars(transformed)["_dynamo_marked_constant"] = True
 
 
 def batched(*gradients: Tensor | None) -> bool:

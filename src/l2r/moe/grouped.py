@@ -3,7 +3,8 @@
 ``grouped_mm`` takes fp32, bf16 and fp16 whose strides and addresses are multiples of 16 bytes.
 Its shape rules, which compilers, torch.export and the meta device use, take bf16 only.
 In bf16 a GPU multiplies fewer than 1,024 matrices at a time. ``grouped_linear`` handles these
-limits. Only float64, which serves gradient checks, waits for numbers from the device.
+limits. Only float64, which serves gradient checks, and forward-mode differentiation wait for
+numbers from the device.
 
 Shape letters: S rows sorted by expert, N experts, I inputs, O outputs.
 """
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import grouped_mm, pad
 
 from l2r.functional.autocast import product_inputs
+from l2r.kernels.tracing import forward_mode, transformed
 
 _BYTES = 16
 _MATRICES = 1023  # of one product in bf16 on a GPU
@@ -32,7 +34,7 @@ def grouped_linear(
     if x.dtype != torch.bfloat16 and _only_shapes(x):
         whole: Tensor = _as_operation(x, weight, ends)
         return whole
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 or forward_mode():
         return torch.cat([rows @ weight[n].T for n, rows in enumerate(_segments(x, ends))])
     outputs = weight.shape[1]
     x, weight = _aligned(x), _aligned(weight, rows=True)
@@ -69,7 +71,7 @@ def _only_shapes(x: Tensor) -> bool:
 
 
 def _segments(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    return x.tensor_split(ends[:-1].cpu().long())
+    return x.tensor_split(ends[:-1].tolist())
 
 
 def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
@@ -79,7 +81,9 @@ def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
     high = -tensor.shape[-2] % step if rows else 0
     if wide or high:
         return pad(tensor, (0, wide, 0, high))
-    if not _only_shapes(tensor) and tensor.data_ptr() % _BYTES:
+    if _only_shapes(tensor):
+        return tensor
+    if transformed() or tensor.data_ptr() % _BYTES:  # torch.func shows no address
         return tensor.clone()
     return tensor
 

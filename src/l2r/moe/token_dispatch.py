@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from l2r.kernels.tracing import traced
+from l2r.kernels.tracing import traced, transformed
 from l2r.moe.grouped import grouped_linear
 
 
@@ -31,7 +31,8 @@ class ByExpert(NamedTuple):
 
     def spread(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "S D"]:
         """Rows of x in the order of the assignments."""
-        if not torch.is_grad_enabled():  # spares a decode step the autograd function
+        # A decode step is spared the autograd function, which transforms of torch.func refuse.
+        if not torch.is_grad_enabled() or transformed():
             return x.index_select(0, self.token)
         rows: Tensor = _Spread.apply(x, self.token, self.order)  # type: ignore[no-untyped-call]
         return rows
@@ -47,6 +48,8 @@ class ByExpert(NamedTuple):
     ) -> Float[Tensor, "T D"]:
         """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
         weights = weights.to(outputs.dtype)
+        if transformed():
+            return _weighted(outputs.index_select(0, _inverse(self.order)), weights)
         if not torch.is_grad_enabled():
             return _sum_rows(outputs, _inverse(self.order).view_as(weights), weights)
         total: Tensor = _Combine.apply(outputs, weights, self.order)  # type: ignore[no-untyped-call]
@@ -78,8 +81,7 @@ class ByRow(NamedTuple):
         self, outputs: Float[Tensor, "S D"], weights: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """Weighted sum of each token's K expert outputs, Eq. 3 without the residual."""
-        by_token = outputs.view(*weights.shape, outputs.shape[1])
-        return (weights.to(outputs.dtype).unsqueeze(1) @ by_token).squeeze(1)
+        return _weighted(outputs, weights.to(outputs.dtype))
 
 
 def assign(
@@ -140,6 +142,12 @@ class _Combine(torch.autograd.Function):
             by_row = weights.reshape(-1).index_select(0, order)
             grad_outputs = rows * by_row.unsqueeze(1)
         return grad_outputs, grad_weights, None
+
+
+def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """For every token the sum of its K rows, which follow each other, times its weights."""
+    by_token = rows.view(*weights.shape, rows.shape[1])
+    return (weights.unsqueeze(1) @ by_token).squeeze(1)
 
 
 def _sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:

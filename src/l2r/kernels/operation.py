@@ -4,7 +4,7 @@
 backward that is itself an operation, so that torch.compile with fullgraph, activation
 checkpointing and CUDA graphs work. Compilers, dispatch modes and tensor subclasses get it. In
 plain eager mode an autograd function calls the same bodies, which saves 100 microseconds a call.
-The backward has no derivative; one with ``create_graph`` is plain code's (double_backward.py).
+The backward has no derivative; one with ``create_graph`` is plain code's (plain_backward.py).
 
 A registered operation takes and returns tensors and plain numbers only: ``_flat`` and
 ``_unflattened`` convert options, and an absent result is an empty tensor with more dimensions than
@@ -37,8 +37,8 @@ from l2r.kernels.contract import (
     inputs_of,
     results_of,
 )
-from l2r.kernels.double_backward import differentiable_grads
 from l2r.kernels.guard import Guarded
+from l2r.kernels.plain_backward import plain_grads
 from l2r.kernels.tracing import batched, transformed
 
 _ABSENT = (0, 0, 0)
@@ -128,6 +128,11 @@ def _wanted(grads: Inputs, needed: Iterable[bool], tensors: Tensors) -> list[Ten
     return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
+def _beyond_fused(up: Upstream) -> bool:
+    """Whether gradients need gradients, or are many at once, which the backends cannot do."""
+    return torch.is_grad_enabled() or transformed() or batched(*up)
+
+
 class _Eager(Function):
     """Autograd function of calls that ``dispatch`` has checked; backward checks shapes again."""
 
@@ -150,8 +155,8 @@ class _Eager(Function):
         tensors = Tensors(*ctx.saved_tensors)
         if _facts(tensors) != ctx.given:  # data that another library took away
             check_backward(tensors, Tensors(**up._asdict()), ctx.options, ctx.name)
-        if torch.is_grad_enabled() or transformed() or batched(*up):
-            return (*differentiable_grads(tensors, results, ctx.options, needed), None, None)
+        if _beyond_fused(up):
+            return (*plain_grads(tensors, results, ctx.options, needed), None, None)
         own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
         return (*_wanted(own, needed, tensors), None, None)
 
@@ -257,9 +262,9 @@ def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if up == (None, None, None):
         return (*[None] * len(needed), *rest)
     tensors = Tensors(*ctx.saved_tensors)
-    if torch.is_grad_enabled() or transformed() or batched(*up):
+    if _beyond_fused(up):
         options = _unflattened(*ctx.flat[:-1])
-        return (*differentiable_grads(tensors, results, options, needed), *rest)
+        return (*plain_grads(tensors, results, options, needed), *rest)
     own = Inputs(*_route_backward(*tensors, *up, *ctx.flat, Inputs(*needed).x))
     return (*_wanted(own, needed, tensors), *rest)
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients against float64: a fused backward must not leave out a term."""
+"""Gradients of gradients against float64, and batched ones: no term may be left out."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

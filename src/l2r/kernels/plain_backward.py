@@ -1,7 +1,9 @@
-"""Gradients that have gradients, of a backward with ``create_graph``, by plain code.
+"""Gradients by plain code, where the fused backward is not enough.
 
-Gradient penalties, Hessian-vector products and meta-learning differentiate a gradient. The fused
-backward has no derivative, and autograd would leave out what is behind it without a word.
+Gradient penalties, Hessian-vector products and meta-learning differentiate a gradient
+(``create_graph``); the fused backward has no derivative, and autograd would leave out what is
+behind it without an error. Batched gradients (``jacobian(vectorize=True)``) have no address that a
+kernel could read.
 """
 
 from collections.abc import Iterable
@@ -14,7 +16,7 @@ from l2r.kernels import plain
 from l2r.kernels.contract import Options, Results, Tensors, inputs_of
 
 
-def differentiable_grads(
+def plain_grads(
     tensors: Tensors, up: Results, options: Options, needed: Iterable[bool]
 ) -> list[Tensor | None]:
     """Compute a call anew, at the same chosen experts, and differentiate it.

@@ -86,6 +86,9 @@ def test_transforms_of_torch_func_give_what_autograd_gives(kind, activation, bia
         torch.testing.assert_close(one, other)
     rows = torch.vmap(run, (None, 0))(weights, x)
     torch.testing.assert_close(rows, torch.stack([layer(row) for row in x]).detach())
+    with torch.no_grad():  # one token at a time, which decoding takes row by row
+        one = torch.vmap(run, (None, 0))(weights, x[0].unsqueeze(1))
+    torch.testing.assert_close(one.squeeze(1), layer(x[0]).detach())
     _, along = torch.func.jvp(lambda x: run(weights, x), (x,), (direction,))
     up = torch.randn_like(whole)
     _, back = torch.func.vjp(lambda x: run(weights, x), x)

@@ -103,7 +103,7 @@ def by_expert(indices: Int[Tensor, "T K"], num_experts: int) -> ByExpert:
 
 def _only_inference(x: Tensor) -> bool:
     """No gradients and nothing that would have to trace a loop over numbers."""
-    return not (torch.is_grad_enabled() or traced(x))
+    return not (torch.is_grad_enabled() or traced(x) or transformed())
 
 
 class _Spread(torch.autograd.Function):

@@ -13,7 +13,8 @@ from l2r.kernels import dispatch, plain
 from l2r.kernels.dispatch import implementation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "cpu"]
+TRITON = pytest.param("triton", marks=pytest.mark.slow("Triton's interpreter"))
+BACKENDS = [TRITON] if DEVICE == "cuda" else [TRITON, "cpu"]
 CASE = Case(7, 12, 5, 2, 3, 2)
 Given = dict[str, Tensor | None]
 

@@ -41,7 +41,7 @@ def without_selection(module, given: Given) -> Tensor:
 
 
 def stages(module, given: Given) -> Tensor:
-    """Each stage alone, with a magnitude of its own between them."""
+    """Run each stage in a call of its own; the score is given a function of the query's norm."""
     x, projection, gain, anchors = given.values()
     query = module.routing_query(x, projection, gain, CASE.score())
     rho_hat = query.norm(dim=-1).sin()

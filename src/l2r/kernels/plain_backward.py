@@ -19,7 +19,7 @@ from l2r.kernels.contract import Options, Results, Tensors, inputs_of
 def plain_grads(
     tensors: Tensors, up: Results, options: Options, needed: Iterable[bool]
 ) -> list[Tensor | None]:
-    """Compute a call anew, at the same chosen experts, and differentiate it.
+    """Recompute a call by plain code, with the same chosen experts, and differentiate it.
 
     ``tensors``: inputs and results of the call; ``up``: gradients of its results; ``needed``:
     which inputs, in the order of ``Inputs``, need a gradient. The gradients are in that order.

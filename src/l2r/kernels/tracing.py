@@ -33,7 +33,7 @@ def exported() -> bool:
 
 
 def _once_in_a_trace(ask: Callable[[], bool]) -> Callable[[], bool]:
-    """What torch.compiler.assume_constant_result does, which would import the compiler."""
+    """Mark a function as torch.compiler.assume_constant_result does, without its slow import."""
     vars(ask)["_dynamo_marked_constant"] = True
     return ask
 

@@ -96,7 +96,8 @@ def run(
     places = Places(results / registered.name, out / registered.name, keep_runs)
     cells = registered.plan.cells(most)
     if share:
-        os.nice(10)
+        if os.nice(0) == 0:  # the user's own niceness stays
+            os.nice(10)
         failed, signal = run_share(registered, cells, places, limit=share, report=say)
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work

@@ -654,6 +654,33 @@ def test_training_must_have_added_a_difference_of_losses_alone_where_the_plan_sa
     assert registered().plan.added_by_training == "all"  # of plans that do not say
 
 
+def test_a_page_of_intervals_says_what_was_predicted_and_gives_secondary_contrasts_no_verdict(
+    tmp_path,
+):
+    pair = {"first": "l2r", "second": "linear"}
+    small, plain = {**pair, "metric": "bf16_kl"}, {**pair, "metric": "train_ce"}
+    since = {**pair, "metric": "validation_ce", "since": ["linear", "l2r"]}
+    primary = {**pair, "metric": "validation_ce", "primary": True}
+    rules = {"judge_secondary": False, "added_by_training": "losses", "prediction": "L2R wins."}
+    for first, verdict in (([primary], "1 better"), ([], "Intervals and no verdicts: 3 seeds.")):
+        plan = registered(contrasts=[*first, small, plain, since], **rules)
+        results = [
+            dataclasses.replace(r, trained={**r.trained, "bf16_kl": 1e-6 * (2 + r.seed)})
+            for r in made_up(plan, 3, values(gap=-0.1))
+        ]
+        study = study_of(plan, results)
+        assert verdict in of_study(study).says
+        _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+        said = text.read_text()
+        _, _, secondary = said.partition("## Secondary contrasts\n\n")
+        head, _, *rows = secondary.partition("\n\n")[0].splitlines()
+        assert len(rows) == 3 and " verdict " not in head and " p " not in head
+        assert "| +0.00e+00 [+0.00e+00, +0.00e+00] | l2r 3.00e-06 |" in rows[0]
+        assert "is l2r - linear smaller than linear - l2r?" in rows[2]
+        assert "Predicted, said before: L2R wins." in said and "by chance" not in said
+        assert ("for the difference and of a loss for what training added" in said) is bool(first)
+
+
 def test_a_measure_of_the_end_needs_none_of_step_0():
     contrast = {"first": "l2r", "second": "linear", "metric": "bf16_kl"}
     plan = registered(contrasts=[contrast])

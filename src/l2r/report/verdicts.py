@@ -171,6 +171,8 @@ def of_study(study: Study) -> Verdict:
             f"{'is' if study.seeds == 1 else 'are'} complete.",
             cannot,
         )
+    if not primary and not study.judge_secondary:
+        return Verdict(f"Intervals and no verdicts: {_seeds(study.seeds)}.", cannot)
     counts: dict[str, list[str]] = {}
     several = len({j.contrast.metric for j in primary or study.judged}) > 1
     for j in primary or study.judged:

@@ -201,13 +201,18 @@ class Study:
     state: whether the plan is registered, in words. arms: in the plan's order. sd: expected
     deviation of the paired differences of the primary contrasts. least, most: seeds. first: those
     from whose deviation their number follows, if it does. seeds: those that all arms have. open:
-    whether the stopping rule asks for more.
+    whether the stopping rule asks for more. added_by_training: metrics whose verdicts need that
+    training added the difference, all or losses. judge_secondary: whether secondary contrasts have
+    verdicts.
     """
 
     name: str
     title: str
     question: str
+    prediction: str
     state: str
+    added_by_training: str
+    judge_secondary: bool
     alpha: float
     margins: Mapping[str, float]
     sd: float | None

@@ -32,7 +32,7 @@ from l2r.studies.judging import (
     study_of,
 )
 from l2r.studies.processes import run_processes
-from l2r.studies.registration import Registered
+from l2r.studies.registration import Registered, read_plan
 from l2r.studies.share import run_share
 from l2r.studies.study_plan import Plan
 from l2r.studies.train_cells import Outcome
@@ -737,6 +737,26 @@ def test_images_are_measured_by_the_same_names(tmp_path):
     (result,) = results_of(plan, cells, places)
     assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
     assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1
+
+
+def test_a_study_that_was_ended_says_why_and_runs_no_more(tmp_path, monkeypatch, l2r):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("l2r.studies.schedule.run_processes", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**SMALL, "half_width": 1e-9}))
+    plan = read_plan("small.yaml")
+    folder = tmp_path / "results" / "evidence" / "small"
+    for seeds in (1, 3):
+        Results(folder).path.unlink(missing_ok=True)
+        Results(folder).append(*(r.rounded() for r in made_up(plan, seeds, values())))
+        (folder / "ended.txt").write_text("It could not\nanswer.\n")
+        refusal = l2r("evidence", "small.yaml").refusal()
+        assert "small was ended: It could not answer. --judge-only judges what there" in refusal
+        assert l2r("evidence", "small.yaml", "--judge-only").code == 0
+        text = (tmp_path / "runs" / "evidence" / "small" / "report.md").read_text()
+        assert " Ended early." in text and "no verdicts yet" not in text
+        assert "Its stopping rule asks for more" not in text
+        without = "Ended after 1 seed of at least 2, without a verdict. It could not answer."
+        assert (without in text) is (seeds == 1)
 
 
 def test_results_that_are_not_there_are_not_judged(tmp_path, monkeypatch, l2r):

@@ -115,8 +115,11 @@ def _registration(study: Study) -> list[str]:
     )
     if study.seeds >= study.least and study.open:
         ran += " Its stopping rule asks for more: nothing here is final."
+    if study.ended:
+        ran += " Ended early."
     if study.seeds < study.least:
-        ran += " Fewer than registered: no verdicts yet, and nothing here is the study's result."
+        yet = "" if study.ended else " yet"
+        ran += f" Fewer than registered: no verdicts{yet}, and nothing here is the study's result."
     hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
     machines = sorted({hardware(result.facts) for result in study.results})
     torch = sorted({str(result.facts["packages"]["torch"]) for result in study.results})

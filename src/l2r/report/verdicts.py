@@ -165,6 +165,12 @@ def of_study(study: Study) -> Verdict:
             "A screen: it proposes what to test next and decides nothing.",
             f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
         )
+    if study.seeds < study.least and study.ended:
+        return Verdict(
+            f"Ended after {_seeds(study.seeds)} of at least {study.least}, without a verdict. "
+            f"{study.ended}",
+            cannot,
+        )
     if study.seeds < study.least:
         return Verdict(
             f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "

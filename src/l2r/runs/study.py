@@ -200,10 +200,10 @@ class Study:
 
     state: whether the plan is registered, in words. arms: in the plan's order. sd: expected
     deviation of the paired differences of the primary contrasts. least, most: seeds. first: those
-    from whose deviation their number follows, if it does. seeds: those that all arms have. open:
-    whether the stopping rule asks for more. added_by_training: metrics whose verdicts need that
-    training added the difference, all or losses. judge_secondary: whether secondary contrasts have
-    verdicts.
+    from whose deviation their number follows, if it does. seeds: those that all arms have. ended:
+    why no more are run, where it was ended early. open: whether the stopping rule asks for more.
+    added_by_training: metrics whose verdicts need that training added the difference, all or
+    losses. judge_secondary: whether secondary contrasts have verdicts.
     """
 
     name: str
@@ -220,6 +220,7 @@ class Study:
     most: int
     first: int | None
     seeds: int
+    ended: str
     open: bool
     arms: Sequence[str]
     screens: Mapping[str, ScreenDesign]

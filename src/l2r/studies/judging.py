@@ -37,6 +37,11 @@ class Places:
         """File of all results."""
         return Results(self.results)
 
+    def ended(self) -> str:
+        """Why the study was ended before its last seed, by its file ended.txt; empty without it."""
+        path = self.results / "ended.txt"
+        return " ".join(path.read_text(encoding="utf-8").split()) if path.is_file() else ""
+
     def measured(self) -> set[tuple[str, int]]:
         """Arm and seed of every cell that has a result."""
         return {(result.arm, result.seed) for result in self.stored().read()}
@@ -111,8 +116,11 @@ def _pairs(contrast: Contrast, by_arm: Mapping[str, Mapping[int, CellResult]]) -
     return Pairs(*sides)
 
 
-def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
-    """Plan, results and verdicts as plain values; registered only if the results are so too."""
+def study_of(plan: Registered, results: Sequence[CellResult], ended: str = "") -> Study:
+    """Plan, results and verdicts as plain values; registered only if the results are so too.
+
+    ``ended``: why it was ended early, as ``Places.ended`` says.
+    """
     section, state = plan.plan, plan.state
     late = [r for r in results if r.plan["digest"] != plan.digest or r.plan["commit"] is None]
     if plan.commit and late:
@@ -145,7 +153,8 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
         most=section.seeds.most,
         first=section.seeds_that_decide(),
         seeds=seeds,
-        open=seeds < section.seeds.most and not is_decided(section, judged),
+        ended=ended,
+        open=not ended and seeds < section.seeds.most and not is_decided(section, judged),
         arms=list(section.all_arms()),
         screens=screens,
         judged=judged,

@@ -56,9 +56,11 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     tokens = None if mask is None or columns is None else (mask.detach() != 0).cpu().numpy()
     if tokens is not None and tokens.all():
         tokens = None
-    cache: Any = values.get("past_key_values")
-    past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
-    grows = cache is not None or values.get("use_cache") is True
+    # Its name from transformers 5.24 on, and before. Continuous batching has another kind there.
+    cache: Any = values.get("cache", values.get("past_key_values"))
+    counts = hasattr(cache, "get_seq_length")
+    past = int(cache.get_seq_length()) if counts else 0
+    grows = counts or values.get("use_cache") is True
     positions: Any = values.get("position_ids")
     packed = None
     if tokens is None and not grows and getattr(positions, "ndim", 0) == 2:

@@ -126,11 +126,11 @@ def test_a_loop_of_ones_own_over_a_cache_is_followed():
 
 
 @torch.no_grad()
-def test_a_cache_is_found_under_the_name_of_any_transformers():
+def test_a_cache_is_found_under_every_name():
     model, ids = family_model("olmoe"), token_ids()
     cache = DynamicCache(config=model.config)
     model(ids[:, :5], **{CACHE: cache})
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "memory"):
         inputs = read_inputs(model, (), {"input_ids": ids[:, 5:], name: cache})
         assert (inputs.past, inputs.grows) == (5, True)
         assert not read_inputs(model, (), {"input_ids": ids, name: None}).grows

@@ -56,11 +56,10 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     tokens = None if mask is None or columns is None else (mask.detach() != 0).cpu().numpy()
     if tokens is not None and tokens.all():
         tokens = None
-    # Its name from transformers 5.24 on, and before. Continuous batching has another kind there.
-    cache: Any = values.get("cache", values.get("past_key_values"))
-    counts = hasattr(cache, "get_seq_length")
-    past = int(cache.get_seq_length()) if counts else 0
-    grows = counts or values.get("use_cache") is True
+    # Known by what it does: transformers renames it, and continuous batching has another kind.
+    cache = next((value for value in values.values() if hasattr(value, "get_seq_length")), None)
+    past = 0 if cache is None else int(cache.get_seq_length())
+    grows = cache is not None or values.get("use_cache") is True
     positions: Any = values.get("position_ids")
     packed = None
     if tokens is None and not grows and getattr(positions, "ndim", 0) == 2:

@@ -120,7 +120,7 @@ def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
     """Stability and overlap under noise in proportion to what each router sees."""
     stabilities = []
     for record in records:
-        x = record.inputs()
+        x = record.as_passed()
         sigma = _RELATIVE_NOISE * float(x.float().square().mean().sqrt())
         stabilities.append(perturbation_stability(record.router, x, sigma, more=record.more))
     return {

@@ -175,14 +175,22 @@ def pickled(checkpoint, model):
     file.unlink()
 
 
+def of_a_compiled_model(checkpoint, model):
+    file = checkpoint / "model.safetensors"
+    tensors = {f"_orig_mod.{name}": value for name, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def under_the_models_names(checkpoint, model):
     model.save_pretrained(checkpoint, save_original_format=False)
     assert FUSED in load_file(checkpoint / "model.safetensors")
 
 
-@pytest.mark.parametrize("rewrite", [in_shards, pickled, under_the_models_names])
+@pytest.mark.parametrize(
+    "rewrite", [in_shards, pickled, of_a_compiled_model, under_the_models_names]
+)
 @pytest.mark.parametrize("build", [stock, swapped])
-def test_shards_pickles_and_fused_names_load_too(build, rewrite, tmp_path):
+def test_other_forms_of_a_checkpoint_load_too(build, rewrite, tmp_path):
     model = build()
     checkpoint, expected = saved(model, tmp_path)
     rewrite(checkpoint, model)

@@ -28,6 +28,8 @@ from transformers.modeling_utils import load_state_dict
 from l2r.hf.models.weight_files import UNEVEN, files_of_weights, refuse, uneven_experts
 from l2r.hf.swap.sites import find_sites
 
+_COMPILED = "_orig_mod."  # before the names that Trainer saves of a model that was compiled for it
+
 
 def load_whole(trainer: Any, checkpoint: str | Path) -> bool:
     """Load the weights in a checkpoint's folder into the trainer's model; False to leave it to it.
@@ -68,7 +70,7 @@ def _has_names_of_a_family(model: Any) -> bool:
 def _stored(files: list[Path], device: str) -> dict[str, Tensor]:
     """Tensors of files; they are mapped, and on ``meta`` not read."""
     states = [load_state_dict(str(file), map_location=device) for file in files]
-    return {name: tensor for state in states for name, tensor in state.items()}
+    return {n.removeprefix(_COMPILED): t for state in states for n, t in state.items()}
 
 
 def _check(model: Any, places: dict[str, Tensor], stored: Mapping[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
 SELECTIONS = ("family", "router")
+_INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,16 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
 
 
 def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
-    """Put a router, new or old, at a site."""
+    """Put a router, new or old, at a site; it needs initial weights where the one there does."""
     parent, _, name = site.path.rpartition(".")
     block: Any = model.get_submodule(parent)
     setattr(block, name, router)
-    # Some families initialize ``block.gate.weight`` by name while a checkpoint loads.
-    block._is_hf_initialized = True
+    if hasattr(site.router, _INITIALIZED):
+        setattr(router, _INITIALIZED, site.router._is_hf_initialized)
+    # Some families initialize ``block.gate.weight`` by name while a checkpoint loads; those whose
+    # block has tensors, a selection bias, initialize these alone.
+    if not [*block.parameters(recurse=False), *block.buffers(recurse=False)]:
+        setattr(block, _INITIALIZED, True)
 
 
 def _is_recorded(router: Router) -> bool:

@@ -208,7 +208,7 @@ def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_pat
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Cells that end without training: their names as they are run, and what is to go wrong."""
-    ran, failing = [], set()
+    ran, failing = [], {}
 
     def run_cells(cells, root, **_):
         (cell,) = cells
@@ -216,7 +216,7 @@ def unmeasured(monkeypatch):
         run = cell.run(root)
         (run.path / "half").mkdir(parents=True)  # it exists: this one was begun before
         if len(ran) in failing:
-            yield Outcome(cell, run, signal=signal.SIGTERM)
+            yield Outcome(cell, run, **failing[len(ran)])
         else:
             yield Outcome(cell, run, trained=True)
 
@@ -233,7 +233,7 @@ def test_an_interrupted_seed_is_run_again_whole(tmp_path, unmeasured):
     plan, places = registered(whole_seeds=True), Places(tmp_path / "results", tmp_path / "runs")
     cells = plan.plan.cells(2)
     seeds = [[c.name for c in cells[:2]], [c.name for c in cells[2:]]]
-    failing.add(4)  # the second arm of the second seed
+    failing[4] = {"signal": signal.SIGTERM}  # the second arm of the second seed
     assert run_share(plan, cells, places) == (0, signal.SIGTERM)
     assert ran == [*seeds[0], *seeds[1]]
     assert {seed for _, seed in places.measured()} == {0} and len(places.measured()) == 2
@@ -241,6 +241,16 @@ def test_an_interrupted_seed_is_run_again_whole(tmp_path, unmeasured):
     assert ran[4:] == seeds[1]  # whole, although its first arm had ended
     assert len(places.measured()) == 4 and len(results_of(plan, cells, places)) == 4
     assert run_share(plan, cells, places) == (0, None) and len(ran) == 6
+
+
+def test_a_seed_of_which_an_arm_failed_stores_nothing_and_the_next_one_is_run(tmp_path, unmeasured):
+    ran, failing = unmeasured
+    plan, places = registered(whole_seeds=True), Places(tmp_path / "results", tmp_path / "runs")
+    failing[2] = {"error": "out of memory"}  # the second arm of the first seed
+    lines = []
+    assert run_share(plan, plan.plan.cells(2), places, report=lines.append) == (1, None)
+    assert len(ran) == 4 and "failed: l2r.seed-0: out of memory" in lines
+    assert {seed for _, seed in places.measured()} == {1} and len(places.measured()) == 2
 
 
 def test_a_share_of_whole_seeds_counts_seeds(tmp_path, unmeasured):

@@ -17,7 +17,7 @@ def route_costs(subject: Subject, batch_size: int) -> dict[str, float]:
     change of the cross-entropy, KL(model, other) of the next token, and the share of that KL which
     goes where the other replays the model's routes.
     """
-    measures = {}
+    measures = dict[str, float]()
     for name in ARITHMETICS:
         other = in_other_arithmetic(subject.model, name)
         batches = (b["input_ids"] for b in subject.batches(batch_size, subject.device))

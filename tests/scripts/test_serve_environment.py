@@ -1,10 +1,11 @@
-"""The environment of ``make serve-test``, which is installed without its packages' requirements."""
+"""What ``make serve-test`` starts from: its environment, installed without requirements; pages."""
 
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from scripts.others.serve_the_whole_way.__main__ import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,3 +22,7 @@ def test_it_holds_what_the_package_and_its_extras_require():
             version = pinned.get(canonicalize_name(required.name), "absent")
             assert version != "absent", f"{required.name} ({extra})"
             assert required.specifier.contains(version.partition("+")[0]), line
+
+
+def test_the_pages_that_it_trains_on_are_there():
+    assert [name for name in PAGES if not (ROOT / "docs" / f"{name}.md").is_file()] == []

@@ -126,9 +126,11 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
 
 
 share_names(
-    "l2r_olmoe",
-    "olmoe",
-    {"OlmoeModel": "L2rOlmoeModel", "OlmoeForCausalLM": "L2rOlmoeForCausalLM"},
+    {
+        "olmoe": "l2r_olmoe",
+        "OlmoeModel": "L2rOlmoeModel",
+        "OlmoeForCausalLM": "L2rOlmoeForCausalLM",
+    }
 )
 share_conversion("l2r_olmoe", "olmoe")
 share_adapters("l2r_olmoe", "olmoe")

@@ -22,16 +22,16 @@ _PREPARING = {  # files of transformers.models.auto, and the beginning of their 
 _WRONG_TOKENIZERS = "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS"
 
 
-def share_names(ours: str, theirs: str, classes: Mapping[str, str]) -> None:
-    """Put a model type of ours into the lists of class names that have the family's.
+def share_names(pairs: Mapping[str, str]) -> None:
+    """Put a model type and classes of ours into the lists of class names that have the family's.
 
-    ``classes`` are names of ours by the family's. By these lists Trainer decides whether smoothed
-    labels are those of the next tokens, and pipelines, lm_eval and serving what a model can do.
+    ``pairs`` are our names by the family's. By these lists Trainer decides whether smoothed labels
+    are those of the next tokens, and pipelines, lm_eval and serving what a model can do.
     """
     for name, table in vars(modeling_auto).items():
-        stock = table.get(theirs) if name.endswith("_MAPPING_NAMES") else None
-        if isinstance(stock, str) and stock in classes:
-            table[ours] = classes[stock]
+        for theirs in pairs.keys() & table.keys() if name.endswith("_MAPPING_NAMES") else ():
+            if isinstance(table[theirs], str) and table[theirs] in pairs:
+                table[pairs[theirs]] = pairs[table[theirs]]
 
 
 def share_conversion(ours: str, theirs: str) -> None:
@@ -59,7 +59,7 @@ def _prepare(made: Any, base: Any, kind: str, module: Any) -> None:
     if theirs in names:
         names[ours] = names[theirs]
         getattr(module, f"{kind}_MAPPING")._reverse_config_mapping[made.__name__] = ours
-    wrong = getattr(module, _WRONG_TOKENIZERS, ())
+    wrong: set[str] = getattr(module, _WRONG_TOKENIZERS, set())
     if theirs in wrong:
         wrong.add(ours)
 

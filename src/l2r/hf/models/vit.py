@@ -207,12 +207,11 @@ _EXPERT_NAMES = {
 }
 
 share_names(
-    "l2r_vit",
-    "vit",
     {
+        "vit": "l2r_vit",
         "ViTModel": "L2rViTModel",
         "ViTForImageClassification": "L2rViTForImageClassification",
-    },
+    }
 )
 share_adapters("l2r_vit", "vit")
 share_preparation(L2rViTConfig, ViTConfig)

@@ -48,13 +48,13 @@ def config_class(model_type: str) -> Any:
         raise KeyError(model_type)
     config = swapped_config(base)
     AutoConfig.register(model_type, config, exist_ok=True)
-    names = {}
+    names = {name: model_type}
     for auto, stock in auto_models(base):
         model = swapped_model(stock)
         auto.register(config, model, exist_ok=True)
         names[stock.__name__] = model.__name__
-    share_names(model_type, name, names)
-    for theirs, ours in {name: model_type, **names}.items():
+    share_names(names)
+    for theirs, ours in names.items():
         share_conversion(ours, theirs)
     share_preparation(config, base)
     share_adapters(model_type, name)

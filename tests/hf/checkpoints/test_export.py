@@ -39,6 +39,7 @@ except ModuleNotFoundError:
 else:
     raise SystemExit("l2r must not be importable here")
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids = torch.load(folder + "/ids.pt", weights_only=True)
@@ -49,6 +50,7 @@ for folder in sys.argv[1:]:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     assert model.dtype == torch.float32 and not model.training
     assert type(model).__module__.startswith("transformers_modules")
+    assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # Trainer asks
     print("loaded", type(model).__name__)
 assert "jaxtyping" not in sys.modules and "l2r" not in sys.modules
 out = model.generate(ids[:1], max_new_tokens=3, do_sample=False)

@@ -1,13 +1,14 @@
 """transformers and PEFT find our models in every list in which they find the family's."""
 
 import importlib
+import json
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
 
 import pytest
+import tokenizers
 import torch
-import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoImageProcessor,
@@ -16,7 +17,6 @@ from transformers import (
     OlmoeForCausalLM,
     Trainer,
     TrainingArguments,
-    ViTImageProcessor,
 )
 from transformers.models import auto
 
@@ -39,19 +39,28 @@ SWAPPED = [(name, type_name(name)) for name in (*FAMILIES, *COMPOSITE) if name i
 OWN = [("olmoe", "l2r_olmoe"), ("vit", "l2r_vit")]
 FAST = [("mixtral", "l2r_mixtral"), ("phimoe", "l2r_phimoe"), ("llava", "l2r_llava"), *OWN]
 
-# Lists that ask no name of ours, and why.
+TABLES = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset)
+# Lists in which ours need no place, by parts of their paths, and why.
 ELSEWHERE = {
-    "_import_structure": "what transformers' own files define",
-    "_class_to_module": "the same",
-    "_modules": "the same",
-    "CONFIG_MAPPING_NAMES": "CONFIG_MAPPING finds ours",
-    "CONFIG_TO_TYPE": "the same",
-    "SPECIAL_MODEL_TYPE_TO_MODULE_NAME": "where transformers has a file of another name",
-    "_MODEL_TO_CONVERSION_PATTERN": "read into the cache of conversions, which has ours",
+    ".__": "Python's",
+    "transformers.models._": "what transformers' own files define",
+    "CONFIG_MAPPING": "CONFIG_MAPPING makes ours when it is asked, as in these tests",
+    "CONFIG_TO_TYPE": "the same, by the name of a configuration",
+    "_auto.MISSING_": "merged into the lists of their names",
     "GGUF": "no GGUF file holds ours",
+    "transformers.conversion_mapping._MODEL_TO_": "read into the cache of conversions, with ours",
+    "peft.utils.transformers_weight_conversion._MOE_": "by the name of the conversion",
 }
-# Of our own models, which have a tokenizer of their own and tensors under the model's names.
+# Our own OLMoE has a tokenizer of its own, and our ViT's files have the names of the model.
 OWN_ELSEWHERE = ("TOKENIZER_MAPPING_NAMES", "_checkpoint_conversion_mapping_cache")
+BY_TYPE = "peft.utils.transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN"
+PREPARING = {
+    "tokenization": "TOKENIZER_MAPPING",
+    "image_processing": "IMAGE_PROCESSOR_MAPPING",
+    "video_processing": "VIDEO_PROCESSOR_MAPPING",
+    "feature_extraction": "FEATURE_EXTRACTOR_MAPPING",
+    "processing": "PROCESSOR_MAPPING",
+}
 
 
 def modules():
@@ -69,33 +78,27 @@ def modules():
             yield name, module
 
 
+def lists():
+    """transformers' and PEFT's lists by their paths, but those that ours need no place in."""
+    for module, contents in modules():
+        for name, table in list(vars(contents).items()):
+            path = f"{module}.{name}"
+            if type(table) in TABLES and not any(part in path for part in ELSEWHERE):
+                yield path, table
+
+
 def entries(table, names, depth=0):
     """Which of the names are keys or values of a table, or of one inside it."""
     if isinstance(table, str):
         return {table} & names
-    if isinstance(table, Mapping):
-        return entries([*table, *table.values()], names, depth)
-    if isinstance(table, list | tuple | set | frozenset) and depth < 3:
-        return set().union(*(entries(item, names, depth + 1) for item in table))
-    return set()
-
-
-def lists(names):
-    """Names of transformers' and PEFT's lists, with the names that stand in each."""
-    found = {}
-    for module, contents in modules():
-        for name, table in list(vars(contents).items()):
-            if name.startswith("__") or any(part in name for part in ELSEWHERE):
-                continue
-            if isinstance(table, Mapping | list | tuple | set | frozenset):
-                here = entries(table, names)
-                if here:
-                    found[f"{module}.{name}"] = here
-    return found
+    if depth > 3 or type(table) not in TABLES:
+        return set()
+    items = [*table, *table.values()] if isinstance(table, dict) else table
+    return set().union(*(entries(item, names, depth + 1) for item in items))
 
 
 def classes_of(stock, ours):
-    """Names of the family's classes and configuration, with ours."""
+    """Names of the family's type, configuration and classes, with ours."""
     base, made = CONFIG_MAPPING[stock], CONFIG_MAPPING[ours]
     pairs = {stock: ours, base.__name__: made.__name__}
     theirs = {auto: kind.__name__ for auto, kind in class_registry.auto_models(base)}
@@ -107,12 +110,74 @@ def classes_of(stock, ours):
 @pytest.mark.parametrize(("stock", "ours"), few([*OWN, *SWAPPED], FAST, "every family"))
 def test_ours_stand_in_every_list_in_which_the_familys_stand(stock, ours):
     pairs = classes_of(stock, ours)
-    expected, found = lists(set(pairs)), lists(set(pairs.values()))
-    assert {"MODEL_MAPPING_NAMES"} < {name.rpartition(".")[2] for name in expected}
-    lacking = {
-        name: names
-        for name, theirs in expected.items()
-        if (names := {pairs[n] for n in theirs} - found.get(name, set()))
-        and not ((stock, ours) in OWN and name.endswith(OWN_ELSEWHERE))
-    }
+    lacking, seen = {}, set()
+    for path, table in lists():
+        here = entries(table, {stock} if path == BY_TYPE else set(pairs))
+        kind = table.get(stock) if isinstance(table, dict) else None
+        if isinstance(kind, str) and kind[0].isupper() and "For" in kind and kind not in pairs:
+            continue  # of a part of the whole model, or of what our ViT does not do
+        missing = {pairs[name] for name in here} - entries(table, set(pairs.values()))
+        if missing and not (ours in dict(OWN).values() and path.endswith(OWN_ELSEWHERE)):
+            lacking[path] = missing
+        seen |= {path} if here else set()
     assert lacking == {}
+    assert "transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES" in seen and len(seen) > 5
+
+
+@pytest.mark.parametrize(("stock", "ours"), few([OWN[1], *SWAPPED], FAST, "every family"))
+def test_text_images_and_video_are_prepared_as_for_the_family(stock, ours):
+    base, made = CONFIG_MAPPING[stock], CONFIG_MAPPING[ours]
+    for file, name in PREPARING.items():
+        table = getattr(importlib.import_module(f"transformers.models.auto.{file}_auto"), name)
+        assert table.get(made, None) == table.get(base, None)
+
+
+def causal():
+    tiny = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
+    tiny |= {"num_experts": 4, "num_experts_per_tok": 2}
+    stock = OlmoeForCausalLM(OlmoeConfig(**tiny))
+    return {
+        "stock": stock,
+        "swapped": swap_routers(OlmoeForCausalLM(OlmoeConfig(**tiny)), l2r.L2RConfig(rank=2)),
+        "own": L2rOlmoeForCausalLM(L2rOlmoeConfig(**tiny, router={"kind": "l2r_sips", "rank": 2})),
+    }
+
+
+@pytest.mark.parametrize("kind", ["stock", "swapped", "own"])
+def test_trainer_smooths_the_labels_of_the_next_tokens(kind, tmp_path):
+    model, ids = causal()[kind].eval(), sample_tokens()
+    smoothed = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=0.1, report_to="none", use_cpu=True
+    )
+    loss = Trainer(model, smoothed).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # the same sums in another order
+
+
+def tokenizer_files(folder, named):
+    words = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "<unk>": 3}, [("a", "b")])
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+
+
+@pytest.mark.parametrize("name", ["phimoe", "mixtral"])
+def test_a_tokenizer_that_names_a_wrong_class_opens_as_for_the_family(name, tmp_path):
+    """Folders of some families name a class that is not theirs; transformers lists them."""
+    model = tiny_model(FAMILIES[name])
+    kinds = {}
+    for kind in ("stock", "swapped"):
+        model.save_pretrained(tmp_path / kind)
+        tokenizer_files(tmp_path / kind, "LlamaTokenizer")
+        kinds[kind] = AutoTokenizer.from_pretrained(tmp_path / kind)
+        swap_routers(model, l2r.L2RConfig(rank=2))
+    assert type(kinds["swapped"]) is type(kinds["stock"])
+    assert kinds["swapped"]("ab ba").input_ids == kinds["stock"]("ab ba").input_ids
+
+
+def test_images_of_our_vit_are_prepared_where_the_folder_names_no_class(tmp_path):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    config = L2rViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4, num_experts=4)
+    L2rViTForImageClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 8, "width": 8}}')
+    assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__ == "ViTImageProcessorPil"

@@ -96,6 +96,7 @@ def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
 def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
     """Lines of Python that import or make classes, and the modules of ours that they import."""
     imports, made, modules = [], [], set()
+    changed = {}
     for kind in sorted(classes, key=lambda kind: kind.__name__):
         swapped = kind.__module__ == HOME
         base = stock_base(kind) if swapped else kind
@@ -107,14 +108,17 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
             maker = "swapped_model" if hasattr(base, "config_class") else "swapped_config"
             made.append(f"{kind.__name__} = {maker}({base.__name__})")
             made.append(f"share_conversion({_key(kind)!r}, {_key(base)!r})")
+            changed[_key(base)] = _key(kind)
         # save_pretrained copies the file of a class's module: all of the code.
         made.append(f"{kind.__name__}.__module__ = __name__")
-    if any(kind.__module__ == HOME for kind in classes):
+    if changed:
+        made.append(f"share_names({changed!r})")
         modules |= {swapped_classes.__name__, transformers_tables.__name__}
         imports.append(
             f"from .{file_stem(swapped_classes.__name__)} import swapped_config, swapped_model"
         )
-        imports.append(f"from .{file_stem(transformers_tables.__name__)} import share_conversion")
+        tables = file_stem(transformers_tables.__name__)
+        imports.append(f"from .{tables} import share_conversion, share_names")
     return [*imports, "", *made], sorted(modules)
 
 

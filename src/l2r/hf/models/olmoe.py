@@ -29,7 +29,7 @@ from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
 from l2r.hf.models.opening import NeedsPackage
-from l2r.hf.models.transformers_tables import share_adapters, share_conversion
+from l2r.hf.models.transformers_tables import share_adapters, share_conversion, share_names
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
 
@@ -125,6 +125,13 @@ class L2rOlmoeForCausalLM(_RouterWeights, OlmoeForCausalLM, GenerationMixin):
         self.post_init()
 
 
+share_names(
+    {
+        "olmoe": "l2r_olmoe",
+        "OlmoeModel": "L2rOlmoeModel",
+        "OlmoeForCausalLM": "L2rOlmoeForCausalLM",
+    }
+)
 share_conversion("l2r_olmoe", "olmoe")
 share_adapters("l2r_olmoe", "olmoe")
 add_to_auto_classes(

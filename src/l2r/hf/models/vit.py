@@ -24,6 +24,7 @@ from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
 from l2r.hf.models.opening import NeedsPackage
+from l2r.hf.models.transformers_tables import share_adapters, share_names, share_preparation
 from l2r.hf.models.weight_files import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
@@ -205,6 +206,15 @@ _EXPERT_NAMES = {
     "fc2.bias": "down_bias",
 }
 
+share_names(
+    {
+        "vit": "l2r_vit",
+        "ViTModel": "L2rViTModel",
+        "ViTForImageClassification": "L2rViTForImageClassification",
+    }
+)
+share_adapters("l2r_vit", "vit")
+share_preparation(L2rViTConfig, ViTConfig)
 add_to_auto_classes(
     L2rViTConfig,
     {AutoModel: L2rViTModel, AutoModelForImageClassification: L2rViTForImageClassification},

@@ -9,12 +9,17 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig
-from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-from l2r.hf.models.transformers_tables import share_adapters, share_conversion
+from l2r.hf.models.transformers_tables import (
+    share_adapters,
+    share_conversion,
+    share_names,
+    share_preparation,
+)
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 from l2r.hf.swap.swapped_classes import class_name, swapped_config, swapped_model
 from l2r.transformers_hook import PREFIX, SWAPPED, type_name
@@ -43,16 +48,15 @@ def config_class(model_type: str) -> Any:
         raise KeyError(model_type)
     config = swapped_config(base)
     AutoConfig.register(model_type, config, exist_ok=True)
-    names = {model_type: name}
+    names = {name: model_type}
     for auto, stock in auto_models(base):
         model = swapped_model(stock)
         auto.register(config, model, exist_ok=True)
-        # Pipelines, label smoothing and lm_eval ask this table, by names.
-        auto._model_mapping._model_mapping[model_type] = model.__name__
-        names[model.__name__] = stock.__name__
-    for ours, theirs in names.items():
+        names[stock.__name__] = model.__name__
+    share_names(names)
+    for theirs, ours in names.items():
         share_conversion(ours, theirs)
-    _share_tokenizer(config, base)
+    share_preparation(config, base)
     share_adapters(model_type, name)
     return config
 
@@ -101,13 +105,3 @@ def auto_models(base: Any) -> Iterator[tuple[Any, Any]]:
         # Some make a part of a model from the configuration of the whole: the swap is not in it.
         if getattr(stock, "config_class", None) is base:
             yield auto, stock
-
-
-def _share_tokenizer(made: Any, base: Any) -> None:
-    ours, theirs = made.model_type, base.model_type
-    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
-    if theirs in names:
-        names[ours] = names[theirs]
-    tokenizer = tokenization_auto.TOKENIZER_MAPPING.get(base, None)
-    if tokenizer is not None:
-        tokenization_auto.TOKENIZER_MAPPING.register(made, tokenizer, exist_ok=True)

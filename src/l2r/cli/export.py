@@ -53,6 +53,7 @@ def export(
         Placement,
         check_is_language_model,
         check_new_folder,
+        checkpoint_folder,
         export_program,
         export_remote_code,
         load_causal_lm,
@@ -62,6 +63,7 @@ def export(
         run_of_checkpoint,
         run_sections,
     )
+    from l2r.hf.models import check_source, check_whole
 
     if form not in ("hf", *PROGRAM_FORMS):
         raise ValueError(f"format must be one of hf, {', '.join(PROGRAM_FORMS)}; got {form!r}")
@@ -73,6 +75,8 @@ def export(
     check_is_language_model(folder, checkpoint)
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
+        source = checkpoint_folder(folder)
+        check_source(source, checkpoint)
         as_stored = dtype == "auto" and not trust_remote_code
         on_disk = CheckpointOnDisk.open(folder) if as_stored else None
         if on_disk is not None:
@@ -83,6 +87,7 @@ def export(
                 placement=placement,
                 trust_remote_code=trust_remote_code,
             )
+            check_whole(model, source, checkpoint, rounded=dtype != "auto")
         with progress_bars() as bars:
             write = (
                 None if on_disk is None else partial(on_disk.write, report=partial(bars, "files"))

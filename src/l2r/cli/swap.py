@@ -63,12 +63,14 @@ def swap(
         CheckpointOnDisk,
         Placement,
         check_new_folder,
+        checkpoint_folder,
         load_model,
         load_tokenizer,
         local_checkpoint,
         processor_files,
         save_model,
     )
+    from l2r.hf.models import check_parts, check_source, check_whole
     from l2r.hf.swap import (
         UNTRAINED_WARNING,
         preferred_router,
@@ -82,6 +84,8 @@ def swap(
         raise ValueError(f"fit must be a folder of text or {EMBEDDED}; got {fit}")
     check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    source = checkpoint_folder(folder)
+    check_source(source, checkpoint)
     placement = Placement(dtype, device, device_map, say)
     as_stored = fit is None and dtype == "auto" and not trust_remote_code
     on_disk = CheckpointOnDisk.open(folder) if as_stored else None
@@ -91,21 +95,25 @@ def swap(
         model, tokenizer = load_model(
             folder, placement=placement, trust_remote_code=trust_remote_code
         )
-        save = partial(save_model, model)
-    before = router_sites(model)
-    config = preferred_router(
-        model, select_sites(model, chosen)[0], selection=selection, options=options
-    )
+        save = partial(save_model, model, unchanged=source if dtype == "auto" else None)
+    before, sites = router_sites(model), select_sites(model, chosen)
+    if on_disk is not None:
+        check_parts(model, source, checkpoint)
+    else:
+        replaced = [site.path for site in sites]
+        check_whole(model, source, checkpoint, replaced=replaced, rounded=dtype != "auto")
+    config = preferred_router(model, sites[0], selection=selection, options=options)
     if fit is None:
         replace_routers(model, config, layers=chosen, selection=selection)
-        text = "untrained routers into {}; its other weights are unchanged. Train it before use."
+        text = "untrained routers into {}; its other weights are {}. Train it before use."
     else:
         data = None if fit == EMBEDDED else Path(fit)
         result = fit_to_old(
             folder, model, tokenizer, config, data=data, layers=chosen, selection=selection
         )
-        text = "new routers into {} and fitted them to its own; its other weights are unchanged."
-    card = f"## How it was made\n\n`l2r swap` put {text.format(checkpoint.resolve().name)}"
+        text = "new routers into {} and fitted them to its own; its other weights are {}."
+    others = "unchanged" if dtype == "auto" else f"in {dtype}"
+    card = f"## How it was made\n\n`l2r swap` put {text.format(checkpoint.resolve().name, others)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
         files = processor_files(folder)

@@ -59,11 +59,13 @@ def upcycle(
     from l2r.hf.checkpoints import (
         Placement,
         check_new_folder,
+        checkpoint_folder,
         load_causal_lm,
         local_checkpoint,
         processor_files,
         save_model,
     )
+    from l2r.hf.models import check_source, check_whole
     from l2r.hf.swap import preferred_router, select_sites
     from l2r.training import FitOptions, JointOptions
 
@@ -75,12 +77,19 @@ def upcycle(
     if out is not None:
         check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    source = checkpoint_folder(folder)
+    if out is not None:
+        check_source(source, checkpoint)
     model, tokenizer = load_causal_lm(
         folder,
         placement=Placement(dtype, device, device_map, say),
         trust_remote_code=trust_remote_code,
     )
-    config = preferred_router(model, select_sites(model, chosen)[0], options=router)
+    sites = select_sites(model, chosen)
+    if out is not None:
+        replaced = [site.path for site in sites]
+        check_whole(model, source, checkpoint, replaced=replaced, rounded=dtype != "auto")
+    config = preferred_router(model, sites[0], options=router)
     result = fit_to_old(
         folder,
         model,

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -64,7 +65,7 @@ class CheckpointOnDisk:
         """Write ``model`` as ``save_model`` does. Raises ValueError as it and ``write``."""
         write = partial(self.write, report=report)
         more: dict[str, Any] = {"tokenizer": tokenizer, "files": files, "sections": sections}
-        save_model(self.model, out, write=write, **more)
+        save_model(self.model, out, write=write, unchanged=self._folder, **more)
 
     def write(
         self, model: Any, out: Path, *, report: Report = lambda done, total, file: None
@@ -79,7 +80,8 @@ class CheckpointOnDisk:
         gone = [name for name, old in self._old.items() if new.get(name) is not old]
         drawn = {name: new[name] for name in new if self._old.get(name) is not new[name]}
         dropped = self._stored_names({name: self._old[name] for name in gone})
-        model.save_pretrained(out, state_dict={name: new.detach() for name, new in drawn.items()})
+        written = {name: tensor.detach() for name, tensor in drawn.items()}
+        PreTrainedModel.save_pretrained(model, out, state_dict=written)  # files keep all else
         routers = _read(out / SAFE_WEIGHTS_NAME) if drawn else {}
         places: dict[str, str] = {}
         size = 0

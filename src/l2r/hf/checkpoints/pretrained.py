@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
+from l2r.hf.models.stored_tensors import check_unchanged
 from l2r.hf.models.weight_files import check_finite, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
@@ -107,15 +108,20 @@ def save_model(
     files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
+    unchanged: Path | None = None,
 ) -> None:
     """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
-    ``write(model, folder)`` writes the model in place of ``save_pretrained``.
-    Raises ValueError when ``out`` holds something already, or a weight is not finite.
+    ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``unchanged`` is a
+    folder whose tensors, besides those of routers, the new one must hold byte for byte.
+    Raises ValueError when ``out`` holds something already, a weight is not finite, or one that
+    must not has changed.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
+        if unchanged is not None:
+            check_unchanged(model, unchanged, part, renamed=write is None)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():

@@ -50,6 +50,10 @@ def add_to_auto_classes(config, models):
 class SavesCard:
     \"\"\"In l2r-moe this writes a model card.\"\"\"
 """,
+    "l2r.hf.models.lossless": """
+def check_save(model, **options):
+    \"\"\"In l2r-moe this refuses a save that would lose weights.\"\"\"
+""",
     "l2r.hf.models.opening": """
 class NeedsPackage:
     \"\"\"In l2r-moe this notes in config.json that the package is needed.\"\"\"

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from l2r.hf.models.cache_argument import CACHE as CACHE
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
+    from l2r.hf.models.lossless import check_parts as check_parts
+    from l2r.hf.models.lossless import check_source as check_source
+    from l2r.hf.models.lossless import check_whole as check_whole
+    from l2r.hf.models.lossless import note_losses as note_losses
+    from l2r.hf.models.lossless import save_refusal as save_refusal
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig
     from l2r.hf.models.olmoe import L2rOlmoeForCausalLM as L2rOlmoeForCausalLM
     from l2r.hf.models.olmoe import L2rOlmoeModel as L2rOlmoeModel

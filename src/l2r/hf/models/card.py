@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
+from l2r.hf.models.lossless import check_save
 from l2r.routers import Router
 from l2r.runs.atomic import write_text
 from l2r.runs.markdown import one_cell
@@ -48,6 +49,7 @@ class SavesCard:
         **options: Any,
     ) -> None:
         """Save as transformers does, and write a model card. ``push_to_hub`` uploads the folder."""
+        check_save(self, **options)
         folder = Path(save_directory)
         repo_id = options.pop("repo_id", folder.name)
         upload = _taken(options, _UPLOAD) if push_to_hub else {}

@@ -8,7 +8,7 @@ describes a model that its files cannot hold, before memory is taken for it.
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,17 @@ def uneven_experts(shapes: Shapes) -> list[str]:
     return sorted(uneven)
 
 
+def named(names: Sequence[str]) -> str:
+    """The first three of some names, and how many more there are."""
+    others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{others}"
+
+
 def refuse(problems: Mapping[str, list[str]]) -> None:
     """Raise ValueError on one line where there is a problem, with the names of three tensors."""
     parts = []
     for problem, names in problems.items():
         if names:
-            others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            parts.append(f"{problem} ({', '.join(names[:_SHOWN])}{others})")
+            parts.append(f"{problem} ({named(names)})")
     if parts:
         raise ValueError(f"weights are {'; '.join(parts)}")

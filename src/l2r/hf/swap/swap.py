@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig
+from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig, note_losses, save_refusal
 from l2r.hf.swap.preferred import preferred_router
 from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
 from l2r.hf.swap.swapped_classes import mark, unmark
@@ -54,7 +54,9 @@ def swap_routers(
     ``l2r.load_pretrained`` reads it back.
 
     Warns (UntrainedRoutersWarning) that the new routers are untrained: fit them to the old ones
-    with ``l2r.fit_routers``, or train the model.
+    with ``l2r.fit_routers``, or train the model. Warns too where ``save_pretrained`` and
+    ``push_to_hub`` refuse the model, since they would lose what its folder holds: packed
+    weights, tensors that transformers leaves aside, parts of a wrapper, an adapter.
 
     Raises ValueError, before anything changes, for a family that cannot be swapped (with the
     reason), for routers that carry adapters, for layers without a router, for a model without a
@@ -63,6 +65,9 @@ def swap_routers(
     """
     replace_routers(model, config, layers=layers, selection=selection)
     warnings.warn(UNTRAINED_WARNING, UntrainedRoutersWarning, stacklevel=2)
+    lost = save_refusal(model)
+    if lost:
+        warnings.warn(f"save_pretrained refuses this model: {lost}", stacklevel=2)
     return model
 
 
@@ -119,6 +124,7 @@ def record_swap(
 
     Into a copy of it: other models may have been built from the same object.
     """
+    note_losses(model)
     _take_own_config(model)
     model_config: Any = model.config
     everywhere = len(sites) == len(router_sites(model))

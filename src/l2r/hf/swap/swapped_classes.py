@@ -4,7 +4,7 @@ A separate model type (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every l
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import reset_missing
+from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage
 from l2r.hf.swap.sites import replay_swaps
 from l2r.routers import Router
@@ -74,10 +75,22 @@ def swapped_model(base: Any) -> Any:
         else:
             base._init_weights(self, module)
 
+    @wraps(base.save_pretrained)
+    def save(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
+        check_save(self, **options)
+        base.save_pretrained(self, save_directory, *args, **options)
+
+    @wraps(base.push_to_hub)
+    def push(self: Any, repo_id: str, *args: Any, **options: Any) -> Any:
+        check_save(self)  # before the repository is made
+        return base.push_to_hub(self, repo_id, *args, **options)
+
     body = {
         "__init__": build,
         "__module__": HOME,
         "_init_weights": initialize,
+        "save_pretrained": save,
+        "push_to_hub": push,
         "config_class": swapped_config(base.config_class),
         # These read the source of the class's module and ask whether it is transformers' own.
         "_can_set_attn_implementation": classmethod(

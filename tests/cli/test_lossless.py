@@ -1,0 +1,272 @@
+"""Commands that write a folder from another: everything of it but the routers, or a refusal."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from l2r.hf.checkpoints import by_file, load_pretrained
+from l2r.hf.checkpoints.by_file import CheckpointOnDisk
+from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import tiny_model
+from tests.hf.swap.test_composite_models import qwen
+
+WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
+METHODS = {
+    "mxfp4": "Mxfp4Config(dequantize=True)",
+    "fp8": "FineGrainedFP8Config(dequantize=True)",
+    "compressed-tensors": "CompressedTensorsConfig(dequantize=True)",
+    "bitsandbytes": "dequantize(torch.bfloat16)",
+    "torchao": "take the checkpoint that it was quantized from",
+    "gptq": "take the checkpoint that it was quantized from",
+    "awq": "take the checkpoint that it was quantized from",
+}
+
+
+def add_tokenizer(folder):
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<bos>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+    fast.save_pretrained(folder)
+
+
+def words(command, folder, text):
+    """A command on a folder, with a fit that takes a moment."""
+    name, *options = command.split()
+    sizes = ("--data", text, "--updates", 0, "--tokens", 600, "--held-out", 300, "--length", 32)
+    more = {"upcycle": sizes, "swap --fit": [text]}.get(command, ())
+    return (name, folder, *options, *more)
+
+
+def stored(folder):
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def add(folder, **more):
+    """Tensors besides those that a model of transformers saved."""
+    tensors = stored(folder) | more
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def assert_kept(old, new):
+    """Every tensor of the old folder but the routers', byte for byte."""
+    before, after = stored(old), stored(new)
+    others = [name for name in before if ".mlp.gate." not in name]
+    assert len(others) > 10 and set(others) <= set(after)
+    for name in others:
+        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A tiny OLMoE in bf16."""
+    folder = tmp_path_factory.mktemp("plain") / "plain-moe"
+    tiny_model(FAMILIES["olmoe"]).bfloat16().save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory):
+    """A tiny DeepSeek-V3 with the block of layer 61, which transformers leaves aside."""
+    folder = tmp_path_factory.mktemp("mtp") / "mtp-moe"
+    tiny_model(FAMILIES["deepseek_v3"]).save_pretrained(folder)
+    block = {
+        name.replace(".1.", ".61.", 1): t for name, t in stored(folder).items() if ".1." in name
+    }
+    block = {name: t.clone() for name, t in block.items() if name.startswith("model.layers.61.")}
+    add(folder, **block, **{"model.layers.61.eh_proj.weight": torch.randn(32, 64)})
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrapper") / "sees-moe"
+    qwen().save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def refusal(l2r, tmp_path):
+    """The line of a command that leaves nothing behind."""
+
+    def run(command, *arguments):
+        out = tmp_path / "models" / "out"
+        line = l2r(command, *arguments, "--out", out).refusal()
+        assert not out.exists() and not any(tmp_path.rglob(".out*"))
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle", "export"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantized_folder_is_refused_by_its_method_with_the_way(
+    plain, text_folder, tmp_path, refusal, method, command
+):
+    folder = tmp_path / "small-moe"
+    shutil.copytree(plain, folder)
+    set_config(folder, quantization_config={"quant_method": method})
+    line = refusal(*words(command, folder, text_folder))
+    assert f"{folder} is quantized ({method})" in line and METHODS[method] in line
+
+
+def test_quantization_of_a_part_counts_and_an_empty_entry_does_not(plain, l2r, tmp_path, refusal):
+    folder = tmp_path / "small-moe"
+    shutil.copytree(plain, folder)
+    set_config(folder, text_config={"quantization_config": {"load_in_4bit": True}})
+    assert "is quantized (bitsandbytes)" in refusal("swap", folder)
+    set_config(folder, text_config=None, quantization_config=None)
+    assert l2r("swap", folder, "--out", tmp_path / "new").code == 0
+    assert_kept(folder, tmp_path / "new")
+
+
+@pytest.mark.parametrize("command", ["swap", "upcycle", "export"])
+def test_a_base_with_an_adapter_beside_it_is_refused(
+    plain, text_folder, tmp_path, refusal, command
+):
+    folder = tmp_path / "small-moe"
+    shutil.copytree(plain, folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    line = refusal(*words(command, folder, text_folder))
+    assert f"{folder} holds an adapter beside the weights" in line and "merge_and_unload" in line
+
+
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle"])
+def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(wrapper, text_folder, refusal, command):
+    line = refusal(*words(command, wrapper, text_folder))
+    assert f"{wrapper} is a wrapper, and Qwen3_5MoeForCausalLM is one part of it" in line
+    assert "vision_config" in line
+
+
+def test_a_copy_of_the_part_is_swapped_as_the_line_says(wrapper, l2r, tmp_path):
+    copy, new = tmp_path / "copy", tmp_path / "new"
+    AutoModelForCausalLM.from_pretrained(wrapper).save_pretrained(copy)
+    assert l2r("swap", copy, "--out", new).code == 0
+    assert_kept(copy, new)
+
+
+def test_a_whole_wrapper_that_was_swapped_is_swapped_again(l2r, tmp_path):
+    from l2r import swap_routers
+
+    first, again = tmp_path / "first", tmp_path / "again"
+    swap_routers(qwen()).save_pretrained(first)
+    for options in ((), ("--dtype", "float32")):
+        shutil.rmtree(again, ignore_errors=True)
+        assert l2r("swap", first, "rank=2", *options, "--out", again).code == 0
+        assert_kept(first, again)
+        assert "vision_config" in json.loads((again / "config.json").read_text())
+
+
+def test_tensors_that_transformers_leaves_aside_are_kept_file_by_file(mtp, l2r, tmp_path):
+    assert l2r("swap", mtp, "--out", tmp_path / "new").code == 0
+    assert_kept(mtp, tmp_path / "new")
+    assert "model.layers.61.eh_proj.weight" in stored(tmp_path / "new")
+    assert l2r("export", tmp_path / "new", "--out", tmp_path / "export").code == 0
+    assert_kept(mtp, tmp_path / "export")
+
+
+@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16", "upcycle"])
+def test_a_save_of_the_whole_model_without_them_is_refused_before_the_fit(
+    mtp, text_folder, monkeypatch, refusal, command
+):
+    monkeypatch.setattr("l2r.training.upcycle", None)  # no fit begins
+    line = refusal(*words(command, mtp, text_folder))
+    assert f"{mtp} holds tensors that transformers leaves aside (model.layers.61.eh_proj" in line
+    aside = [name for name in stored(mtp) if ".61." in name]
+    assert f"and {len(aside) - 3} more" in line and "without --fit" in line
+
+
+def test_an_export_of_the_loaded_model_without_them_is_refused_too(mtp, l2r, tmp_path, refusal):
+    assert l2r("swap", mtp, "--out", tmp_path / "new").code == 0
+    line = refusal("export", tmp_path / "new", "--dtype", "bfloat16")
+    assert "leaves aside (model.layers.61.eh_proj.weight" in line
+
+
+def test_an_mtp_block_outside_the_layers_and_one_in_pickled_weights_are_seen(tmp_path, refusal):
+    folder = tmp_path / "next-moe"
+    tiny_model(FAMILIES["qwen3_next"]).save_pretrained(folder)
+    add(folder, **{"mtp.fc.weight": torch.randn(32, 64)})
+    assert "leaves aside (mtp.fc.weight)" in refusal("swap", folder, "--dtype", "float32")
+    torch.save(stored(folder), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "leaves aside (mtp.fc.weight)" in refusal("swap", folder)
+
+
+def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r):
+    ended = l2r(*words("upcycle", mtp, text_folder))
+    assert ended.code == 0, ended
+
+
+def test_tensors_that_would_be_rounded_are_refused_unless_a_dtype_is_named(
+    plain, text_folder, l2r, tmp_path, refusal
+):
+    folder = tmp_path / "wide-moe"
+    shutil.copytree(plain, folder)
+    wide = torch.rand(32) + 1
+    add(folder, **{"model.norm.weight": wide})
+    line = refusal("swap", folder, "--fit", text_folder)
+    assert "wider dtype than the model's (model.norm.weight)" in line and "--dtype float32" in line
+    for number, options in enumerate([(), ("--dtype", "float32")]):
+        new = tmp_path / f"new-{number}"
+        assert l2r("swap", folder, "rank=2", *options, "--out", new).code == 0
+        assert torch.equal(stored(new)["model.norm.weight"], wide)
+
+
+def test_buffers_of_older_checkpoints_that_the_model_makes_anew_are_no_loss(
+    plain, text_folder, l2r, tmp_path
+):
+    folder = tmp_path / "old-moe"
+    shutil.copytree(plain, folder)
+    add(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ended = l2r(*words("upcycle", folder, text_folder), "--out", tmp_path / "new")
+    assert ended.code == 0, ended
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [((), "are unchanged"), (("--dtype", "float32"), "are in float32")]
+)
+def test_the_card_says_unchanged_where_nothing_was_converted(plain, l2r, tmp_path, options, words):
+    assert l2r("swap", plain, "rank=2", *options, "--out", tmp_path / "new").code == 0
+    assert f"its other weights {words}." in (tmp_path / "new" / "README.md").read_text()
+    assert load_pretrained(tmp_path / "new")
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_a_tensor_that_is_not_written_as_it_was_is_named_and_nothing_stays(
+    plain, tmp_path, monkeypatch, refusal, damage
+):
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def save(tensors, *arguments, **options):
+        other = {**tensors, name: tensors[name].flip(0)}
+        if damage == "gone":
+            del other[name]
+        save_file(other, *arguments, **options)
+
+    monkeypatch.setattr(by_file, "save_file", save)
+    assert f"differ from those of {plain}, please report it: {name}" in refusal("swap", plain)
+
+
+def test_quantized_weights_are_not_copied_file_by_file(plain, tmp_path):
+    folder = tmp_path / "small-moe"
+    shutil.copytree(plain, folder)
+    assert CheckpointOnDisk.open(folder) is not None
+    set_config(folder, quantization_config={"quant_method": "mxfp4"})
+    assert CheckpointOnDisk.open(folder) is None

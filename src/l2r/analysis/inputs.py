@@ -18,14 +18,12 @@ from l2r.hf.checkpoints import (
 from l2r.routers.offload import device_of
 from l2r.training import unseen_part
 from l2r.training.data import (
-    CorpusOptions,
     TokenDataset,
     balanced_rows,
-    build_corpus,
     folder_sources,
+    held_out_texts,
     name_domains_without_rows,
     packed_rows,
-    read_documents,
     text_documents,
     too_small_domain,
 )
@@ -139,7 +137,11 @@ def open_text(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
     corpus = unseen_part(checkpoint, source)
-    texts = _text_sources(Path(str(source))) if corpus is None else _held_out(corpus, report)
+    texts: dict[str, Iterable[str]]
+    if corpus is None:
+        texts = _text_sources(Path(str(source)))
+    else:
+        texts = {**held_out_texts(corpus, report=report)}
     share = max(1, instances // len(texts))
     packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
     rows = []
@@ -167,18 +169,6 @@ def _from_token_files(
             f"got {largest}: they were made with another tokenizer"
         )
     return rows["input_ids"], rows["domain"], dataset.domains
-
-
-def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str, Iterable[str]]:
-    """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
-    from tokenizers import Tokenizer
-
-    corpus = build_corpus(options, report=report)
-    decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
-    texts: dict[str, list[str]] = {}
-    for domain, ids in read_documents(corpus.validation):
-        texts.setdefault(domain, []).append(decode(ids.tolist()))
-    return dict(texts)
 
 
 def _text_sources(path: Path) -> dict[str, Iterable[str]]:

@@ -9,7 +9,7 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.training.data.corpus import CorpusOptions as CorpusOptions
-    from l2r.training.data.corpus import build_corpus as build_corpus
+    from l2r.training.data.corpus import held_out_texts as held_out_texts
     from l2r.training.data.corpus import split_corpus as split_corpus
     from l2r.training.data.image_sources import open_images as open_images
     from l2r.training.data.images import sample_indices as sample_indices
@@ -38,6 +38,5 @@ if TYPE_CHECKING:
     from l2r.training.data.token_writer import write_token_files as write_token_files
     from l2r.training.data.tokenizer import load_tokenizer as load_tokenizer
     from l2r.training.data.tokens import TokenDataset as TokenDataset
-    from l2r.training.data.tokens import read_documents as read_documents
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from l2r.routers.config import nearest
 from l2r.runs.folder import SEED_MARK
+from l2r.runs.spelling import nearest
 from l2r.runs.study import MEASURES, OF_IMAGES
 from l2r.stats.contrasts import Contrast
 from l2r.stats.effects import design

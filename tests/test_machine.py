@@ -6,7 +6,7 @@ import pytest
 
 import l2r
 from l2r import machine
-from l2r.machine import describe_machine, group_limit
+from l2r.machine import describe_machine, device_name, group_limit, pick_device
 
 
 def test_the_version_of_this_code_is_its_own_whatever_was_installed(monkeypatch):
@@ -55,3 +55,15 @@ def test_the_limit_of_a_container_counts_as_memory(groups, files, expected, tmp_
         (tmp_path / "tree" / name).write_text(text + "\n")
     assert group_limit(tmp_path / "cgroup", tmp_path / "tree") == expected
     assert group_limit(tmp_path / "not here", tmp_path / "tree") is None
+
+
+def test_the_name_of_a_device_is_checked_without_the_machine_and_plugins_may_name_more(monkeypatch):
+    for name in ("auto", "cpu", "cuda", "cuda:1", "mps", "xpu:0"):
+        assert device_name(name) == name
+    for name in ("gpu", "gpu:0", "meta", "cuda:", "cuda:x", "CPU", ""):
+        with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:0; got"):
+            device_name(name)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
+    assert device_name("npu:0") == "npu:0"
+    with pytest.raises(ValueError, match="device must be one of this machine; got 'npu:0'"):
+        pick_device("npu:0")

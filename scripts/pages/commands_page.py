@@ -23,7 +23,8 @@ more. Made by `python scripts/pages/commands_page.py`.
 - A verdict comes first, then a table for 80 columns; `--json` has every column.
 - `l2r_sips` and `l2r-sips` are one name.
 - `l2r --install-completion` completes words in bash, zsh, fish and PowerShell.
-- Bad input gives one line and exit code 2. Ctrl-C ends a command with 130, SIGTERM with 143; it
+- Bad input gives one line and exit code 2, within a second; a router's options take the seconds
+  in which torch is imported. Ctrl-C ends a command with 130, SIGTERM with 143; it
   keeps what it wrote.
 
 | variable | effect |

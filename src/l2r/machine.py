@@ -1,17 +1,23 @@
-"""What this machine is: said of runs and of benchmarks, so that their numbers can be read later."""
+"""What this machine is: said of runs and of benchmarks, so that their numbers can be read later.
+
+torch is imported where it is asked: the name of a device is checked without.
+"""
 
 import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from l2r._version import __version__
 
+# Kinds of device that torch knows by itself and can compute on; its plugins, the packages in
+# _BACKENDS, name others.
+_KINDS = ("cpu", "cuda", "hpu", "ipu", "lazy", "maia", "mps", "mtia", "vulkan", "xla", "xpu")
+_BACKENDS = "torch.backends"
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
 _CPUINFO = Path("/proc/cpuinfo")  # of Linux
 _NUMBERS = {"family": "cpu family", "model": "model", "stepping": "stepping"}  # in it
@@ -21,6 +27,8 @@ _PROCESS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of Linux
 
 def describe_machine() -> dict[str, Any]:
     """Versions of the packages that matter, processor, threads and accelerators."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -35,17 +43,30 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def device_name(name: str) -> str:
+    """The name, if it can be a device's. Raises ValueError otherwise; asks no machine."""
+    match = re.fullmatch(r"([a-z]+)(:\d+)?", name)
+    known = match is not None and (
+        name == "auto" or match[1] in _KINDS or importlib.metadata.entry_points(group=_BACKENDS)
+    )
+    if not known:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:0; got {name!r}")
+    return name
+
+
 def pick_device(name: str) -> str:
     """A device of this machine; ``auto`` is a GPU where there is one.
 
     Raises ValueError for a name that is no device, and for a device that is not here.
     """
-    if name == "auto":
+    import torch
+
+    if device_name(name) == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:0; got {name!r}") from None
+        raise ValueError(f"device must be one of this machine; got {name!r}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         here = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
         raise ValueError(f"device must be auto or cpu here, {here} found; got {name!r}")

@@ -67,6 +67,25 @@ def test_too_little_text_and_missing_folders_are_named(read, tmp_path):
         read(tmp_path / "nowhere")
 
 
+def test_without_a_source_the_held_out_text_is_read_in_the_checkpoints_own_tokens(
+    monkeypatch, tmp_path
+):
+    """The embedded corpus has a tokenizer, which nothing but training needs."""
+    files = {f"{number}.txt": f"{number}" * 40 for number in range(9)}
+    sources = {"digits": lambda: iter(files.items())}
+    corpus = "l2r.training.data.corpus"
+    monkeypatch.setattr(f"{corpus}.embedded_sources", lambda version: sources)
+    monkeypatch.setattr(f"{corpus}.write_new_tokenizer", None)  # not to be called
+    monkeypatch.setenv("L2R_CACHE", str(tmp_path))
+    said: list[str] = []
+    sizes = {"vocab_size": 200, "instances": 2, "length": 20, "report": said.append}
+    rows, _, domains = inputs.open_text(None, Letters(), **sizes)
+    assert domains == ("digits",) and len(rows) == 2 and said == ["reading digits"]
+    assert {chr(token) for token in rows.unique() if token} <= set("012345678")
+    with pytest.raises(ValueError, match="no tokenizer, so text cannot be read; pass token files"):
+        inputs.open_text(None, None, **sizes)
+
+
 def test_token_files_give_every_domain_the_same_share_and_small_ones_are_named(
     monkeypatch, tmp_path
 ):

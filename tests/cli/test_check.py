@@ -47,12 +47,42 @@ def test_a_healthy_checkpoint_ends_with_0_and_its_verdict_comes_first(l2r, folde
 
 def test_a_fault_ends_with_1_and_has_a_remedy(l2r, folder):
     """One normalized weight is always 1, so that the task trains no router."""
-    code, out, err = l2r("check", folder / "top1", "--json")
+    code, out, _ = l2r("check", folder / "top1", "--data", folder / "tokens", *SHORT, "--json")
     findings = {record["check"]: record for record in json.loads(out)}
-    assert code == 1 and "token ids are drawn" in err
+    assert code == 1
     found = findings["gradient"]
     assert found["status"] == "fault" and "always 1" in found["found"] and found["remedy"]
-    assert findings["loads"]["status"] == "skipped"
+
+
+def test_without_data_text_is_read_in_the_checkpoints_own_tokens(
+    l2r, checkpoint, small_tokenizer, monkeypatch, tmp_path
+):
+    """No more files are read than it takes, and no corpus is built or kept."""
+
+    def questions():
+        for number in range(9):
+            assert number < 3, "a file is read that is not needed"
+            yield f"{number}.txt", f"Question {number}: what is the answer? Answer: yes " * 30
+
+    source = "l2r.training.data.sources.embedded_sources"
+    monkeypatch.setattr(source, lambda version: {"questions": questions})
+    monkeypatch.setenv("L2R_CACHE", str(tmp_path / "cache"))
+    read = []
+    check = "l2r.analysis.diagnostics.checks.table.check_model"
+    monkeypatch.setattr(check, lambda model, batch, **_: read.append(batch["input_ids"]) or [])
+    code, _, err = l2r("check", checkpoint, *SHORT)
+    assert code == 0, err
+    (rows,) = read
+    assert "what is the answer?" in small_tokenizer.decode(rows[0]) and rows.shape == (8, 32)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_without_a_tokenizer_gets_a_line_that_says_what_to_pass(l2r, folder):
+    for command in (("check",), ("diagnose",), ("mismatch", "--against", "bf16")):
+        line = l2r(command[0], folder / "healthy", *command[1:]).refusal()
+        option = "--text" if command[0] == "mismatch" else "--data"
+        assert f"put its tokenizer.json into {folder / 'healthy'}, or pass" in line
+        assert f"token files as {option}" in line
 
 
 def test_a_run_is_checked_with_the_losses_of_its_recipe(l2r, folder):

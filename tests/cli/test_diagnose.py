@@ -98,10 +98,14 @@ def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, t
         ),
         (["nowhere", "--text-tokens", "-5"], "--text-tokens must be >= 0; got -5"),
         (["{stock}", "--text", "1024"], "the number of tokens is --text-tokens"),
-        (["{stock}", "--text", "cat"], "text needs a tokenizer"),
+        (["{stock}", "--text", "cat"], "the checkpoint has no tokenizer"),
         (["nowhere", "--sigma", "-1"], "--sigma must be between 0 and 1,000,000; got -1"),
         (["{stock}", "--gain", "-1"], "gain must be >= 0; got -1"),
-        (["{stock}", "--over-time"], "over-time needs several checkpoints, or a run that kept two"),
+        (["{stock}", "--data", "{tokens}", "--device", "cuda:99"], "device must be"),
+        (
+            ["{stock}", "--data", "{tokens}", "--over-time"],
+            "over-time needs several checkpoints, or a run that kept two",
+        ),
     ],
 )
 def test_bad_input_is_one_line(l2r, checkpoints, tmp_path, arguments, message):

@@ -235,4 +235,4 @@ def test_what_does_not_fit_text_is_one_line(
 def test_text_needs_a_tokenizer(l2r, checkpoint, text):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (checkpoint / name).unlink()
-    assert "needs a tokenizer" in l2r("eval", checkpoint, "--text", text[0]).refusal()
+    assert "the checkpoint has no tokenizer" in l2r("eval", checkpoint, "--text", text[0]).refusal()

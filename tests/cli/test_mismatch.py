@@ -166,8 +166,8 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
     [
         ([], "against must say what to compare with"),
         (["--against", "vllm"], "go with --against vllm alone"),
-        (["--against", "bf16", "--answers", "x"], "go with --against vllm alone"),
-        (["--against", "fp4"], "checkpoint must be a folder"),
+        (["--against", "bf16", "--answers", "{stock}"], "go with --against vllm alone"),
+        (["--against", "fp4"], "--against must be one of bf16, int8, fp8, vllm, a file of routes"),
         (["--against", "{stock}"], "same model_type"),
         (["--against", "bf16", "--batch-size", "0"], "batch-size must be >= 1; got 0"),
         (["--against", "bf16", "--length", "1"], "greater than or equal to 2"),

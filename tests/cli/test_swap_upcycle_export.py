@@ -90,13 +90,14 @@ def test_a_device_map_is_checked_where_files_are_only_copied(l2r, checkpoint, tm
     ("options", "line"),
     [
         (["--out", "{tmp}/new", "router.kind=l2r_sipps"], "did you mean 'l2r_sips'?"),
+        (["--out", "{tmp}/new", "router.knd=linear"], "has no option 'knd' (did you mean 'kind'?)"),
         (["--out", "{tmp}/new", "rank"], "changes must look like key.sub=value; got 'rank'"),
         (["--out", "{tmp}/new", "kind="], "kind is missing from the router configuration"),
         (["--out", "{tmp}/new", "heads=9999999999999999"], "error: a size is too large: "),
         (["--out", "{tmp}/new", "heads=99999999999999999999"], "error: a size is too large: "),
         (["--out", "{tmp}/new", "--layers", "a,b"], "layers must be 'all' or indices"),
         (["--out", "{tmp}/new", "--layers", "9"], "layers must name layers"),
-        (["--out", "{tmp}/new", "--selection", "mine"], "selection must be family or router"),
+        (["--out", "{tmp}/new", "--selection", "mine"], "'mine' is not one of 'family', 'router'"),
         (["--out", "{tmp}"], "out must be a new or empty folder"),
     ],
 )
@@ -247,11 +248,11 @@ def test_a_fit_with_layers_on_disk_writes_what_it_writes_in_memory(
 
 def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
     assert (
-        "--data must be a folder of text"
+        "--data must be a file or a folder that exists"
         in l2r("upcycle", checkpoint, "--data", tmp_path / "none").refusal()
     )
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "bare")
-    assert "checkpoint must hold a tokenizer" in l2r("upcycle", tmp_path / "bare").refusal()
+    assert "the checkpoint has no tokenizer" in l2r("upcycle", tmp_path / "bare").refusal()
     assert "lr must be > 0" in l2r("upcycle", checkpoint, "--lr", 0).refusal()
 
 

@@ -119,7 +119,7 @@ def test_eval_gives_the_recorded_accuracy_or_that_of_other_images(l2r, compared,
         (["linear", "--average"], "holds no averaged weights"),
         (["linear", "--split", "val"], "--split is for a language model; "),
         (["linear", "--length", "9"], "--length is for a language model; "),
-        (["linear", "--data", "digit"], "must be 'digits', 'fashion-mnist' or a folder"),
+        (["linear", "--data", "digit"], "--data must be a file or a folder that exists, digits"),
     ],
 )
 def test_eval_refuses_in_one_line(l2r, compared, options, words):

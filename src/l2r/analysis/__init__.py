@@ -10,10 +10,10 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.analysis.conductor import Diagnosed as Diagnosed
-    from l2r.analysis.conductor import Extent as Extent
     from l2r.analysis.conductor import diagnose_checkpoint as diagnose_checkpoint
     from l2r.analysis.conductor import diagnose_subject as diagnose_subject
-    from l2r.analysis.conductor import earlier_checkpoints as earlier_checkpoints
+    from l2r.analysis.extent import Extent as Extent
+    from l2r.analysis.extent import earlier_checkpoints as earlier_checkpoints
     from l2r.analysis.inputs import Subject as Subject
     from l2r.analysis.inputs import open_subject as open_subject
     from l2r.analysis.own_text import route_text as route_text

@@ -1,18 +1,17 @@
 """Conduct a diagnosis: one pass over the data for all reducers, then gain, layers and text."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2r.analysis.diagnostics.choice_log import ChoiceLog, Choices, choices_of
 from l2r.analysis.diagnostics.collect import collect_records
-from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
+from l2r.analysis.diagnostics.model_diagnosis import diagnose_layers
 from l2r.analysis.diagnostics.over_time import saturation
 from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread
-from l2r.analysis.diagnostics.text_routing import TOKENS, TextTrace
+from l2r.analysis.diagnostics.text_routing import TextTrace
+from l2r.analysis.extent import Extent
 from l2r.analysis.inputs import Subject, open_subject
 from l2r.hf.checkpoints import FLOAT32, Placement, local_checkpoint
 from l2r.runs.diagnosis import Diagnosis
@@ -25,35 +24,6 @@ Report = Callable[[str, int, int], None]  # what is being done, and how much of 
 
 def _silent(*_: Any) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Sizes of a diagnosis.
-
-    batch_size: sequences or images at a time. sample: tokens kept for noise and figures.
-    threshold: margin below which a decision is low. gain: sequences (of images up to 2,048) whose
-    loss is also taken with other experts; 0 for none. text: tokens of a text that are kept one by
-    one; 0 for none. patches: images whose patches are kept; 0 for none. settings: noise and
-    certificates.
-    """
-
-    batch_size: int = 8
-    sample: int = 2048
-    threshold: float = 0.2
-    gain: int = 16
-    text: int = TOKENS
-    patches: int = 12
-    settings: DiagnosisSettings = field(default_factory=DiagnosisSettings)
-
-    def __post_init__(self) -> None:
-        least = {"batch_size": 1, "sample": 1, "gain": 0, "text": 0, "patches": 0}
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                option = name.replace("_", "-")
-                raise ValueError(f"{option} must be >= {lowest}; got {getattr(self, name)}")
-        if not math.isfinite(self.threshold):
-            raise ValueError(f"threshold must be finite; got {self.threshold}")
 
 
 class Diagnosed(NamedTuple):
@@ -170,17 +140,6 @@ def diagnose_subject(
     if earlier:
         diagnosis.info["over_time"] = _saturation(earlier, subject, sizes, choices, report)
     return Diagnosed(diagnosis, text, patches, type(model).__name__)
-
-
-def earlier_checkpoints(run: str | Path) -> list[Path]:
-    """Checkpoints that training left in a run. Raises ValueError where there are fewer than two."""
-    checkpoints = RunFolder(run).complete_checkpoints()
-    if len(checkpoints) < 2:
-        raise ValueError(
-            "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
-            f"checkpoint.every and checkpoint.keep); {run} has {len(checkpoints)}"
-        )
-    return checkpoints
 
 
 def _saturation(

@@ -1,6 +1,6 @@
 """What is diagnosed: a checkpoint of either kind with the data it reads, as one thing."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,13 @@ from l2r.hf.checkpoints import (
 from l2r.routers.offload import device_of
 from l2r.training import unseen_part
 from l2r.training.data import (
-    CorpusOptions,
     TokenDataset,
     balanced_rows,
-    build_corpus,
+    embedded_sample,
     folder_sources,
+    held_out_texts,
     name_domains_without_rows,
     packed_rows,
-    read_documents,
     text_documents,
     too_small_domain,
 )
@@ -73,8 +72,9 @@ def open_subject(
     report: Callable[[str], None],
     placement: Placement = FLOAT32,
     trust_remote_code: bool = False,
+    held_out: bool = True,
 ) -> Subject:
-    """Load a checkpoint and the text or the images that it reads.
+    """Load a checkpoint and the text or the images that it reads; ``held_out``: see ``open_text``.
 
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
@@ -102,6 +102,7 @@ def open_subject(
         instances=instances,
         length=length,
         report=report,
+        held_out=held_out,
     )
 
     def text_batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -121,13 +122,15 @@ def open_text(
     instances: int,
     length: int,
     report: Callable[[str], None],
+    held_out: bool = True,
 ) -> Text:
     """About ``instances`` rows of ``length`` tokens, as many, and at least one, of every domain.
 
     ``source``: a folder of token files, a file or a folder of text (data/sources.py), or None
     for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
-    on, the part is taken that it held out. ``report`` gets a line for every domain that has no
-    whole row.
+    on, the part is taken that it held out. ``held_out=False``: embedded text that a run may have
+    seen will do, which takes no half a minute to find. ``report`` gets a line for every domain
+    that has no whole row.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.
@@ -139,7 +142,13 @@ def open_text(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
     corpus = unseen_part(checkpoint, source)
-    texts = _text_sources(Path(str(source))) if corpus is None else _held_out(corpus, report)
+    texts: Mapping[str, Iterable[str]]
+    if corpus is None:
+        texts = _text_sources(Path(str(source)))
+    elif source is None and not held_out:
+        texts = embedded_sample()
+    else:
+        texts = held_out_texts(corpus, report=report)
     share = max(1, instances // len(texts))
     packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
     rows = []
@@ -167,18 +176,6 @@ def _from_token_files(
             f"got {largest}: they were made with another tokenizer"
         )
     return rows["input_ids"], rows["domain"], dataset.domains
-
-
-def _held_out(options: CorpusOptions, report: Callable[[str], None]) -> dict[str, Iterable[str]]:
-    """Held-out documents as text; a checkpoint's own tokenizer reads them again."""
-    from tokenizers import Tokenizer
-
-    corpus = build_corpus(options, report=report)
-    decode = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).decode
-    texts: dict[str, list[str]] = {}
-    for domain, ids in read_documents(corpus.validation):
-        texts.setdefault(domain, []).append(decode(ids.tolist()))
-    return dict(texts)
 
 
 def _text_sources(path: Path) -> dict[str, Iterable[str]]:

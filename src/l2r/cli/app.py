@@ -80,6 +80,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
         path = "l2r" if where is None else where.command_path
+        text = text.replace("Value error, ", "")  # pydantic's, of a choice
         line = f"error: {one_line(text).rstrip('.')}; see {path} --help"
         typer.echo(line if words else text, err=True)
         sys.exit(2)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Device, Open
+from l2r.cli.options import AsJson, Device, Open, must_exist
 
 
 def bench(
@@ -20,7 +20,10 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(help="NAME.json of an earlier run; exit code 1 where one became slower."),
+        typer.Option(
+            help="NAME.json of an earlier run; exit code 1 where one became slower.",
+            callback=must_exist,
+        ),
     ] = None,
     open_: Open = False,
     as_json: AsJson = False,
@@ -35,21 +38,21 @@ def bench(
     from dataclasses import replace
     from functools import partial
 
-    from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.cost.benchmarks import (
-        REGRESSION_ALPHA,
-        BenchSettings,
-        bench_changes,
-        run_bench,
-        save_bench,
-    )
-    from l2r.report.performance import bench_table, read_bench, write_bench_page
+    from l2r.cost.benchmarks import BenchSettings, check_bench
     from l2r.runs.atomic import check_place
 
+    check_bench(name)
+    named = "cpu" if device == "auto" else device
+    settings = BenchSettings(named, seconds, quick, compiled, clock)
     if out is not None:
         check_place(out)
+    from l2r.cli.console import print_pages, print_table, progress_bars
+    from l2r.cost.benchmarks import REGRESSION_ALPHA, bench_changes, run_bench, save_bench
+    from l2r.machine import pick_device
+    from l2r.report.performance import bench_table, read_bench, write_bench_page
+
     baseline = None if compare is None else read_bench(compare)
-    settings = BenchSettings(device, seconds, quick, compiled, clock)
+    settings = replace(settings, device=pick_device(device))
     with progress_bars() as bars:
         watched = replace(settings, watch=partial(bars, name))
         result = run_bench(name, watched).as_dict()

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,9 +22,6 @@ from l2r.cli.options import (
     TrustRemoteCode,
 )
 from l2r.runs.plain_json import plain_json
-
-if TYPE_CHECKING:
-    from l2r.hf.checkpoints import Placement
 
 
 def check(
@@ -50,31 +47,39 @@ def check(
     """Check the routers of a MoE checkpoint: one line each, ok, warning or fault, and the remedy.
 
     Auxiliary losses, padding, dtypes, dead and overloaded experts, selection rules, gradients,
-    quantized and untrained routers. Exit code 1 for a fault. Without a tokenizer or data, token ids
-    are drawn and loads are skipped.
+    quantized and untrained routers. Exit code 1 for a fault. Reads text in the checkpoint's own
+    tokens, or token files.
 
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
-    from l2r.analysis.diagnostics.checks import check_model, counted
-    from l2r.cli.console import progress_bars
-    from l2r.hf.checkpoints import Placement, local_checkpoint
+    from l2r.hf.checkpoints import Placement, check_reads, local_checkpoint
 
+    placement = Placement(dtype, device, device_map, say)
     for name, value in (("instances", instances), ("length", length)):
         if value < 2:
             raise ValueError(f"{name} must be >= 2; got {value}")
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    check_reads(folder, data)
+    from l2r.analysis import open_subject
+    from l2r.analysis.diagnostics.checks import check_model, counted
+    from l2r.cli.console import progress_bars
+
     weights = _recipe_losses(folder)
     weights.update({k: v for k, v in (("balance", balance), ("z", z)) if v is not None})
-    model, batch = _open(
+    subject = open_subject(
         folder,
         data,
         instances=instances,
         length=length,
-        placement=Placement(dtype, device, device_map, say),
+        report=say,
+        placement=placement,
         trust_remote_code=trust_remote_code,
+        held_out=False,
     )
+    rows = next(subject.batches(instances, subject.device))
+    batch = {k: v for k, v in rows.items() if k not in ("domain", "targets")}
     with progress_bars() as bars:
-        findings = check_model(model, batch, **weights, report=partial(bars, "checks"))
+        findings = check_model(subject.model, batch, **weights, report=partial(bars, "checks"))
     count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
     if as_json:
         typer.echo(plain_json([asdict(finding) for finding in findings]))
@@ -89,38 +94,6 @@ def check(
             typer.echo(fill(line, width, subsequent_indent=" " * 8))
     if count["fault"]:
         raise typer.Exit(1)
-
-
-def _open(
-    folder: Path,
-    data: str | None,
-    *,
-    instances: int,
-    length: int,
-    placement: "Placement",
-    trust_remote_code: bool,
-) -> tuple[Any, Any]:
-    """The model and a batch of all rows, None without text; images where it classifies them."""
-    from l2r.analysis import open_subject
-    from l2r.hf.checkpoints import is_image_classifier, load_model, load_tokenizer
-
-    text = not is_image_classifier(folder)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code) if text else None
-    if text and data is None and tokenizer is None:
-        say("the checkpoint has no tokenizer: token ids are drawn")
-        model, _ = load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
-        return model, None
-    subject = open_subject(
-        folder,
-        data,
-        instances=instances,
-        length=length,
-        report=say,
-        placement=placement,
-        trust_remote_code=trust_remote_code,
-    )
-    batch = next(subject.batches(instances, subject.device))
-    return subject.model, {k: v for k, v in batch.items() if k not in ("domain", "targets")}
 
 
 def _recipe_losses(folder: Path) -> dict[str, float]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.experiment import Launch, Processes, diagnose_all, end, run_all
+from l2r.cli.experiment import Launch, Processes, check_inputs, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Open, Seeds
 
 
@@ -30,12 +30,18 @@ def compare(
 
     Example: l2r compare demo training.steps=100 --routers linear,l2r_sips
     """
+    from l2r.runs.atomic import check_place
+    from l2r.studies import folder_cells
+    from l2r.training.recipes import recipes_in
+
+    root = out or Path("runs") / folder
+    first, *_ = recipes_in(folder)
+    check_place(root)
+    check_inputs(first, changes or [])
+    cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
     from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import first_seeds, write_report
-    from l2r.studies import folder_cells
 
-    cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
-    root = out or Path("runs") / folder
     finished, failed = run_all(cells, root, launch=launch, processes=processes)
     runs = [outcome.run for outcome in finished]
     if runs:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from l2r.cli.options import AsJson
+from l2r.cli.options import AsJson, at_least, must_exist
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -38,8 +38,11 @@ def plan(
     Example: l2r data plan --tokens 200B --listing hub --out plan.json
     """
     from l2r.cli.console import print_table
+    from l2r.runs.atomic import check_file_place
     from l2r.training.data import name_shards, parse_tokens, plan_subset, shard_source, write_plan
 
+    if out is not None:
+        check_file_place(out)
     chosen = plan_subset(parse_tokens(tokens), seed=seed)
     if listing is not None:
         shards = shard_source(listing, chosen)
@@ -54,12 +57,15 @@ def plan(
 def prepare(
     out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
     *,
-    plan: Annotated[Path | None, typer.Option(help="Plan from l2r data plan --out.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan from l2r data plan --out.", callback=must_exist)
+    ] = None,
     data: Annotated[
         str, typer.Option(help="'hub', or a folder of text: *.txt, *.jsonl, *.json.gz, *.parquet.")
     ] = "hub",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json or its folder; OLMoE's by default.")
+        Path | None,
+        typer.Option(help="tokenizer.json or its folder; OLMoE's by default.", callback=must_exist),
     ] = None,
     hold_out: Annotated[
         float,
@@ -70,9 +76,11 @@ def prepare(
     share: Annotated[
         float, typer.Option(help="Share of the other documents kept for training.")
     ] = 1.0,
-    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option(help="Processes.", callback=at_least(1))] = os.cpu_count()
+    or 1,
     on_bad_shard: Annotated[
-        str, typer.Option(help="What to do with a corrupt shard: refuse or skip.")
+        Literal["refuse", "skip"],
+        typer.Option(help="What to do with a corrupt shard: refuse or skip."),
     ] = "refuse",
     as_json: AsJson = False,
 ) -> None:
@@ -82,19 +90,16 @@ def prepare(
 
     Example: l2r data prepare tokens --data my-text --tokenizer my-tokenizer
     """
-    from l2r.cli.console import print_table
-    from l2r.training.data import (
-        TRAIN_PART,
-        Split,
-        prepare_tokens,
-        read_plan,
-        shard_source,
-        shard_tasks,
-    )
+    from l2r.runs.atomic import check_place
+    from l2r.training.data import Split, read_plan, shard_source
 
     split = Split(hold_out=hold_out, share=share)
+    check_place(out)
     chosen = read_plan(plan) if plan is not None else None
     shards = shard_source(data, chosen)
+    from l2r.cli.console import print_table
+    from l2r.training.data import TRAIN_PART, prepare_tokens, shard_tasks
+
     tasks = shard_tasks(shards.files, shards.prefix, plan=chosen)
     with _progress_bar() as watch:
         manifests = prepare_tokens(
@@ -103,7 +108,7 @@ def prepare(
             tokenizer=tokenizer,
             split=split,
             workers=workers,
-            on_bad_shard=on_bad_shard,  # type: ignore[arg-type]  # prepare names what is allowed
+            on_bad_shard=on_bad_shard,
             source=shards.origin,
             on_progress=watch,
         )
@@ -121,19 +126,25 @@ def prepare(
 
 @data.command()
 def tokenizer(
-    folder: Annotated[Path, typer.Argument(help="Text: *.txt, *.jsonl, *.parquet.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Text: *.txt, *.jsonl, *.parquet.", callback=must_exist)
+    ],
     *,
     out: Annotated[Path, typer.Option(help="New folder for the tokenizer.")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens, at least 300.")] = 4096,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens, at least 300.", callback=at_least(300))
+    ] = 4096,
 ) -> None:
     """Train a byte-level BPE on your text, on what is not held out.
 
     Example: l2r data tokenizer my-text --out my-tokenizer --vocab-size 8000
     """
+    from l2r.runs.atomic import check_place
     from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
 
     if out.exists():
         raise ValueError(f"out must be a new folder; got {out}")
+    check_place(out)
     train, _ = split_corpus(CorpusOptions(str(folder), vocab_size))
     texts = (text for domain in train.values() for text in domain)
     _, identity = write_new_tokenizer(out, texts, vocab_size)

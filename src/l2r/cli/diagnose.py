@@ -21,6 +21,7 @@ from l2r.cli.options import (
     Revision,
     Rows,
     TrustRemoteCode,
+    at_least,
 )
 from l2r.runs.plain_json import plain_json
 
@@ -38,7 +39,7 @@ def diagnose(
         "diagnosis"
     ),
     instances: Rows = 64,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+    length: Annotated[int, typer.Option(help="Tokens per row.", callback=at_least(1))] = 256,
     batch_size: BatchSize = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,
     certify: Annotated[
@@ -79,14 +80,10 @@ def diagnose(
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
-    from l2r.analysis import Extent, diagnose_checkpoint, earlier_checkpoints
-    from l2r.analysis.diagnostics import DiagnosisSettings, saturation_of_diagnoses
-    from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.hf.checkpoints import Placement, local_checkpoint
-    from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
-    from l2r.report.patches import patch_links, write_patch_page
-    from l2r.report.text_view import text_page_of, text_sections
-    from l2r.runs.atomic import make_folder
+    from l2r.analysis import Extent, earlier_checkpoints
+    from l2r.analysis.diagnostics import DiagnosisSettings
+    from l2r.hf.checkpoints import Placement
+    from l2r.runs.atomic import check_place, make_folder
 
     if text_tokens < 0:
         raise ValueError(f"text_tokens must be >= 0; got {text_tokens}")
@@ -94,18 +91,27 @@ def diagnose(
     extent = Extent(
         batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
     )
-    for checkpoint in checkpoints:  # all of them before the first, which takes minutes
-        local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    if text is not None:
-        loading: Any = {"placement": Placement(dtype, device, device_map, say)}
-        loading |= {"revision": revision, "trust_remote_code": trust_remote_code}
-        _own_text(checkpoints, text, out, loading, show=open_, as_json=as_json)
-        return
+    placement, named = Placement(dtype, device, device_map, say), names(checkpoints)
+    check_place(out)
+    read = None if text is None else read_text(text)
+    _check(checkpoints, data, revision, own_text=read is not None, code=trust_remote_code)
     one_run = over_time and len(checkpoints) == 1
     earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
+    if read is not None:
+        loading: Any = {"placement": placement, "revision": revision}
+        loading["trust_remote_code"] = trust_remote_code
+        _own_text(named, read, out, loading, show=open_, as_json=as_json)
+        return
+    from l2r.analysis import diagnose_checkpoint
+    from l2r.analysis.diagnostics import saturation_of_diagnoses
+    from l2r.cli.console import print_pages, print_table, progress_bars
+    from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
+    from l2r.report.patches import patch_links, write_patch_page
+    from l2r.report.text_view import text_page_of, text_sections
+
     pages: list[Path] = []
-    placement, views, texts = Placement(dtype, device, device_map, say), {}, {}
-    for name, checkpoint in names(checkpoints).items():
+    views, texts = {}, {}
+    for name, checkpoint in named.items():
         folder = make_folder(out, name)
         with progress_bars() as bars:
             diagnosed = diagnose_checkpoint(
@@ -137,8 +143,29 @@ def diagnose(
     print_pages(pages, show=open_, err=as_json)
 
 
+def _check(
+    checkpoints: list[str], data: str | None, revision: str | None, *, own_text: bool, code: bool
+) -> None:
+    """Raise ValueError for a checkpoint that is not there or cannot read what it is to read."""
+    from l2r.hf.checkpoints import (
+        check_reads,
+        check_reads_text,
+        is_image_classifier,
+        local_checkpoint,
+    )
+
+    for checkpoint in checkpoints:  # all of them before the first, which takes minutes
+        folder = local_checkpoint(checkpoint, revision=revision, code=code)
+        if not own_text:
+            check_reads(folder, data)
+        elif is_image_classifier(folder):
+            raise ValueError(f"text is for language models; {checkpoint} classifies images")
+        else:
+            check_reads_text(folder)
+
+
 def _own_text(
-    checkpoints: list[str], text: str, out: Path, loading: Any, *, show: bool, as_json: bool
+    named: dict[str, str], text: str, out: Path, loading: Any, *, show: bool, as_json: bool
 ) -> None:
     """Route one text through every checkpoint; a page of all, a table or records of each."""
     from l2r.analysis import route_text
@@ -146,11 +173,11 @@ def _own_text(
     from l2r.report.own_text import own_text_records, own_text_table
     from l2r.report.text_view import write_text_page
 
-    read, routed, named = read_text(text), {}, names(checkpoints)
+    routed = {}
     with progress_bars() as bars:
         for done, (name, checkpoint) in enumerate(named.items()):
             bars("text", done, len(named), name)
-            routed[name] = route_text(checkpoint, read, say=say, **loading)
+            routed[name] = route_text(checkpoint, text, say=say, **loading)
         bars("text", len(named), len(named), "")
     page = write_text_page(routed, out / "text.html")
     if as_json:

@@ -16,7 +16,10 @@ from l2r.cli.options import (
     Dtype,
     Revision,
     TrustRemoteCode,
+    at_least,
     existing,
+    images_or_path,
+    must_exist,
 )
 
 # What the checkpoints of one kind, or text, can do nothing with.
@@ -24,13 +27,12 @@ _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
 _IMAGES_ONLY = ("data", "average")
 _TASKS_ONLY = ("tasks", "split", "requests")
 _TEXT_ONLY = ("stride",)
-_FILES = 30  # more are not printed one by one
 
 
 def eval(
     context: typer.Context,
     checkpoints: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             help=f"{CHECKPOINT}; several are compared in order.",
             callback=existing,
@@ -39,7 +41,10 @@ def eval(
     *,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Loss on a .txt, .jsonl or .parquet file, or a folder; repeat for more."),
+        typer.Option(
+            help="Loss on a .txt, .jsonl or .parquet file, or a folder; repeat for more.",
+            callback=must_exist,
+        ),
     ] = None,
     tasks: Annotated[
         str, typer.Option(help="paper, mmlu, or names: mmlu_stem,boolq,hellaswag,piqa,sciq.")
@@ -48,7 +53,10 @@ def eval(
         str, typer.Option(help="val or test, for MMLU; others have one split.")
     ] = "val",
     limit: Annotated[
-        int | None, typer.Option(help="First documents of each task or text file, or images.")
+        int | None,
+        typer.Option(
+            help="First documents of each task or text file, or images.", callback=at_least(1)
+        ),
     ] = None,
     requests: Annotated[
         int | None,
@@ -74,7 +82,10 @@ def eval(
     device_map: DeviceMap = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Images: digits, fashion-mnist or a folder (default: those of the run)."),
+        typer.Option(
+            help="Images: digits, fashion-mnist or a folder (default: those of the run).",
+            callback=images_or_path,
+        ),
     ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")
@@ -93,15 +104,24 @@ def eval(
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
     from l2r.cli.diagnose import names
-    from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
+    from l2r.hf.checkpoints import (
+        Placement,
+        averaged_folder,
+        check_reads,
+        check_reads_text,
+        is_image_classifier,
+        local_checkpoint,
+    )
+    from l2r.runs.atomic import check_place
+    from l2r.training.evaluation import TaskSettings, TextSettings, select_tasks
 
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
     for path in checkpoints if text else ():
-        if path.is_file():
+        if Path(path).is_file():
             raise ValueError(f"every text needs its own --text; got {path} as a checkpoint")
-    named = names([str(checkpoint) for checkpoint in checkpoints])
+    named = names(checkpoints)
     folders = {
         name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
         for name, checkpoint in named.items()
@@ -111,6 +131,8 @@ def eval(
         name: out or (folder if Path(named[name]).exists() else Path("evaluation") / name)
         for name, folder in folders.items()
     }
+    for place in outs.values():
+        check_place(place)
     images = [name for name, folder in folders.items() if is_image_classifier(folder)]
     if images and len(checkpoints) > 1:
         raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
@@ -118,20 +140,24 @@ def eval(
     common["trust_remote_code"] = trust_remote_code
     if images:
         _refuse(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
+        check_reads(folders[images[0]], data)
+        if average:
+            averaged_folder(folders[images[0]])
         common |= {"limit": limit, "data": data, "averaged": average}
         _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
     _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
+    for folder in folders.values():
+        check_reads_text(folder)
     if text:
         _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
-        from l2r.training.evaluation import TextSettings
-
         settings = TextSettings(length, stride, limit, dtype)
-        _text(folders, outs, text, settings, common, as_json=as_json)
+        from l2r.cli.eval_on_text import evaluate_on_text
+
+        evaluate_on_text(folders, outs, text, settings, common, as_json=as_json)
         return
     _refuse(context, _TEXT_ONLY, "text; give --text too")
-    from l2r.training.evaluation import TaskSettings
-
+    select_tasks(tasks)
     common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     _language(folders, outs, common, as_json=as_json)
 
@@ -174,62 +200,6 @@ def _language(
         {f"{name} - {first}": paired_row(results[first], results[name]) for name in others},
     )
     print_table(table, as_json=as_json)
-
-
-def _text(
-    checkpoints: dict[str, Path],
-    outs: dict[str, Path],
-    paths: list[Path],
-    settings: Any,
-    options: Any,
-    *,
-    as_json: bool,
-) -> None:
-    from l2r.cli.console import print_table, progress_bars
-    from l2r.report.text_loss import text_table
-    from l2r.training.evaluation import (
-        ALL_FILES,
-        Texts,
-        evaluate_text,
-        text_differences,
-        text_losses,
-    )
-
-    texts, results, losses = Texts(paths, settings.limit), {}, {}
-    for name, checkpoint in checkpoints.items():
-        with progress_bars() as bars:
-            scored, written = evaluate_text(
-                checkpoint,
-                outs[name],
-                texts,
-                settings=settings,
-                on_progress=partial(bars, name),
-                **options,
-            )
-        results[name], losses[name] = scored, text_losses(scored)
-        typer.echo(f"wrote {written}", err=True)
-    first, *others = results
-    pairs = {
-        f"{name} - {first}": text_differences(results[first], results[name]) for name in others
-    }
-    files = [name for name in losses[first] if name != ALL_FILES]
-    shown = {*files, ALL_FILES}
-    if not as_json:
-        shown = (
-            {ALL_FILES}
-            if len(files) > _FILES
-            else {*files, *([ALL_FILES] if len(files) > 1 else [])}
-        )
-    if shown == {ALL_FILES}:
-        typer.echo(f"{len(files)} files, by file in what was written", err=True)
-
-    def records(of: Any) -> Any:
-        return {
-            name: {text: numbers.to_dict() for text, numbers in by.items() if text in shown}
-            for name, by in of.items()
-        }
-
-    print_table(text_table(records(losses), records(pairs)), as_json=as_json)
 
 
 def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """``l2r evidence``: run a registered plan over several seeds and judge it; write a new plan."""
 
 import os
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,8 +71,17 @@ def run(
 
     Example: l2r evidence paper --hours 3
     """
-    if judge_only:
-        _check_results(plan, results)  # before imports that take seconds
+    from l2r.runs.atomic import check_place
+    from l2r.studies import read_plan
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("this command starts processes itself; run it without torchrun")
+    registered = read_plan(plan)
+    stored = results / registered.name
+    if judge_only and not (stored / "results.jsonl").is_file():
+        raise ValueError(_no_results(registered.name, stored))
+    for place in (out, *([] if judge_only else [results])):
+        check_place(place)
 
     from l2r.cli.console import print_pages, print_table
     from l2r.report.evidence import write_study
@@ -82,18 +90,14 @@ def run(
         Budget,
         Places,
         StudyStoppedError,
-        read_plan,
         results_of,
         run_plan,
         run_share,
         study_of,
     )
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("this command starts processes itself; run it without torchrun")
-    registered = read_plan(plan)
     most = min(seeds or registered.plan.seeds.most, registered.plan.seeds.most)
-    places = Places(results / registered.name, out / registered.name, keep_runs)
+    places = Places(stored, out / registered.name, keep_runs)
     cells = registered.plan.cells(most)
     if share:
         if os.nice(0) == 0:  # the user's own niceness stays
@@ -119,13 +123,6 @@ def run(
     page, text = write_study(study, pages, pages if judge_only else places.results)
     say(registered.state)
     print_pages([page, text], show=open_, err=True)
-
-
-def _check_results(plan: str, results: Path) -> None:
-    """Raise ValueError where a packaged plan has no file of results."""
-    packaged, folder = files("l2r.studies") / "plans" / f"{plan}.yaml", results / plan
-    if packaged.is_file() and not (folder / "results.jsonl").is_file():
-        raise ValueError(_no_results(plan, folder))
 
 
 def _no_results(name: str, folder: Path) -> str:

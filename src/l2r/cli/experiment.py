@@ -21,6 +21,22 @@ Processes = Annotated[
 ]
 
 
+def check_inputs(recipe: str, changes: Sequence[str]) -> None:
+    """Raise ValueError for a recipe whose data are not there: before torch, and before a run.
+
+    A field of its router that is wrong is found later, with torch.
+    """
+    from l2r.training.recipes import BUILT_IN_IMAGES, load_sections
+
+    data = load_sections(recipe, changes).data.model_dump()
+    builtin = (None, "embedded", *BUILT_IN_IMAGES)
+    for name in ("corpus", "tokens", "validation_tokens", "tokenizer", "images"):
+        value = data.get(name)
+        for path in value if isinstance(value, list) else [value]:
+            if path not in builtin and not Path(path).expanduser().exists():
+                raise ValueError(f"data.{name} must be a path that exists; got {path}")
+
+
 def run_all(
     cells: "Sequence[Cell]", root: Path, *, launch: str | None, processes: int | None = None
 ) -> "tuple[list[Outcome], dict[str, str]]":

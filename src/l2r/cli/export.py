@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,8 @@ def export(
     out: Annotated[Path, NEW_FOLDER],
     *,
     form: Annotated[
-        str, typer.Option("--format", help="hf, onnx, torch-export or aoti (takes minutes).")
+        Literal["hf", "onnx", "torch-export", "aoti"],
+        typer.Option("--format", help="hf, onnx, torch-export or aoti (takes minutes)."),
     ] = "hf",
     tolerance: Annotated[
         float | None,
@@ -45,34 +46,36 @@ def export(
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
+    from l2r.hf.checkpoints import Placement, check_is_language_model, local_checkpoint
+    from l2r.runs.atomic import check_new_folder
+
+    if form == "hf" and tolerance is not None:
+        raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
+    if form != "hf" and (device_map is not None or dtype not in ("auto", "float32")):
+        raise ValueError(
+            f"a program is of one device and float32; got dtype={dtype}, {device_map=}"
+        )
+    placement = Placement(dtype, device_map=device_map, report=say)
+    check_new_folder(out)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    check_is_language_model(folder, checkpoint)
+
     from l2r.cli.console import progress_bars
     from l2r.hf.checkpoints import (
-        PROGRAM_FORMS,
         PROGRAM_TOLERANCE,
         CheckpointOnDisk,
-        Placement,
-        check_is_language_model,
-        check_new_folder,
         checkpoint_folder,
         export_program,
         export_remote_code,
         load_causal_lm,
         load_tokenizer,
-        local_checkpoint,
         processor_files,
         run_of_checkpoint,
         run_sections,
     )
     from l2r.hf.models import check_source, check_whole
 
-    if form not in ("hf", *PROGRAM_FORMS):
-        raise ValueError(f"format must be one of hf, {', '.join(PROGRAM_FORMS)}; got {form!r}")
-    if form == "hf" and tolerance is not None:
-        raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
-    check_new_folder(out)
-    placement = Placement(dtype, device_map=device_map, report=say)
-    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    check_is_language_model(folder, checkpoint)
+    placement = placement.here()
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
         source = checkpoint_folder(folder)
@@ -98,10 +101,6 @@ def export(
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
         typer.echo(f"saved: {out}; load it with {call}")
         return
-    if device_map is not None or dtype not in ("auto", "float32"):
-        raise ValueError(
-            f"a program is of one device and float32; got dtype={dtype}, {device_map=}"
-        )
     model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)
     tolerance = PROGRAM_TOLERANCE if tolerance is None else tolerance
     agreement = export_program(

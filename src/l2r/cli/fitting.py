@@ -31,14 +31,12 @@ def fit_to_old(
     """Replace the routers of ``model`` by fitted ones, with a progress bar.
 
     ``data`` is a folder of text, None for the embedded text. Raises ValueError as
-    ``l2r.training.upcycling`` does, and for a checkpoint without a tokenizer.
+    ``l2r.training.upcycling`` does.
     """
     from l2r.cli.console import progress_bars
     from l2r.training import unseen_part, upcycle
     from l2r.training.data import CorpusOptions, sample_batches
 
-    if tokenizer is None:
-        raise ValueError(f"checkpoint must hold a tokenizer to read text with; got {checkpoint}")
     batches, other = sample_batches(
         tokenizer,
         corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),

@@ -42,7 +42,7 @@ def landscape(
 
     Example: l2r landscape --out landscape.html
     """
-    from l2r.cli.console import print_pages, progress_bars
+    from l2r.runs.atomic import check_file_place
 
     if not _LEAST <= reach <= _MOST:
         raise ValueError(f"reach must be between {_LEAST:g} and {_MOST:g}; got {reach}")
@@ -50,16 +50,23 @@ def landscape(
         raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
     if checkpoint is None and layer is not None:
         raise ValueError(f"layer is read only with a checkpoint; got layer={layer}")
+    check_file_place(out)
+    folder = None
+    if checkpoint is not None:
+        from l2r.hf.checkpoints import local_checkpoint
+
+        folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    from l2r.cli.console import print_pages, progress_bars
+
     with progress_bars() as bars:
         bars("page", 0, 3, "anchors")
         from l2r.analysis.diagnostics import anchors_of, drawn_anchors
         from l2r.report.explorer import write_explorer
 
-        if checkpoint is None:
+        if folder is None:
             sets = [drawn_anchors(seed + n) for n in range(_DRAWS)]
         else:
-            model = _model(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
-            sets = anchors_of(model, layer)
+            sets = anchors_of(_model(folder, trust_remote_code=trust_remote_code), layer)
         bars("page", 1, 3, "figures")
         figures = _paper_figures(reach) if checkpoint is None else []
         bars("page", 2, 3, "writing")
@@ -70,16 +77,10 @@ def landscape(
     print_pages([path], show=open_)
 
 
-def _model(checkpoint: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    """Language model or image classifier of a folder, a run or a hub id."""
-    from l2r.hf.checkpoints import (
-        is_image_classifier,
-        load_image_classifier,
-        load_pretrained,
-        local_checkpoint,
-    )
+def _model(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Language model or image classifier of a folder or a run."""
+    from l2r.hf.checkpoints import is_image_classifier, load_image_classifier, load_pretrained
 
-    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     load = load_image_classifier if is_image_classifier(folder) else load_pretrained
     return load(folder, trust_remote_code=trust_remote_code)
 

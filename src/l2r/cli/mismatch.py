@@ -15,6 +15,8 @@ from l2r.cli.options import (
     Dtype,
     Revision,
     TrustRemoteCode,
+    existing,
+    must_exist,
 )
 from l2r.runs.plain_json import plain_json
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def mismatch(
-    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.")],
+    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.", callback=existing)],
     against: Annotated[
         str | None,
         typer.Option(
@@ -38,7 +40,10 @@ def mismatch(
     ] = None,
     answers: Annotated[
         Path | None,
-        typer.Option(help="With --against vllm: completions with routed_experts, one a line."),
+        typer.Option(
+            help="With --against vllm: completions with routed_experts, one a line.",
+            callback=must_exist,
+        ),
     ] = None,
     record: Annotated[
         Path | None,
@@ -46,7 +51,10 @@ def mismatch(
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="File or folder of text, or token files (default: held-out text)."),
+        typer.Option(
+            help="File or folder of text, or token files (default: held-out text).",
+            callback=must_exist,
+        ),
     ] = None,
     instances: Annotated[
         int, typer.Option(help="Rows of text over all domains, at least one of each.", min=1)
@@ -69,12 +77,15 @@ def mismatch(
 
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """
-    from l2r.analysis import open_subject
-    from l2r.hf.checkpoints import Placement, is_image_classifier, local_checkpoint
-    from l2r.report.mismatch import tables, verdict, write_mismatch
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_reads_text,
+        is_image_classifier,
+        local_checkpoint,
+    )
     from l2r.runs.atomic import check_place, make_folder, write_json
 
-    _check(against, answers, record, batch_size)
+    _check(against, answers, record)
     placement = Placement(dtype, device)
     if against is not None:
         check_place(out)
@@ -83,6 +94,11 @@ def mismatch(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
         raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")
+    check_reads_text(folder, text, option="--text")
+    other = _other_checkpoint(against, code=trust_remote_code)
+    from l2r.analysis import open_subject
+    from l2r.report.mismatch import tables, verdict, write_mismatch
+
     subject = open_subject(
         folder,
         text,
@@ -97,7 +113,7 @@ def mismatch(
     if against is None:
         return
     comparison, domain = _compare(
-        subject, against, answers, batch_size, placement, trust_remote_code
+        subject, against, answers, other, batch_size, placement, trust_remote_code
     )
     result = _result(subject, comparison, domain)
     make_folder(out)
@@ -117,17 +133,33 @@ def mismatch(
     typer.echo(f"page: {page}", err=as_json)
 
 
-def _check(against: str | None, answers: Path | None, record: Path | None, batch_size: int) -> None:
+def _check(against: str | None, answers: Path | None, record: Path | None) -> None:
     if against is None and record is None:
         raise ValueError("against must say what to compare with, or record where routes go")
     if record is not None and record.exists():
         raise ValueError(f"record must be a new file; {record} exists")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
     if (against == "vllm") != (answers is not None):
         raise ValueError(
             "answers, a file of completions with routed_experts, go with --against vllm alone"
         )
+
+
+def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
+    """Folder of the checkpoint to compare with, None for something else; ValueError for neither."""
+    from l2r.hf.checkpoints import check_is_language_model, local_checkpoint
+    from l2r.runs.mismatch import ARITHMETICS
+
+    if against in (None, "vllm", *ARITHMETICS) or Path(str(against)).is_file():
+        return None
+    try:
+        folder = local_checkpoint(str(against), code=code)
+    except ValueError as error:
+        raise ValueError(
+            f"against must be one of {', '.join(ARITHMETICS)}, vllm, a file of routes or a "
+            f"checkpoint; {error}"
+        ) from error
+    check_is_language_model(folder, str(against))
+    return folder
 
 
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:
@@ -153,6 +185,7 @@ def _compare(
     subject: "Subject",
     against: str,
     answers: Path | None,
+    folder: Path | None,
     batch_size: int,
     placement: "Placement",
     trust: bool,
@@ -161,14 +194,13 @@ def _compare(
     import numpy as np
 
     from l2r.analysis.routes import (
-        ARITHMETICS,
         compare_models,
         compare_routes,
         in_other_arithmetic,
         read_answers,
     )
     from l2r.cli.console import progress_bars
-    from l2r.hf.checkpoints import load_causal_lm, local_checkpoint
+    from l2r.hf.checkpoints import load_causal_lm
     from l2r.hf.routes import Routes, check_tokens, fingerprint_of
 
     model: Any = subject.model
@@ -190,10 +222,9 @@ def _compare(
                 say(f"not checked: {against} does not say of which tokens its routes are")
             routes.fingerprint.check(fingerprint_of(model, subject.tokenizer))
             return compare_routes(model, routes, rows, report=progress), domain
-        if against in ARITHMETICS:
+        if folder is None:
             other = in_other_arithmetic(model, against)
         else:
-            folder = local_checkpoint(against, code=trust)
             other, _ = load_causal_lm(folder, placement=placement, trust_remote_code=trust)
         return compare_models(model, other, ids, report=progress), domain
 

@@ -1,6 +1,10 @@
-"""Options and arguments that several commands have: one name, one meaning, declared once."""
+"""Options and arguments that several commands have: one name, one meaning, declared once.
 
-from collections.abc import Sequence
+What is wrong with a path or a value is said here, or at the head of a command, before it imports
+torch and transformers, which takes seconds.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,18 +13,49 @@ import typer
 from l2r.runs.spelling import existing_path
 
 
-def _device(name: str) -> str:
-    from l2r.machine import pick_device
-
-    return pick_device(name)
-
-
 def existing(checkpoint: Any) -> Any:
     """The folder whose name spells the same, where the one named is missing."""
     if isinstance(checkpoint, str | Path):
         path = existing_path(checkpoint)
         return checkpoint if path == Path(checkpoint) else type(checkpoint)(path)
     return checkpoint and [existing(one) for one in checkpoint]
+
+
+def must_exist(param: typer.CallbackParam, paths: Any) -> Any:
+    """The path, or the paths, of an option. Raises ValueError where there is nothing."""
+    for path in paths if isinstance(paths, list) else [paths]:
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{param.name} must be a file or a folder that exists; got {path}")
+    return paths
+
+
+def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None:
+    """Data that a command reads. Raises ValueError for no built-in images and no path."""
+    from l2r.training.recipes import BUILT_IN_IMAGES
+
+    if source in (None, *BUILT_IN_IMAGES) or Path(source).expanduser().exists():
+        return source
+    raise ValueError(
+        f"{param.name} must be a file or a folder that exists, {' or '.join(BUILT_IN_IMAGES)}; "
+        f"got {source}"
+    )
+
+
+def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
+    """A callback that refuses a smaller number, and names it."""
+
+    def check(param: typer.CallbackParam, value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise ValueError(f"{param.name} must be >= {least}; got {value}")
+        return value
+
+    return check
+
+
+def _device(name: str) -> str:
+    from l2r.machine import device_name
+
+    return device_name(name)
 
 
 Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
@@ -34,7 +69,9 @@ Recipe = Annotated[str, typer.Argument(help="Packaged recipe (see l2r train --li
 NEW_FOLDER = typer.Option("--out", help="New folder for the checkpoint.")
 Seeds = Annotated[int, typer.Option(help="Seeds, from the recipe's on.", min=1)]
 Layers = Annotated[str | None, typer.Option(help="Indices like 0,3,5 (default: all).")]
-BatchSize = Annotated[int, typer.Option(help="Rows, answers or images per forward pass.")]
+BatchSize = Annotated[
+    int, typer.Option(help="Rows, answers or images per forward pass.", callback=at_least(1))
+]
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, ... or auto: a GPU where there is one.", callback=_device)
 ]
@@ -60,7 +97,7 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    Path, typer.Argument(help=f"{CHECKPOINT}.", callback=existing, show_default=False)
+    str, typer.Argument(help=f"{CHECKPOINT}.", callback=existing, show_default=False)
 ]
 Checkpoints = Annotated[
     list[str],
@@ -76,11 +113,15 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="File or folder of text, or token files (default: the embedded corpus); of images "
-        "digits, fashion-mnist or a folder (default: the run's own)."
+        "digits, fashion-mnist or a folder (default: the run's own).",
+        callback=images_or_path,
     ),
 ]
 Rows = Annotated[
-    int, typer.Option(help="Rows of text over all domains, at least one of each; or images.")
+    int,
+    typer.Option(
+        help="Rows of text over all domains, at least one of each; or images.", callback=at_least(1)
+    ),
 ]
 Open = Annotated[bool, typer.Option("--open", help="Open the page in the browser.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print records as JSON.")]

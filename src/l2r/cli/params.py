@@ -34,13 +34,25 @@ def params(
 
     Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32
     """
+    if cost and (vit or recipes is not None):
+        raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
+    rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
+    rank, head = max(rank_list), max(head_list)
+    entries = max(num_experts * hidden_size, num_experts * rank * head, rank * hidden_size)
+    if entries > _MOST:
+        raise ValueError(
+            "num_experts x hidden_size, num_experts x rank x heads and rank x hidden_size must be "
+            f"at most {_MOST:,}; got {entries:,}"
+        )
+    if recipes is not None:
+        from l2r.training.recipes import recipes_in
+
+        recipes_in(recipes)  # or says which there are
     from l2r.cli.console import print_table
     from l2r.cost.planning import recipe_sizes
     from l2r.report.paper_tables import parameter_table, size_table, vit_cost_table
     from l2r.routers.count import router_cost, router_parameters
 
-    if cost and (vit or recipes is not None):
-        raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
     if vit:
         from l2r.hf.models import vit_s_costs
 
@@ -51,14 +63,6 @@ def params(
         print_table(size_table(rows), as_json=as_json)
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
-    rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
-    rank, head = max(rank_list), max(head_list)
-    entries = max(num_experts * hidden_size, num_experts * rank * head, rank * hidden_size)
-    if entries > _MOST:
-        raise ValueError(
-            "num_experts x hidden_size, num_experts x rank x heads and rank x hidden_size must be "
-            f"at most {_MOST:,}; got {entries:,}"
-        )
     count = router_cost if cost else router_parameters
     linear = layers * count("linear", **sizes)
     cells = {

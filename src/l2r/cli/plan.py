@@ -34,18 +34,22 @@ def plan(
 
     Example: l2r plan olmoe-1b-7b/l2r-sips --gpus 8 --gpu b200
     """
-    from rich.console import Console
-
-    from l2r.cli.console import print_table, print_text
-    from l2r.cost.planning import Assumptions, find_gpu, make_plan, plan_records
-    from l2r.report.planning import flops_table, memory_table, scale_table
-    from l2r.training import with_pixels
+    from l2r.cost.planning import Assumptions, check_form, find_gpu
     from l2r.training.data import parse_tokens
     from l2r.training.recipes import load_recipe
 
     assumptions = Assumptions(find_gpu(gpu), utilization, imbalance)
-    loaded = with_pixels(load_recipe(recipe, changes or ()))
+    check_form(parallel)
     length = None if tokens is None else parse_tokens(tokens)
+    chosen_recipe = load_recipe(recipe, changes or ())
+    from rich.console import Console
+
+    from l2r.cli.console import print_table, print_text
+    from l2r.cost.planning import make_plan, plan_records
+    from l2r.report.planning import flops_table, memory_table, scale_table
+    from l2r.training import with_pixels
+
+    loaded = with_pixels(chosen_recipe)
     with Console(stderr=True).status("counting") as status:
         chosen = make_plan(
             loaded,

@@ -5,14 +5,17 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Open, Runs
+from l2r.cli.options import AsJson, Open, Runs, must_exist
 
 
 def report(
     folder: Runs,
     out: Annotated[Path | None, typer.Option(help="Page (default: FOLDER/report.html).")] = None,
     bench: Annotated[
-        list[Path] | None, typer.Option(help="NAME.json of l2r bench, shown as well; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="NAME.json of l2r bench, shown as well; repeatable.", callback=must_exist
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Write it again as the run goes, until it is finished.")
@@ -27,19 +30,23 @@ def report(
 
     Example: l2r report runs/demo --out runs/demo/report.html
     """
-    from l2r.cli.console import print_pages, print_table
-    from l2r.report.comparison import in_paper_order, write_report
-    from l2r.report.performance import bench_section, read_bench
+    from l2r.runs.atomic import check_file_place
     from l2r.runs.folder import RunFolder, find_runs
     from l2r.runs.reading import files_of
 
-    speed = [bench_section(read_bench(path)) for path in bench or []]
-    runs, path = in_paper_order(find_runs(folder)), out or folder / "report.html"
+    if not 1 <= interval < float("inf"):
+        raise ValueError(f"interval must be >= 1 second; got {interval:g}")
+    found, path = find_runs(folder), out or folder / "report.html"
+    if watch and not RunFolder(folder).is_run():
+        raise ValueError(f"--watch follows one run; got {folder}, which holds {len(found)}")
+    check_file_place(path)
+    from l2r.cli.console import print_pages, print_table
+    from l2r.report.comparison import in_paper_order, write_report
+    from l2r.report.performance import bench_section, read_bench
+
+    runs = in_paper_order(found)
+    speed = [bench_section(read_bench(file)) for file in bench or []]
     if watch:
-        if not 1 <= interval < float("inf"):
-            raise ValueError(f"interval must be >= 1 second; got {interval:g}")
-        if not RunFolder(folder).is_run():
-            raise ValueError(f"--watch follows one run; got {folder}, which holds {len(runs)}")
         typer.echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
         for _ in runs[0].changes(interval):
             with files_of(folder):

@@ -1,5 +1,6 @@
 """``l2r serve``: a checkpoint behind an OpenAI-compatible server."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,13 +51,16 @@ def serve(
 
     Example: l2r serve runs/demo/l2r-sips --port 8000 --continuous-batching
     """
-    from l2r.engines.serve import ServeLimits, ServeOptions
-    from l2r.engines.serve import serve_checkpoint as start
-    from l2r.hf.checkpoints import Placement, local_checkpoint
+    from l2r.engines.serve import ServeLimits, ServeOptions, check_address
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_is_language_model,
+        check_reads_text,
+        local_checkpoint,
+    )
 
-    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     options = ServeOptions(
-        name=name or checkpoint.resolve().name,
+        name=name or Path(checkpoint).resolve().name,
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),
@@ -66,5 +70,11 @@ def serve(
         trust_remote_code=trust_remote_code,
         limits=ServeLimits(requests=max_requests, connections=max_requests + 192),
     )
-    start(folder, options)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    check_is_language_model(folder, checkpoint)
+    check_reads_text(folder)
+    check_address(host, port)
+    from l2r.engines.serve import serve_checkpoint
+
+    serve_checkpoint(folder, options)
     raise KeyboardInterrupt  # nothing else ends the server, and asyncio swallows it now and then

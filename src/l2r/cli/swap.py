@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -36,7 +36,8 @@ def swap(
     out: Annotated[Path, NEW_FOLDER],
     layers: Layers = None,
     selection: Annotated[
-        str, typer.Option(help="family: keep the family's rule; router: the router's own.")
+        Literal["family", "router"],
+        typer.Option(help="family: keep the family's rule; router: the router's own."),
     ] = "family",
     fit: Annotated[
         str | None,
@@ -57,16 +58,26 @@ def swap(
 
     Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
     """
+    from l2r.cli.fitting import EMBEDDED
+    from l2r.hf.checkpoints import Placement, check_reads_text, local_checkpoint
+    from l2r.runs.atomic import check_new_folder
+
+    placement, chosen, result = Placement(dtype, device, device_map, say), read_layers(layers), None
+    if fit not in (None, EMBEDDED) and not Path(fit).exists():
+        raise ValueError(f"fit must be a folder of text or {EMBEDDED}; got {fit}")
+    check_new_folder(out)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    if fit is not None:
+        check_reads_text(folder)
+    options = read_router(changes)
+
     from l2r.cli.console import print_table, progress_bars
-    from l2r.cli.fitting import EMBEDDED, fit_tables, fit_to_old
+    from l2r.cli.fitting import fit_tables, fit_to_old
     from l2r.hf.checkpoints import (
         CheckpointOnDisk,
-        Placement,
-        check_new_folder,
         checkpoint_folder,
         load_model,
         load_tokenizer,
-        local_checkpoint,
         processor_files,
         save_model,
     )
@@ -79,14 +90,9 @@ def swap(
         select_sites,
     )
 
-    options, chosen, result = read_router(changes), read_layers(layers), None
-    if fit not in (None, EMBEDDED) and not Path(fit).exists():
-        raise ValueError(f"fit must be a folder of text or {EMBEDDED}; got {fit}")
-    check_new_folder(out)
-    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     source = checkpoint_folder(folder)
     check_source(source, checkpoint)
-    placement = Placement(dtype, device, device_map, say)
+    placement = placement.here()
     as_stored = fit is None and dtype == "auto" and not trust_remote_code
     on_disk = CheckpointOnDisk.open(folder) if as_stored else None
     if on_disk is not None:
@@ -113,7 +119,8 @@ def swap(
         )
         text = "new routers into {} and fitted them to its own; its other weights are {}."
     others = "unchanged" if dtype == "auto" else f"in {dtype}"
-    card = f"## How it was made\n\n`l2r swap` put {text.format(checkpoint.resolve().name, others)}"
+    name = Path(checkpoint).resolve().name
+    card = f"## How it was made\n\n`l2r swap` put {text.format(name, others)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
         files = processor_files(folder)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from l2r.cli.experiment import Launch, Processes, diagnose_all, end, run_all
+from l2r.cli.experiment import Launch, Processes, check_inputs, diagnose_all, end, run_all
 from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds
 from l2r.report.tables import Table
 
@@ -39,14 +39,20 @@ def sweep(
 
     Example: l2r sweep demo/l2r-sips --grid router.rank=2,8,32 --seeds 3 training.steps=100
     """
+    from l2r.runs.atomic import check_place
+    from l2r.studies import grid_cells, read_grid
+
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
+    root = out or Path("runs") / "sweep" / name
+    axes = read_grid(grid or [])
+    if not plan:
+        check_place(root)
+        check_inputs(recipe, changes or [])
+    cells = grid_cells(recipe, changes or [], axes, seeds)
     from l2r.cli.console import print_pages, print_table
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
-    from l2r.studies import grid_cells, read_grid
 
-    cells = grid_cells(recipe, changes or [], read_grid(grid or []), seeds)
-    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
-    root = out or Path("runs") / "sweep" / name
     if plan:
         print_table(_plan_table(cells, root), as_json=as_json)
         return

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import check_inputs, say
 from l2r.cli.options import Changes
 
 
@@ -22,6 +22,7 @@ def train(
 
     Example: l2r train demo/l2r-sips router.rank=8 training.steps=100
     """
+    from l2r.runs.atomic import check_place
     from l2r.training.recipes import dump_recipe, load_recipe, recipe_header, recipe_names
 
     if list_:
@@ -30,14 +31,17 @@ def train(
         return
     if recipe is None:
         raise ValueError("RECIPE is missing; l2r train --list shows the packaged ones")
+    name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
+    folder = out or Path("runs") / name
+    if not show:
+        check_place(folder)
+        check_inputs(recipe, changes or [])
     loaded = load_recipe(recipe, changes or [])
     if show:
         typer.echo(dump_recipe(loaded), nl=False)
         return
     from l2r.training import train as run_training
 
-    name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
-    folder = out or Path("runs") / name
     result = run_training(loaded, folder, label=name, report=say)
     line = (
         f"trained {result.steps} steps; run folder: {result.folder}"

@@ -19,6 +19,7 @@ from l2r.cli.options import (
     Revision,
     RouterChanges,
     TrustRemoteCode,
+    must_exist,
     read_layers,
     read_router,
 )
@@ -30,7 +31,8 @@ def upcycle(
     changes: RouterChanges = None,
     layers: Layers = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of text (default: embedded text).")
+        Path | None,
+        typer.Option(help="Folder of text (default: embedded text).", callback=must_exist),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.", min=1)] = 200_000,
     held_out: Annotated[int, typer.Option(help="Tokens to measure on.", min=1)] = 50_000,
@@ -54,35 +56,41 @@ def upcycle(
 
     Example: l2r upcycle my-olmoe router.kind=l2r_sips rank=8 --out my-l2r
     """
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_is_language_model,
+        check_reads_text,
+        local_checkpoint,
+    )
+    from l2r.runs.atomic import check_new_folder
+    from l2r.training import FitOptions, JointOptions
+
+    options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
+    placement, chosen = Placement(dtype, device, device_map, say), read_layers(layers)
+    if out is not None:
+        check_new_folder(out)
+    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
+    check_is_language_model(folder, checkpoint)
+    check_reads_text(folder)
+    router = read_router(changes)
+
     from l2r.cli.console import print_table
     from l2r.cli.fitting import fit_tables, fit_to_old
     from l2r.hf.checkpoints import (
-        Placement,
-        check_new_folder,
         checkpoint_folder,
         load_causal_lm,
-        local_checkpoint,
         processor_files,
         save_model,
     )
     from l2r.hf.models import check_source, check_whole
     from l2r.hf.swap import preferred_router, select_sites
-    from l2r.training import FitOptions, JointOptions
 
-    router = read_router(changes)
-    options, joint = FitOptions(updates, lr), JointOptions(train_steps, train_lr)
-    chosen = read_layers(layers)
-    if data is not None and not data.exists():
-        raise ValueError(f"data must be a folder of text; got {data}, which does not exist")
-    if out is not None:
-        check_new_folder(out)
-    folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     source = checkpoint_folder(folder)
     if out is not None:
         check_source(source, checkpoint)
     model, tokenizer = load_causal_lm(
         folder,
-        placement=Placement(dtype, device, device_map, say),
+        placement=placement,
         trust_remote_code=trust_remote_code,
     )
     sites = select_sites(model, chosen)
@@ -111,9 +119,9 @@ def upcycle(
             print_table(table)
     if out is not None:
         card = (
-            f"## How it was made\n\n`l2r upcycle {checkpoint.resolve().name} --tokens {tokens} "
-            f"--updates {updates} --train-steps {train_steps}` put new routers into it and fitted "
-            "them to the decisions of its own."
+            f"## How it was made\n\n`l2r upcycle {Path(checkpoint).resolve().name} "
+            f"--tokens {tokens} --updates {updates} --train-steps {train_steps}` put new routers "
+            "into it and fitted them to the decisions of its own."
         )
         files = processor_files(folder)
         save_model(model, out, tokenizer=tokenizer, files=files, sections=[card])

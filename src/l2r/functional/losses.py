@@ -10,16 +10,15 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from l2r.functional.selection import routing_probs
+from l2r.runs.loss_names import BalanceVariant, ZVariant
 
-BalanceVariant = Literal["paper", "olmoe", "hf", "tutel"]
-ZVariant = Literal["paper", "olmoe", "centered"]
 _VARIANCE_EPS = 1e-6  # added: at equal scores the gradient of the root of the variance is NaN
 
 

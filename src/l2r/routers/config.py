@@ -1,30 +1,16 @@
 """Router configurations: shared fields, their checks, the table of names, the plain-dict form."""
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from l2r.routers.external_routers import import_entry_points, import_named_modules
+from l2r.runs.read_with import ReadWith, check_read
 from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.runs.spelling import known_as
+from l2r.runs.spelling import known_as, nearest
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherThan:
-    """Every value but one, as the values in ``read_with``."""
-
-    value: object
-
-    def __contains__(self, value: object) -> bool:
-        return value != self.value
-
-
-# field -> {other field: its values with which the field is read}
-ReadWith = Mapping[str, Mapping[str, tuple[object, ...] | OtherThan]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,34 +158,7 @@ def check_types(config: RouterConfig) -> None:
             check(math.isfinite(value), config, field.name, "finite")
 
 
-def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, object]) -> None:
-    """Raise ValueError for a field that is set, but unused with the values of the other fields.
-
-    ``defaults``: default of each field to check, by its name.
-    """
-    for field, conditions in read_with.items():
-        if field not in defaults:
-            continue
-        for other, values in conditions.items():
-            given, beside = getattr(config, field), getattr(config, other)
-            if given != defaults[field] and beside not in values:
-                if isinstance(values, OtherThan):
-                    wanted = f" other than {values.value!r}"
-                else:
-                    wanted = "=" + " or ".join(map(repr, values))
-                raise ValueError(
-                    f"{field} is read only with {other}{wanted}; "
-                    f"got {field}={given!r} with {other}={beside!r}; leave {field} out"
-                )
-
-
 def check(condition: bool, config: object, field: str, allowed: str) -> None:
     """Raise ValueError that names the field, its value and what is allowed."""
     if not condition:
         raise ValueError(f"{field} must be {allowed}; got {field}={getattr(config, field)!r}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: `` (did you mean 'rank'?)``, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

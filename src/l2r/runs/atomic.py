@@ -162,6 +162,22 @@ def check_place(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
+def check_file_place(path: Path) -> None:
+    """Raise OSError, before long work, where a file cannot be written; make nothing."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    check_place(path.parent)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ValueError when ``out`` holds something already, OSError where it cannot be made."""
+    if out.is_symlink():
+        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder; got {out}")
+    check_place(out)
+
+
 def refuse_link(path: Path) -> None:
     """Raise ValueError where ``path`` is a link."""
     if path.is_symlink():

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Integer, Shaped
 
 from l2r.runs.arrays import Arrays
 
+ARITHMETICS = ("bf16", "int8", "fp8")  # in which the same weights are run again
 NO_STATEMENT = -1  # of a decision that is neither certified nor not
 LARGE = 0.05  # change of a log-probability that counts as large
 _PARTS = 8  # of the margins and of the positions

@@ -1,5 +1,6 @@
 """Names with hyphens and with underscores: one spelling is accepted for the other."""
 
+import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def known_as(name: str, known: Iterable[str]) -> str:
     names = set(known)
     alike = {other for other in names if same_name(name, other)}
     return next(iter(alike)) if name not in names and len(alike) == 1 else name
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: `` (did you mean 'rank'?)``, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def existing_path(path: str | Path) -> Path:

@@ -10,17 +10,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from l2r.routers import router_names
-from l2r.routers.config import ROUTERS, nearest, options_of
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.reading import parse_yaml
-from l2r.runs.spelling import known_as
+from l2r.runs.router_names import PAPER_ROUTERS
+from l2r.runs.spelling import known_as, nearest
 from l2r.training.recipes import (
     LENGTH_FIELDS,
     AnyRecipe,
+    check_sections,
     load_recipe,
     packaged_recipes,
     parse_recipe,
+    recipe_values,
     recipes_in,
     set_field,
 )
@@ -55,19 +56,22 @@ def folder_cells(
     The run with a recipe's own seed is called by the router alone. Raises ValueError for a router
     that the folder does not have, and for another kind.
     """
-    recipes: dict[str, AnyRecipe] = {}
+    names: dict[str, str] = {}
     for name in recipes_in(folder):
         router = packaged_recipes()[name].router
-        if router is not None and router not in recipes:  # of two sizes the first
-            recipes[router] = load_recipe(name, changes)
-            if recipes[router].router.kind != load_recipe(name).router.kind:
-                raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
-    order = [kind for kind in router_names() if kind in recipes]
-    order += [router for router in recipes if router not in order]
+        if router is not None:
+            names.setdefault(router, name)  # of two sizes the first
+    order = [kind for kind in PAPER_ROUTERS if kind in names]
+    order += [router for router in names if router not in order]
     routers = [known_as(router, order) for router in routers or ()]
     for router in routers:
         if router not in order:
             raise ValueError(f"routers must be among {', '.join(order)}; got {router!r}")
+    recipes: dict[str, AnyRecipe] = {}
+    for router, name in names.items():
+        recipes[router] = load_recipe(name, changes)
+        if recipes[router].router.kind != load_recipe(name).router.kind:
+            raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
     arms = [_with_seeds(r, recipes[r], seeds, first_unmarked=True) for r in routers or order]
     return _by_seed(arms)
 
@@ -90,7 +94,7 @@ def read_grid(axes: Sequence[str]) -> Grid:
             ) from error
         if not values or None in values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"grid {field} needs different values, at least one; got {text!r}")
-        grid[field] = [known_as(str(v), ROUTERS) for v in values] if field == _KIND else values
+        grid[field] = [_router_name(str(v)) for v in values] if field == _KIND else values
     lengths = [field for field in grid if field in LENGTH_FIELDS]
     if len(lengths) > 1:
         raise ValueError(f"grid names {' and '.join(lengths)}, which replace each other; give one")
@@ -106,6 +110,10 @@ def grid_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
     equal that way are trained once. Raises ValueError for a bad recipe or value, and for a
     router option that no router of the grid has.
     """
+    plain = recipe_values(recipe, changes)
+    outside = [field for field in grid if not field.startswith(_ROUTER)]
+    for choice in product(*(grid[field] for field in outside)):  # before torch is imported
+        check_sections(_with_fields(plain, dict(zip(outside, choice, strict=True))), source=recipe)
     base = load_recipe(recipe, changes)
     values = base.model_dump(mode="json")
     _check_router_options(grid, values["router"]["kind"])
@@ -156,10 +164,22 @@ def _by_seed(arms: Sequence[Sequence[Cell]]) -> list[Cell]:
 
 
 def _recipe_of(values: dict[str, Any], settings: Mapping[str, Any], source: str) -> AnyRecipe:
-    """The base recipe with the cell's settings, its router first."""
+    """The base recipe with the cell's settings."""
+    return parse_recipe(_with_fields(values, settings), source=source)
+
+
+def _with_fields(values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the settings in their places, the router's kind first."""
     for field in sorted(settings, key=lambda field: field != _KIND):
         values = set_field(values, field, settings[field])
-    return parse_recipe(values, source=source)
+    return values
+
+
+def _router_name(name: str) -> str:
+    """A router's name as it is registered, where the other spelling is given."""
+    from l2r.routers.config import ROUTERS
+
+    return known_as(name, ROUTERS)
 
 
 def _check_router_options(grid: Grid, kind: str) -> None:
@@ -174,6 +194,8 @@ def _check_router_options(grid: Grid, kind: str) -> None:
 
 def _router_options(kind: str) -> set[str]:
     """Fields that a router of this kind reads, ``kind`` among them."""
+    from l2r.routers.config import options_of
+
     return {"kind", *options_of(kind)}
 
 

@@ -13,6 +13,7 @@ from l2r.runs.atomic import write_text
 from l2r.runs.study import Results, hardware
 from l2r.stats.paired_t import detectable
 from l2r.studies.study_plan import Plan, validated_plan
+from l2r.training.recipes import load_sections
 
 PLANNED_POWER = 0.8  # share of studies that are to find the difference, if it is there
 
@@ -59,8 +60,22 @@ class Question:
             f"sd={self.sd:g}; got {self.margin:g}"
         )
 
+    def check(self) -> None:
+        """Raise ValueError for a bad arm, metric or recipe; routers' options are read in ``plan``.
+
+        Imports neither torch nor scipy.
+        """
+        self._validated(seeds=2)
+        for changes in self.arms.values():
+            load_sections(self.recipe, changes)
+
     def plan(self, seeds: int) -> Plan:
         """The plan with this number of seeds. Raises ValueError for a bad arm, metric or recipe."""
+        plan = self._validated(seeds)
+        plan.cells(1)  # reads the recipe of every arm
+        return plan
+
+    def _validated(self, seeds: int) -> Plan:
         baseline, *others = self.arms
         contrast = {"second": baseline, "metric": self.metric, "better": self.better}
         values: dict[str, Any] = {
@@ -78,9 +93,7 @@ class Question:
             "arms": {name: list(changes) for name, changes in self.arms.items()},
             "contrasts": [{"first": name, **contrast, "primary": True} for name in others],
         }
-        plan = validated_plan(self.title, values)
-        plan.cells(1)  # reads the recipe of every arm
-        return plan
+        return validated_plan(self.title, values)
 
 
 def write_plan(path: Path, question: Question) -> Plan:
@@ -95,6 +108,7 @@ def write_plan(path: Path, question: Question) -> Plan:
         raise ValueError(f"plan must be a new file; {path} exists")
     if len(question.arms) < 2:
         raise ValueError(f"arm must be given at least twice; got {len(question.arms)}")
+    question.check()
     seeds = question.seeds_needed()
     plan = question.plan(seeds)
     head = (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from l2r._version import __version__
-from l2r.routers.config import nearest
 from l2r.runs.reading import read_yaml
+from l2r.runs.spelling import nearest
 from l2r.studies.study_plan import Plan, validated_plan
 
 _FOLDER = Path(__file__).parent / "plans"

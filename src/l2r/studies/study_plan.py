@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from l2r.routers.config import nearest
 from l2r.runs.folder import SEED_MARK
+from l2r.runs.spelling import nearest
 from l2r.runs.study import AT_THE_END, LOSSES, MEASURES, OF_IMAGES, OF_TEXT
 from l2r.stats.contrasts import Contrast
 from l2r.stats.effects import design

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from l2r.training.claim import differing_fields as differing_fields
     from l2r.training.claim import has_recipe as has_recipe
     from l2r.training.claim import recipe_meaning as recipe_meaning
-    from l2r.training.fit import FitOptions as FitOptions
     from l2r.training.fit import FitReport as FitReport
     from l2r.training.fit import fit_routers as fit_routers
+    from l2r.training.fit_options import FitOptions as FitOptions
+    from l2r.training.fit_options import JointOptions as JointOptions
     from l2r.training.image_input import ImageInput as ImageInput
     from l2r.training.image_input import open_image_input as open_image_input
     from l2r.training.loop import train as train
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from l2r.training.task import Task as Task
     from l2r.training.task import build_task as build_task
     from l2r.training.task import task_class as task_class
-    from l2r.training.upcycling import JointOptions as JointOptions
     from l2r.training.upcycling import upcycle as upcycle
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -23,26 +23,10 @@ from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.training.fit_batches import Cut, perplexity
+from l2r.training.fit_options import FitOptions
 from l2r.training.teacher_agreement import agreement, compare, divergence, observe
 
 Report = Callable[..., None]  # stage, done, total; a fit gives its agreement as ``note``
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """updates: optimizer steps per batch of activations, each on all its tokens.
-
-    lr is Adam's and decays to zero with a cosine.
-    """
-
-    updates: int = 4
-    lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be > 0; got lr={self.lr}")
-        if self.updates < 0:
-            raise ValueError(f"updates must be >= 0; got updates={self.updates}")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 Shape letters: B rows, S tokens per row.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +15,9 @@ from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap import Site, new_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 from l2r.training.evaluation.perplexity import token_losses
-from l2r.training.fit import FitOptions, FitReport, Report, cosine, fit_sites
+from l2r.training.fit import FitReport, Report, cosine, fit_sites
 from l2r.training.fit_batches import perplexity
-
-
-@dataclass(frozen=True)
-class JointOptions:
-    """Training of everything after the fit, with the paper's losses besides the model's own.
-
-    steps: 0 for none; a tenth of them warm up. balance, z: weights of the auxiliary losses.
-    """
-
-    steps: int = 0
-    lr: float = 1e-4
-    balance: float = 0.01
-    z: float = 0.001
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"joint lr must be > 0; got {self.lr}")
-        for name in ("steps", "balance", "z"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"joint {name} must be >= 0; got {getattr(self, name)}")
+from l2r.training.fit_options import FitOptions, JointOptions
 
 
 def upcycle(

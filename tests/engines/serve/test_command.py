@@ -68,4 +68,4 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_line(l2r, checkpoi
     assert "float64; got 'float33'" in l2r("serve", checkpoint, *wrong).refusal()
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    assert "checkpoint must hold a tokenizer" in l2r("serve", checkpoint).refusal()
+    assert "the checkpoint has no tokenizer" in l2r("serve", checkpoint).refusal()

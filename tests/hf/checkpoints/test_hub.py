@@ -5,13 +5,14 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
 
 import l2r
-from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.checkpoints.hub import _snapshot, local_checkpoint
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import sample_tokens, tiny_model
 
@@ -138,20 +139,29 @@ def test_a_filled_cache_is_read_offline_and_once(hub, monkeypatch):
         (NAME, "v9", r"no folder someone/tiny, and of the hub: .*"),
         ("not/an/id", None, r"a folder with config\.json, a run or a hub id; got not/an/id"),
         ("../out", None, r"a run or a hub id; got \.\./out"),
+        ("./someone/tiny", None, r"a run or a hub id; got \./someone/tiny"),
+        ("tiny", None, r"a run or a hub id; got tiny"),
+        ("~/tiny", None, r"a run or a hub id; got ~/tiny"),
+        ("/someone/tiny", None, r"a run or a hub id; got /someone/tiny"),
+        ("new/original", None, r"a folder with config\.json or model/config\.json; got new/orig"),
         (".", "v1", r"revision is for hub ids; got revision='v1' with \."),
     ],
 )
-def test_what_is_neither_a_folder_nor_on_the_hub_is_one_line(hub, name, revision, message):
+def test_what_is_neither_a_folder_nor_on_the_hub_is_one_line(
+    hub, name, revision, message, monkeypatch
+):
+    monkeypatch.setattr("l2r.hf.checkpoints.hub._snapshot", asked := Mock(wraps=_snapshot))
     with pytest.raises(ValueError, match=message) as error:
         local_checkpoint(name, revision=revision)
     assert "\n" not in str(error.value)
+    assert asked.called == (name in ("someone/else", NAME))  # a path is none of the hub's
 
 
 def test_commands_take_a_hub_id_and_leave_the_cache_alone(hub, l2r):
     before = {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()}
     ended = l2r("swap", NAME, "rank=2", "--revision", "v1", "--out", "swapped")
     assert ended.code == 0, ended
-    small = ("--instances", 4, "--length", 16, "--certify", 0, "--data", "tokens")
+    small = ("--instances", 4, "--length", 16, "--certify", 0, "--data", "text.txt")
     Path("text.txt").write_text("word " * 400)
     assert "the checkpoint has no tokenizer" in l2r("diagnose", NAME, *small).refusal()
     ended = l2r("landscape", "swapped", "--out", "page.html")

@@ -46,15 +46,23 @@ def logits(model):
         ({"device_map": "{}"}, r"device_map must be one of .*; got '\{\}'"),
         ({"device_map": "[1]"}, r"device_map must be one of"),
         ({"device_map": '{"": "auto"}'}, r"device_map must be one of"),
-        ({"device_map": '{"": "meta"}'}, r"device must be one of this machine; got 'meta'"),
+        ({"device_map": '{"": "meta"}'}, r"device must be auto, cpu, .*; got 'meta'"),
         ({"device_map": '{"": "gpu"}'}, r"device must be .*; got 'gpu'"),
-        ({"device_map": '{"": 99}'}, r"device must be .*; got 'cuda:99'"),
+        ({"device": "gpu"}, r"device must be .*; got 'gpu'"),
         ({"device_map": '{"": [1]}'}, r"device must be .*; got '\[1\]'"),
     ],
 )
 def test_unknown_names_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Placement(**options)
+
+
+@pytest.mark.parametrize("options", [{"device_map": '{"": 99}'}, {"device": "cuda:99"}])
+def test_a_device_that_is_not_here_is_refused_before_weights_are_read(options, tmp_path):
+    placement = Placement(**options)
+    for ask in (placement.here, lambda: placement.options(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=r"device must be .*; got 'cuda:99'"):
+            ask()
 
 
 def test_dtypes_are_as_asked_and_routers_stay_in_float32(folder, tmp_path):

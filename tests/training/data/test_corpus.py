@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 import l2r
 from l2r.runs.cache import cache_folder
-from l2r.training.data.corpus import CorpusOptions, build_corpus
+from l2r.training.data.corpus import CorpusOptions, build_corpus, held_out_texts
 from l2r.training.data.sample_text import sample_batches
 from l2r.training.data.sources import embedded_sources
 from l2r.training.data.tokens import TokenDataset, read_documents
@@ -51,6 +51,29 @@ def test_validation_files_are_whole_files_that_training_never_sees(text_folder, 
     ]
     seen = [tokenizer.decode(ids[:-1]) for d, ids in read_documents(corpus.train) if d == "animals"]
     assert held_out and seen and sorted(held_out + seen) == sorted(texts)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_held_out_text_is_that_of_the_corpus_read_once_and_no_tokenizer_is_made_for_it(
+    text_folder, tmp_path, monkeypatch, version
+):
+    chosen = options(text_folder, version=version)
+    build_corpus(chosen, cache=tmp_path / "built")
+    of_the_corpus = held_out_texts(chosen, cache=tmp_path / "built")
+    texts = {path.read_text() for path in (text_folder / "animals").glob("*.txt")}
+    assert of_the_corpus.keys() == {"animals", "numbers"}
+    assert of_the_corpus["animals"] and set(of_the_corpus["animals"]) < texts
+
+    def refuse(*_):
+        raise AssertionError("a tokenizer is trained")
+
+    monkeypatch.setattr("l2r.training.data.corpus.write_new_tokenizer", refuse)
+    said: list[str] = []
+    for vocab_size in (300, 310, 300):
+        asked = options(text_folder, version=version, vocab_size=vocab_size)
+        found = held_out_texts(asked, cache=tmp_path / "new", report=said.append)
+        assert found == of_the_corpus and list(found) == list(of_the_corpus)
+    assert said == ["reading animals", "reading numbers"]
 
 
 def test_version_1_is_the_corpus_that_it_was(text_folder, tmp_path):

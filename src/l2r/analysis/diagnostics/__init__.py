@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from l2r.analysis.diagnostics.landscape import anchors_of as anchors_of
     from l2r.analysis.diagnostics.landscape import drawn_anchors as drawn_anchors
     from l2r.analysis.diagnostics.landscape import logit_landscape as logit_landscape
-    from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings as DiagnosisSettings
     from l2r.analysis.diagnostics.model_diagnosis import diagnose_layers as diagnose_layers
     from l2r.analysis.diagnostics.over_time import (
         saturation_of_diagnoses as saturation_of_diagnoses,
     )
     from l2r.analysis.diagnostics.robustness import perturbation_stability as perturbation_stability
     from l2r.analysis.diagnostics.routing_gain import measure_routing_gain as measure_routing_gain
+    from l2r.analysis.diagnostics.settings import DiagnosisSettings as DiagnosisSettings
     from l2r.analysis.diagnostics.step_statistics import RouterStatistics as RouterStatistics
     from l2r.analysis.diagnostics.step_statistics import RouterWatch as RouterWatch
     from l2r.analysis.diagnostics.step_statistics import router_statistics as router_statistics

@@ -18,9 +18,9 @@ from l2r.analysis.certificates.routing_map import radial_of, scoring_anchors
 from l2r.analysis.diagnostics import metrics
 from l2r.analysis.diagnostics.choice_log import Choices
 from l2r.analysis.diagnostics.collect import LayerRecord
-from l2r.analysis.diagnostics.robustness import check_sigma, perturbation_stability
+from l2r.analysis.diagnostics.robustness import perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
-from l2r.analysis.diagnostics.specialization import LEAST
+from l2r.analysis.diagnostics.settings import DiagnosisSettings
 from l2r.analysis.diagnostics.token_analyses import layer_analyses, model_analyses
 from l2r.routers import L2RRouter, Router
 from l2r.runs.diagnosis import Diagnosis
@@ -28,34 +28,6 @@ from l2r.runs.diagnosis import Diagnosis
 _GRID = 201  # points per axis of the routing plane
 _SIDE_BY_SIDE = 4  # layers at a time, at most: each holds the gradients of its logits, [S, N, D]
 _Measured = tuple[dict[str, Any], dict[str, Tensor]]
-
-
-@dataclasses.dataclass(frozen=True)
-class DiagnosisSettings:
-    """sigma: noise on router inputs, drawn ``repeats`` times from ``seed``.
-
-    certify: tokens of the sample that get a certified radius and a search for a flip; 0 for none.
-    keep_sample: also keep the sampled tokens, the anchors and the routing planes, from which the
-    page of l2r diagnose draws the geometry; they can be hundreds of MiB.
-    least: occurrences of a word that counts for vocabulary specialization.
-    Raises ValueError for a sigma as ``check_sigma``, repeats < 1, a negative number of tokens to
-    certify and a seed that torch does not take.
-    """
-
-    sigma: float = 0.02
-    repeats: int = 5
-    seed: int = 0
-    certify: int = 128
-    keep_sample: bool = True
-    least: int = LEAST
-
-    def __post_init__(self) -> None:
-        check_sigma(self.sigma)
-        for name, lowest in (("repeats", 1), ("certify", 0)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name} must be >= {lowest}; got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be >= 0 and below 2^63; got {self.seed}")
 
 
 def diagnose_layers(

@@ -7,17 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.analysis.diagnostics.settings import check_sigma
 from l2r.routers.observe import chosen_too, evaluating, first_choice
 from l2r.stats.intervals import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once
-MOST_SIGMA = 1e6  # squares of noisy inputs stay far from the end of fp32
-
-
-def check_sigma(sigma: float) -> None:
-    """Raise ValueError for a sigma that is negative, above a million or no number."""
-    if not 0 <= sigma <= MOST_SIGMA:
-        raise ValueError(f"sigma must be between 0 and {MOST_SIGMA:,.0f}; got {sigma}")
 
 
 def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:

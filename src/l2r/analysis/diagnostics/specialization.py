@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from l2r.analysis.diagnostics.choice_log import Choices, Experts, Words
+from l2r.analysis.diagnostics.settings import LEAST
 from l2r.stats.chance import DRAWS, by_chance, summary
 from l2r.stats.entropy import entropy, information, normalized_entropy, table
 from l2r.stats.intervals import Interval
 
-LEAST = 10  # occurrences of a word that counts, as in OLMoE's lists of words
 BINS = 5  # of word frequency, of as many tokens each
 _BURN_IN = 10  # rounds of trades before the first draw
 

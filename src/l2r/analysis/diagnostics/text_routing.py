@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 
 from l2r.analysis.certificates.certify import certify_first
 from l2r.analysis.diagnostics.data_pass import Reading, Reducer
+from l2r.analysis.diagnostics.settings import TOKENS
 from l2r.analysis.diagnostics.streaming_sums import gaps
 from l2r.routers import RouterOutput
 from l2r.routers.observe import find_routers
 from l2r.routers.offload import materialized
 from l2r.runs.text_routing import TextRouting
 
-TOKENS = 1024  # that are shown
 CONTEXTS, VOCABULARY = 6, 12  # per expert
 _Z = 1.96  # of the 95% interval
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.analysis.routes.arithmetic import ARITHMETICS as ARITHMETICS
     from l2r.analysis.routes.arithmetic import in_other_arithmetic as in_other_arithmetic
     from l2r.analysis.routes.engine_answers import read_answers as read_answers
     from l2r.analysis.routes.mismatch import Comparison as Comparison
     from l2r.analysis.routes.mismatch import compare_models as compare_models
     from l2r.analysis.routes.mismatch import compare_routes as compare_routes
     from l2r.analysis.routes.model_reading import read_routing as read_routing
+    from l2r.runs.mismatch import ARITHMETICS as ARITHMETICS
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from l2r.analysis.diagnostics import bf16_copy
 from l2r.hf.routes import routed_layers
 from l2r.routers import Router
+from l2r.runs.mismatch import ARITHMETICS
 
-ARITHMETICS = ("bf16", "int8", "fp8")
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 

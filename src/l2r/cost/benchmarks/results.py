@@ -1,14 +1,12 @@
 """A benchmark's settings and result: records that JSON, tables and figures read."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from l2r.cost.benchmarks.timing import CLOCKS, Step, Timing, measure
+from l2r.cost.benchmarks.bench_settings import BenchSettings
+from l2r.cost.benchmarks.timing import Step, Timing, measure
 from l2r.kernels.native.build import library
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_json
@@ -28,38 +26,6 @@ def environment() -> dict[str, Any]:
         "gpu": ", ".join(gpus) or None,
         "cpu_routers": routers,
     }
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """device: cpu or cuda. seconds: for one group of contenders. quick: small shapes, for tests.
-
-    compiled: also time torch.compile of the plain code, which costs tens of seconds.
-    clock: wall, or cpu for processor time (steady on a busy machine, meant for one thread).
-    watch: is given percent done, 100 and what is measured now; not stored.
-    """
-
-    device: str = "cpu"
-    seconds: float = 4.0
-    quick: bool = False
-    compiled: bool = False
-    clock: str = "wall"
-    watch: Callable[[int, int, str], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device must be cpu here, no GPU was found; got device='cuda'")
-        if self.clock not in CLOCKS:
-            raise ValueError(f"clock must be wall or cpu; got clock={self.clock!r}")
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds must be > 0 and finite; got seconds={self.seconds}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the models: bf16 on a GPU, else fp32."""
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
 
 
 @dataclass

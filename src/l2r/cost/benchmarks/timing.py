@@ -119,4 +119,3 @@ _CLOCKS: dict[str, Callable[[Step, int], float]] = {
     "cpu": partial(_seconds, time.process_time),
     "cuda": _cuda_seconds,
 }
-CLOCKS = ("wall", "cpu")

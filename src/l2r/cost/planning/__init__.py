@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.cost.planning.choose import Assumptions as Assumptions
     from l2r.cost.planning.choose import make_plan as make_plan
+    from l2r.cost.planning.cut import Assumptions as Assumptions
+    from l2r.cost.planning.cut import check_form as check_form
     from l2r.cost.planning.hardware import find_gpu as find_gpu
     from l2r.cost.planning.recipe_model import recipe_sizes as recipe_sizes
     from l2r.cost.planning.records import plan_records as plan_records

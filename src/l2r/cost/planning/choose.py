@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from l2r.cost.planning.cost import Step, step_time
-from l2r.cost.planning.cut import FORMS, Cut
+from l2r.cost.planning.cut import FORMS, Assumptions, Cut
 from l2r.cost.planning.hardware import Gpu
 from l2r.cost.planning.peak_memory import Memory, formula
 from l2r.cost.planning.simulate import Simulated, simulate
@@ -13,21 +13,6 @@ from l2r.cost.planning.sizes import Sizes, read_sizes
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """utilization: share of the GPU's stated arithmetic that a step reaches. imbalance: see Cut."""
-
-    gpu: Gpu
-    utilization: float = 0.3
-    imbalance: float = 1.25
-
-    def __post_init__(self) -> None:
-        if not 0 < self.utilization <= 1:
-            raise ValueError(
-                f"utilization must be above 0 and at most 1; got utilization={self.utilization}"
-            )
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,25 @@
 import math
 from dataclasses import dataclass
 
-from l2r.cost.planning.hardware import GPUS_PER_NODE
+from l2r.cost.planning.hardware import GPUS_PER_NODE, Gpu
 
 FORMS: tuple[str, ...] = ("ddp", "fsdp2", "ep")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """utilization: share of the GPU's stated arithmetic that a step reaches. imbalance: see Cut."""
+
+    gpu: Gpu
+    utilization: float = 0.3
+    imbalance: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise ValueError(
+                f"utilization must be above 0 and at most 1; got utilization={self.utilization}"
+            )
+        _check_imbalance(self.imbalance)
 
 
 @dataclass(frozen=True)
@@ -25,14 +41,12 @@ class Cut:
     imbalance: float = 1.25
 
     def __post_init__(self) -> None:
-        if self.parallel not in FORMS:
-            raise ValueError(f"parallel must be one of {', '.join(FORMS)}; got {self.parallel!r}")
+        check_form(self.parallel)
         if self.gpus < 1 or self.global_batch % self.gpus:
             raise ValueError(
                 f"gpus must divide global_batch={self.global_batch}; got gpus={self.gpus}"
             )
-        if not 1 <= self.imbalance < math.inf:
-            raise ValueError(f"imbalance must be >= 1 and finite; got imbalance={self.imbalance}")
+        _check_imbalance(self.imbalance)
         if self.per_gpu % self.micro_batch:
             raise ValueError(
                 f"micro_batch must divide global_batch / gpus = {self.per_gpu}; "
@@ -52,3 +66,14 @@ class Cut:
     def expert_ranks(self, num_experts: int) -> int:
         """GPUs that share one set of experts: those of a node, as far as N and all divide."""
         return math.gcd(num_experts, self.gpus, GPUS_PER_NODE) if self.parallel == "ep" else 1
+
+
+def check_form(name: str | None) -> None:
+    """Raise ValueError for a parallel form that does not exist; None is any."""
+    if name is not None and name not in FORMS:
+        raise ValueError(f"parallel must be one of {', '.join(FORMS)}; got {name!r}")
+
+
+def _check_imbalance(imbalance: float) -> None:
+    if not 1 <= imbalance < math.inf:
+        raise ValueError(f"imbalance must be >= 1 and finite; got imbalance={imbalance}")

@@ -7,7 +7,7 @@ card per GPU.
 
 from dataclasses import dataclass
 
-from l2r.routers.config import nearest
+from l2r.runs.spelling import nearest
 
 GPUS_PER_NODE = 8
 # The rest: driver, communication, fragments. GB count as 10^9; cards have a little more.

@@ -1,50 +1,35 @@
 """Start and stop: a checkpoint, a worker, the app and uvicorn."""
 
-import errno
 import gc
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 import uvicorn
 
+from l2r.engines.serve.addresses import bound
 from l2r.engines.serve.connections import connection_class
 from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeOptions
 from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.routed import routes_of
 from l2r.engines.serve.web_app import Served, build
 from l2r.engines.serve.worker import OneByOne, Worker
-from l2r.hf.checkpoints import Placement, checkpoint_folder, load_pretrained, load_tokenizer
+from l2r.hf.checkpoints import (
+    check_reads_text,
+    checkpoint_folder,
+    load_pretrained,
+    load_tokenizer,
+)
 from l2r.routers.offload import device_of
 
 _CPU_BLOCKS = 64  # of 256 tokens; transformers' own choice takes all memory and a minute to fill it
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The way a checkpoint is served.
-
-    ``name`` is the name of the model in requests, the folder's by default. ``num_blocks`` sizes
-    the key-value cache of continuous batching, in blocks of 256 tokens. ``allowed_hosts`` are
-    further names under which requests may come. ``trust_remote_code`` as for ``load_pretrained``.
-    """
-
-    name: str | None = None
-    host: str = "localhost"
-    port: int = 8000
-    placement: Placement = field(default_factory=Placement)
-    continuous_batching: bool = False
-    num_blocks: int | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-    limits: ServeLimits = field(default_factory=ServeLimits)
 
 
 class Server(uvicorn.Server):
@@ -90,16 +75,11 @@ def serving(checkpoint: Path, options: ServeOptions) -> Iterator[tuple[int, Work
 def _prepared(
     checkpoint: Path, options: ServeOptions
 ) -> Iterator[tuple[Server, list[socket.socket]]]:
-    if options.num_blocks is not None and not options.continuous_batching:
-        raise ValueError(
-            f"num_blocks is for continuous batching; got num_blocks={options.num_blocks}"
-        )
+    check_reads_text(checkpoint)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
-    if tokenizer is None:
-        raise ValueError(f"checkpoint must hold a tokenizer; got {checkpoint}")
     with ExitStack() as stack:
         # Before minutes of loading; nobody can connect until uvicorn listens.
-        sockets = _bound(options.host, options.port, stack)
+        sockets = bound(options.host, options.port, stack)
         model = load_pretrained(
             checkpoint,
             trust_remote_code=options.trust_remote_code,
@@ -155,29 +135,3 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     if ends is None:
         ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
-
-
-def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
-    """A socket for each address of ``host``, all with one port (a free one for port 0)."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ValueError(f"host must be an address of this machine; got {host!r}") from error
-    sockets: list[socket.socket] = []
-    for family, kind, protocol, _, address in addresses:
-        bound = stack.enter_context(socket.socket(family, kind, protocol))
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        at = sockets[0].getsockname()[1] if sockets else port
-        try:
-            bound.bind((address[0], at, *address[2:]))
-        except OSError as error:
-            if error.errno not in _NOT_HERE:
-                reason = f"cannot listen on {host}, port {at}: {error.strerror}"
-                raise OSError(error.errno, reason) from None
-        else:
-            sockets.append(bound)
-    if not sockets:
-        raise ValueError(f"host must be an address of this machine; got {host!r}")
-    return sockets

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback
 from l2r.engines.trainer.router_log import call_first
 from l2r.engines.trainer.task_loss import check_gradient, micro_batch_share, task_loss
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
-from l2r.functional.losses import BalanceVariant, ZVariant
 from l2r.routers import Captured, Router, capture, constrain
+from l2r.runs.loss_names import BalanceVariant, ZVariant
 
 
 def add_router_losses(

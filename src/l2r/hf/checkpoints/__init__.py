@@ -11,19 +11,21 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.by_file import CheckpointOnDisk as CheckpointOnDisk
     from l2r.hf.checkpoints.digest import checkpoint_digest as checkpoint_digest
     from l2r.hf.checkpoints.export import export_remote_code as export_remote_code
+    from l2r.hf.checkpoints.folders import averaged_folder as averaged_folder
+    from l2r.hf.checkpoints.folders import check_is_language_model as check_is_language_model
+    from l2r.hf.checkpoints.folders import check_reads as check_reads
+    from l2r.hf.checkpoints.folders import check_reads_text as check_reads_text
+    from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
+    from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
-    from l2r.hf.checkpoints.loading import check_is_language_model as check_is_language_model
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer
-    from l2r.hf.checkpoints.loading import is_image_classifier as is_image_classifier
     from l2r.hf.checkpoints.loading import load_causal_lm as load_causal_lm
     from l2r.hf.checkpoints.loading import load_image_classifier as load_image_classifier
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
     from l2r.hf.checkpoints.loading import processor_files as processor_files
     from l2r.hf.checkpoints.placement import Placement as Placement
-    from l2r.hf.checkpoints.pretrained import check_new_folder as check_new_folder
-    from l2r.hf.checkpoints.pretrained import checkpoint_folder as checkpoint_folder
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
     from l2r.hf.checkpoints.pretrained import model_like as model_like
     from l2r.hf.checkpoints.pretrained import new_folder as new_folder

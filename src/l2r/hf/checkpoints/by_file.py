@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained, save_model
+from l2r.hf.checkpoints.folders import checkpoint_folder
+from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models.weight_files import check_finite, files_of_weights
 from l2r.hf.swap.sites import router_sites
 from l2r.runs.atomic import write_json

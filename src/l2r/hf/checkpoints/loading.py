@@ -9,16 +9,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from l2r.hf.checkpoints.folders import (
+    averaged_folder,
+    check_is_language_model,
+    checkpoint_folder,
+    has_tokenizer,
+)
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.checkpoints.placement import Placement
-from l2r.hf.checkpoints.pretrained import (
-    cannot_load,
-    checkpoint_folder,
-    classifies_images,
-    load_pretrained,
-)
+from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
 from l2r.hf.models.weight_files import read_weights
-from l2r.runs.reading import read_json
 
 FLOAT32 = Placement("float32")
 _PROCESSORS = (
@@ -62,9 +62,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     Raises ValueError for one that cannot be read or needs code of the folder that is not trusted.
     """
-    folder = checkpoint_folder(path)
-    has_tokenizer = any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json"))
-    return _tokenizer(folder, trust_remote_code=trust_remote_code) if has_tokenizer else None
+    if not has_tokenizer(path):
+        return None
+    return _tokenizer(checkpoint_folder(path), trust_remote_code=trust_remote_code)
 
 
 def processor_files(path: str | Path) -> dict[str, str]:
@@ -85,12 +85,7 @@ def load_image_classifier(
     ``averaged`` takes the moving average of the weights (``model-ema/`` of a run). Raises
     ValueError when the folder holds no readable image classifier.
     """
-    if averaged:
-        folder = Path(path) / "model-ema"
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
-    else:
-        folder = checkpoint_folder(path)
+    folder = averaged_folder(path) if averaged else checkpoint_folder(path)
     try:
         model = read_weights(
             AutoModelForImageClassification,
@@ -101,23 +96,6 @@ def load_image_classifier(
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load("an image classifier", folder, error) from error
     return placement.place(model).eval()
-
-
-def check_is_language_model(folder: Path, path: str | Path) -> None:
-    """Raise ValueError where a folder, called ``path`` by its user, holds an image classifier."""
-    if is_image_classifier(folder):
-        raise ValueError(f"{path} holds an image classifier, not a language model")
-
-
-def is_image_classifier(path: str | Path) -> bool:
-    """Whether a Hugging Face or run folder holds an image classifier, by its config.json.
-
-    Raises ValueError when there is no config.json.
-    """
-    folder = checkpoint_folder(path)
-    # some of transformers' have infinities
-    config = read_json(folder / "config.json", strict=False)
-    return classifies_images(config.get("architectures"))
 
 
 def hugging_face_tokenizer(path: Path) -> Any:

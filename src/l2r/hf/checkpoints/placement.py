@@ -4,14 +4,11 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from l2r.machine import available_memory, pick_device
+from l2r.machine import available_memory, device_name, pick_device
 from l2r.runs.reading import read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -25,11 +22,12 @@ class Placement:
     """How a checkpoint is loaded.
 
     dtype: of the weights, "auto" for the one they were saved in; routers of ours stay float32.
-    device: of the whole model. device_map: accelerate's, a name or the JSON of a dictionary
-    from modules to devices, "disk" among them; None is one device, and for weights that do not fit
-    into a CPU's free memory "auto", which leaves layers on disk until they run; ``report`` takes
-    the line that says so.
-    Raises ValueError for an unknown dtype or map, and for a device of a map that is not here.
+    device: of the whole model, "auto" for a GPU where there is one. device_map: accelerate's, a
+    name or the JSON of a dictionary from modules to devices, "disk" among them; None is one device,
+    and for weights that do not fit into a CPU's free memory "auto", which leaves layers on disk
+    until they run; ``report`` takes the line that says so.
+    Raises ValueError for an unknown dtype, map or name of a device; the machine is asked by
+    ``here`` and before weights are read.
     """
 
     dtype: str = "auto"
@@ -40,13 +38,25 @@ class Placement:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        self._read_map()
+        device_name(self.device)
+        self._check_map(device_name)
+
+    def here(self) -> "Placement":
+        """The same on this machine, whose GPU the device ``auto`` is, where there is one.
+
+        Raises ValueError for a device that is not here.
+        """
+        self._check_map(pick_device)
+        return replace(self, device=pick_device(self.device))
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """Keywords of ``from_pretrained`` for the checkpoint in ``folder``."""
+        """Keywords of ``from_pretrained`` for the checkpoint in ``folder``; raises as ``here``."""
+        import torch
+
+        here = self.here()
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         places = self._read_map()
-        if places is None and self.is_too_large(folder):
+        if places is None and here.is_too_large(folder):
             places = "auto"
             self.report(
                 f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
@@ -56,13 +66,15 @@ class Placement:
         if places is None:
             return {"dtype": dtype}
         options: dict[str, Any] = {"dtype": dtype, "device_map": places}
-        if isinstance(places, str) and self.device == "cpu":
+        if isinstance(places, str) and here.device == "cpu":
             options["max_memory"] = {"cpu": int(_ROOM * available_memory())}
         return options
 
     def place(self, model: Any) -> Any:
         """The model on the device, unless accelerate has placed its parts."""
-        return model if getattr(model, "hf_device_map", None) else model.to(self.device)
+        return (
+            model if getattr(model, "hf_device_map", None) else model.to(pick_device(self.device))
+        )
 
     def is_too_large(self, folder: Path) -> bool:
         """Whether weights on a CPU would take more than the memory that is free."""
@@ -83,14 +95,17 @@ class Placement:
                 f"device_map must be one of {', '.join(_MAPS)} or the JSON of modules and their "
                 f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r}'
             )
-        for place in places.values():
+        return places
+
+    def _check_map(self, check: Callable[[str], object]) -> None:
+        """Call ``check`` with the name of every device in the map."""
+        places = self._read_map()
+        for place in places.values() if isinstance(places, dict) else ():
             if place != "disk":
-                name = f"cuda:{place}" if isinstance(place, int) else str(place)
                 try:
-                    pick_device(name)
+                    check(f"cuda:{place}" if isinstance(place, int) else str(place))
                 except ValueError as error:
                     raise ValueError(f"device_map: {error}") from None
-        return places
 
 
 def weight_bytes(folder: Path, dtype: str = "auto") -> int:
@@ -103,6 +118,8 @@ def weight_bytes(folder: Path, dtype: str = "auto") -> int:
 
 
 def _bytes_of_file(file: Path, dtype: str) -> int:
+    from safetensors import SafetensorError, safe_open
+
     total = 0
     try:
         with safe_open(file, "pt") as stream:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from l2r.hf.checkpoints.folders import checkpoint_folder, classifies_images
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
@@ -19,7 +20,7 @@ from l2r.hf.models.weight_files import check_finite, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
 from l2r.hf.swap.swapped_classes import mark_config
-from l2r.runs.atomic import naming
+from l2r.runs.atomic import check_new_folder, naming
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -158,14 +159,6 @@ def new_folder(out: Path) -> Iterator[Path]:
         part.replace(out)
 
 
-def check_new_folder(out: Path) -> None:
-    """Raise ValueError when ``out`` holds something already."""
-    if out.is_symlink():
-        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder; got {out}")
-
-
 def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
     """The error of a folder that cannot be loaded; transformers' own words say why."""
     if "trust_remote_code" in str(error):
@@ -174,22 +167,6 @@ def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
             "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
         )
     return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
-
-
-def checkpoint_folder(path: str | Path) -> Path:
-    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
-    for folder in (Path(path), Path(path) / "model"):
-        if (folder / "config.json").is_file():
-            return folder
-    raise ValueError(
-        f"checkpoint must be a folder with config.json or model/config.json; got {path}"
-    )
-
-
-def classifies_images(architectures: Any) -> bool:
-    """Whether the field ``architectures`` of a config.json names an image classifier."""
-    names = architectures if isinstance(architectures, list) else []
-    return any("ImageClassification" in str(name) for name in names)
 
 
 def _auto_class(config: Any) -> Any:

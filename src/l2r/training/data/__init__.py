@@ -9,7 +9,7 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.training.data.corpus import CorpusOptions as CorpusOptions
-    from l2r.training.data.corpus import build_corpus as build_corpus
+    from l2r.training.data.corpus import held_out_texts as held_out_texts
     from l2r.training.data.corpus import split_corpus as split_corpus
     from l2r.training.data.image_sources import open_images as open_images
     from l2r.training.data.images import sample_indices as sample_indices
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from l2r.training.data.rows import too_small_domain as too_small_domain
     from l2r.training.data.sample_text import packed_rows as packed_rows
     from l2r.training.data.sample_text import sample_batches as sample_batches
+    from l2r.training.data.sources import embedded_sample as embedded_sample
     from l2r.training.data.sources import folder_sources as folder_sources
     from l2r.training.data.sources import text_documents as text_documents
     from l2r.training.data.split import TRAIN_PART as TRAIN_PART
@@ -38,6 +39,5 @@ if TYPE_CHECKING:
     from l2r.training.data.token_writer import write_token_files as write_token_files
     from l2r.training.data.tokenizer import load_tokenizer as load_tokenizer
     from l2r.training.data.tokens import TokenDataset as TokenDataset
-    from l2r.training.data.tokens import read_documents as read_documents
 else:
     __getattr__, __dir__ = lazy_names(__name__)

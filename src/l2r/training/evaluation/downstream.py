@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from l2r.routers.observe import evaluating
+from l2r.training.evaluation.evaluation_settings import model_length
 from l2r.training.evaluation.store import TaskStore
 from l2r.training.evaluation.task_scoring import Request, TaskResult, score_batch, summarize
 from l2r.training.evaluation.task_tokenizers import task_tokenizer
 from l2r.training.evaluation.tasks import Split, Task, build_requests, select_tasks
-from l2r.training.evaluation.text_scoring import model_length
 
 
 def evaluate_tasks(

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from olmo_eval import Tokenizer
-from olmo_eval.tasks import LABEL_TO_TASK_MAP
-
-from l2r.routers.config import nearest
+from l2r.runs.spelling import nearest
 
 Split = Literal["val", "test"]
 
@@ -75,7 +72,7 @@ def select_tasks(names: str | Sequence[str]) -> tuple[Task, ...]:
 
 def build_requests(
     task: Task,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     *,
     split: Split = "val",
     max_length: int = 2048,
@@ -83,12 +80,16 @@ def build_requests(
 ) -> Any:
     """The library's dataset for a task: tokenized requests in ``samples``, and ``collate_fn``.
 
+    tokenizer: of the library's class.
+
     limit: only the first documents, as OLMo's in-loop evaluation and lm-evaluation-harness do.
 
     Contexts lose their beginning until an input has at most ``max_length`` tokens. The answer is
     never cut and keeps one token of context, so an input can be longer than that where an answer
     is. Raises ValueError for a limit or length below 1.
     """
+    from olmo_eval.tasks import LABEL_TO_TASK_MAP  # imports torch; names are checked without
+
     for name, value in (("limit", limit), ("max_length", max_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be >= 1; got {value}")

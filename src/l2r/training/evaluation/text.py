@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,34 +27,12 @@ from l2r.hf.models import read_config
 from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 from l2r.runs.reading import parse_json
 from l2r.training.data.sources import text_documents
+from l2r.training.evaluation.evaluation_settings import TextSettings
 from l2r.training.evaluation.text_loss import TextDocument, text_losses
-from l2r.training.evaluation.text_scoring import (
-    Windows,
-    document_losses,
-    model_length,
-    read_tokens,
-    start_token,
-)
+from l2r.training.evaluation.text_scoring import document_losses, read_tokens, start_token
 
 _PART = 1 << 20  # characters of text that are scored and kept together
 _LINE = re.compile(r":\d+$")  # text_documents names a file's documents FILE:LINE
-
-
-@dataclass(frozen=True)
-class TextSettings:
-    """length: tokens of context, 2048 or the model's own if shorter by default. stride: how far
-    windows lie apart, half of the length by default. limit: first documents of each file.
-    """
-
-    length: int | None = None
-    stride: int | None = None
-    limit: int | None = None
-    dtype: str = "auto"
-
-    def windows(self, config: Any) -> Windows:
-        """Windows for a model. Raises ValueError for sizes that do not fit."""
-        length = model_length(config) if self.length is None else self.length
-        return Windows(length, length // 2 if self.stride is None else self.stride)
 
 
 class Texts:

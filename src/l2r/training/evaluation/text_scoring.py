@@ -1,8 +1,7 @@
 """Log-probability of whole documents, of any length, by windows over their tokens."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,48 +10,11 @@ from torch import Tensor, nn
 
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
+from l2r.training.evaluation.evaluation_settings import Windows
 from l2r.training.evaluation.perplexity import token_losses
 
 Tokens = Int[Tensor, "_"]
-# NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
-# evaluation that OLMoE was trained with.
-DEFAULT_MAX_LENGTH = 2048
 _LOGITS = 1 << 28  # of one forward pass: 1 GiB in float32
-
-
-@dataclass(frozen=True)
-class Windows:
-    """``context`` tokens go through the model, and ``stride`` further on as many again.
-
-    Every token is scored once, in the first window that holds it, so with at least
-    ``context - stride`` tokens before it, or all there are. Raises ValueError for other sizes.
-    """
-
-    context: int
-    stride: int
-
-    def __post_init__(self) -> None:
-        if self.context < 2:  # one token predicts nothing
-            raise ValueError(f"length must be >= 2; got {self.context}")
-        if not 1 <= self.stride < self.context:
-            raise ValueError(
-                f"stride must lie between 1 and {self.context - 1}, so that every window begins "
-                f"with tokens that are scored already; got {self.stride}"
-            )
-
-    def over(self, length: int) -> Iterator[tuple[int, int, int]]:
-        """(start, first that is scored, end) of each window; the first token of all is given."""
-        start, scored = 0, 1
-        while scored < length:
-            end = min(start + self.context, length)
-            yield start, scored, end
-            start, scored = start + self.stride, end
-
-
-def model_length(config: Any) -> int:
-    """2048, or the model's own length where that is less."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(DEFAULT_MAX_LENGTH, own or DEFAULT_MAX_LENGTH)
 
 
 def start_token(tokenizer: Any, config: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint folder and write evaluation.json: downstream tasks, or images."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +17,13 @@ from l2r.hf.checkpoints import (
 from l2r.runs.atomic import write_json
 from l2r.training.data.sources import package_version
 from l2r.training.evaluation.downstream import evaluate_tasks
+from l2r.training.evaluation.evaluation_settings import TaskSettings
 from l2r.training.evaluation.paper_rows import paper_row
 from l2r.training.evaluation.store import TaskStore
 from l2r.training.evaluation.task_scoring import TaskResult
 from l2r.training.evaluation.tasks import select_tasks
 
 EVALUATION_FILE = "evaluation.json"
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """Settings that change an accuracy besides the weights; see :func:`evaluate_tasks`."""
-
-    split: str = "val"
-    limit: int | None = None
-    requests: int | None = None
-    max_length: int | None = None
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.split not in ("val", "test"):
-            raise ValueError(f"split must be val or test; got {self.split!r}")
-        for name, least in (("limit", 1), ("requests", 1), ("max_length", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                option = name.removeprefix("max_")
-                raise ValueError(f"{option} must be >= {least}; got {value}")
-        if self.limit is not None and self.requests is not None:
-            raise ValueError(f"give limit or requests, not both; got {self.limit}, {self.requests}")
 
 
 def evaluate_language(

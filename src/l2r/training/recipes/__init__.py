@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
+    from l2r.training.recipes.changes import BUILT_IN_IMAGES as BUILT_IN_IMAGES
     from l2r.training.recipes.changes import LENGTH_FIELDS as LENGTH_FIELDS
     from l2r.training.recipes.changes import read_change as read_change
     from l2r.training.recipes.changes import set_field as set_field
     from l2r.training.recipes.load import AnyRecipe as AnyRecipe
+    from l2r.training.recipes.load import check_sections as check_sections
     from l2r.training.recipes.load import dump_recipe as dump_recipe
     from l2r.training.recipes.load import first_problem as first_problem
     from l2r.training.recipes.load import load_recipe as load_recipe
+    from l2r.training.recipes.load import load_sections as load_sections
     from l2r.training.recipes.load import parse_recipe as parse_recipe
     from l2r.training.recipes.load import recipe_header as recipe_header
     from l2r.training.recipes.load import recipe_names as recipe_names
+    from l2r.training.recipes.load import recipe_values as recipe_values
     from l2r.training.recipes.load import recipes_in as recipes_in
     from l2r.training.recipes.packaged import packaged_recipes as packaged_recipes
     from l2r.training.recipes.schema import CorpusVersion as CorpusVersion

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from l2r.routers.config import make_config, options_of
-from l2r.routers.preset import KIND
 from l2r.runs.reading import parse_yaml
 
 # What a recipe says of its images, by section; it says nothing of others.
@@ -90,6 +88,8 @@ def _for_router(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, An
         return {}  # it gives every option
     if "kind" not in above:
         return below
+    from l2r.routers.preset import KIND  # a router's options stand in its file: torch is needed
+
     if "preset" in below and above["kind"] != KIND:
         below = {"kind": KIND, **below}
         del below["preset"]
@@ -111,6 +111,8 @@ def _for_kind(router: dict[str, Any], kind: str) -> dict[str, Any]:
     """
     if router["kind"] == kind:
         return router
+    from l2r.routers.config import make_config, options_of
+
     defaults = dataclasses.asdict(make_config(router["kind"]))
     read = {"kind", *options_of(kind)}
     return {

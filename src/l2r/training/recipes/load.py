@@ -1,17 +1,17 @@
 """Read a recipe: a packaged name or a YAML path, its base, then ``key.sub=value`` changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import ValidationError
 
-from l2r.routers.config import ROUTERS, nearest, options_of
 from l2r.runs.reading import read_yaml
-from l2r.runs.spelling import known_as
+from l2r.runs.spelling import known_as, nearest
 from l2r.training.recipes.changes import merge, read_change, set_field
 from l2r.training.recipes.packaged import packaged_recipes, settings
+from l2r.training.recipes.router_section import SECTIONS_ONLY
 from l2r.training.recipes.schema import LanguageRecipe
 from l2r.training.recipes.vision_schema import VisionRecipe
 
@@ -59,6 +59,41 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     Raises ValueError, in one line, for an unknown recipe, a broken file, an unknown field (with
     the nearest known name), a value out of its limits or a setting that nothing reads.
     """
+    values, given = _changed(name, changes)
+    _sections(values, given, name)
+    recipe = parse_recipe(values, source=name)
+    _check_read(recipe, given, name)
+    return recipe
+
+
+def load_sections(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
+    """Every section of ``load_recipe`` but the router, whose options are read with torch.
+
+    ``router`` is what the recipe gives for it. Raises ValueError as ``load_recipe`` does.
+    """
+    return _sections(*_changed(name, changes), name)
+
+
+def parse_recipe(values: Mapping[str, Any], *, source: str) -> AnyRecipe:
+    """Check plain values against the schema; ``source`` names them in errors."""
+    return _validated(values, source)
+
+
+def recipe_values(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Plain values of a recipe with its changes, not checked. Raises ValueError where it is none.
+
+    ``check_sections`` checks them.
+    """
+    return _changed(name, changes)[0]
+
+
+def check_sections(values: Mapping[str, Any], *, source: str) -> None:
+    """Raise ValueError, as ``parse_recipe`` does, for every section but the router: no torch."""
+    _validated({"router": {}, **values}, source, SECTIONS_ONLY)
+
+
+def _changed(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of a recipe with its changes, and those among them that no base gave."""
     values, given = _read(name), dict(_values(name))
     given.pop("base", None)
     # Router and images first: what is given for them holds for the new ones, wherever it stands.
@@ -66,22 +101,31 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     for change in sorted(changes, key=lambda change: not change.startswith(first)):
         field, value = read_change(change)
         values, given = set_field(values, field, value), set_field(given, field, value)
-    recipe = parse_recipe(values, source=name)
+    return values, given
+
+
+def _sections(values: Mapping[str, Any], given: Mapping[str, Any], source: str) -> AnyRecipe:
+    sections = _validated({"router": {}, **values}, source, SECTIONS_ONLY)
+    _check_read(sections, {name: v for name, v in given.items() if name != "router"}, source)
+    return sections
+
+
+def _check_read(recipe: AnyRecipe, given: Mapping[str, Any], source: str) -> None:
     try:
         recipe.check_read(given)  # alone: what a base says may be for other recipes
     except ValueError as error:
-        raise ValueError(f"recipe {name}: {error}") from error
-    return recipe
+        raise ValueError(f"recipe {source}: {error}") from error
 
 
-def parse_recipe(values: dict[str, Any], *, source: str) -> AnyRecipe:
-    """Check plain values against the schema; ``source`` names them in errors."""
+def _validated(
+    values: Mapping[str, Any], source: str, context: Mapping[str, bool] | None = None
+) -> AnyRecipe:
     task = values.get("task")
     if not isinstance(task, str) or task not in _KINDS:
         raise ValueError(f"recipe {source}: task must be {' or '.join(_KINDS)}; got {task!r}")
     kind = _KINDS[task]
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(values, context=context)
     except ValidationError as error:
         raise ValueError(f"recipe {source}: {first_problem(error, kind)}") from error
 
@@ -129,11 +173,10 @@ def _unknown(name: str) -> ValueError:
 
 
 def full_name(field: str, kind: Any) -> str:
-    """A hint for a field without its section: `` (did you mean 'router.rank'?)``, or nothing."""
+    """A hint for a field without its section: `` (did you mean 'training.steps'?)``, or nothing."""
     if "." in field or not hasattr(kind, "model_fields"):
         return ""
-    routers = set[str]().union(*map(options_of, ROUTERS))
-    places = [f"router.{field}"] if field in routers else []
+    places = []
     for section, hint in get_type_hints(kind).items():
         if hasattr(hint, "model_fields") and field in hint.model_fields:
             places.append(f"{section}.{field}")
@@ -153,8 +196,10 @@ def first_problem(error: ValidationError, kind: Any) -> str:
         for part in place[:-1]:
             parts = get_args(section)  # of list[X] or dict[str, X], whose X it is
             section = parts[-1] if parts else get_type_hints(section)[part]
-        hint = nearest(place[-1], get_type_hints(section))
-        return f"unknown field {where}{full_name(where, kind) or hint}"
+        hint = full_name(where, kind) or nearest(place[-1], get_type_hints(section))
+        if not hint and "router" in getattr(section, "model_fields", ()):
+            hint = f" (an option of the router is 'router.{where}')"
+        return f"unknown field {where}{hint}"
     message = problem["msg"].removeprefix("Value error, ")
     value = "" if problem["type"] in ("missing", "value_error") else f"; got {problem['input']!r}"
     return f"{where}: {message}{value}" if where else f"{message}{value}"

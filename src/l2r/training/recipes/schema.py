@@ -17,10 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from l2r.functional.losses import BalanceVariant, ZVariant
-from l2r.routers import L2RConfig
-from l2r.routers.config import OtherThan, ReadWith, check_read
-from l2r.training.recipes.router_section import LanguageRouter
+from l2r.runs.loss_names import BalanceVariant, ZVariant
+from l2r.runs.read_with import OtherThan, ReadWith, check_read
+from l2r.training.recipes.router_section import LanguageRouter, default_router
 
 CorpusVersion = Literal[1, 2]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -275,7 +274,7 @@ class LanguageRecipe(Recipe):
 
     task: Literal["language"]
     model: OlmoeSection = OlmoeSection()
-    router: LanguageRouter = L2RConfig()
+    router: LanguageRouter = Field(default_factory=default_router)
     data: TextSection = TextSection()
 
     def model_options(self, vocab_size: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from pydantic import (
     model_validator,
 )
 
-from l2r.routers.config import OtherThan
-from l2r.routers.vision_defaults import vision_router
+from l2r.runs.read_with import OtherThan
 from l2r.training.recipes.changes import PIXELS
-from l2r.training.recipes.router_section import VisionRouter
+from l2r.training.recipes.router_section import VisionRouter, default_vision_router
 from l2r.training.recipes.schema import Fraction, Recipe, Section, check_experts
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
@@ -122,7 +121,7 @@ class VisionRecipe(Recipe):
 
     task: Literal["vision"]
     model: VitSection = VitSection()
-    router: VisionRouter = vision_router({"kind": "l2r_sips"})
+    router: VisionRouter = Field(default_factory=default_vision_router)
     data: ImageSection = ImageSection()
 
     @model_validator(mode="after")

@@ -1,0 +1,97 @@
+"""What a folder holds by its files: a checkpoint, of which kind, with a tokenizer or without.
+
+Nothing here reads weights or imports torch: commands refuse a bad folder before they do.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from l2r.runs.folder import RunFolder
+from l2r.runs.reading import read_json
+
+# One of these makes a tokenizer; merges.txt and the like go with them.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
+    for folder in (Path(path), Path(path) / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(
+        f"checkpoint must be a folder with config.json or model/config.json; got {path}"
+    )
+
+
+def classifies_images(architectures: Any) -> bool:
+    """Whether the field ``architectures`` of a config.json names an image classifier."""
+    names = architectures if isinstance(architectures, list) else []
+    return any("ImageClassification" in str(name) for name in names)
+
+
+def is_image_classifier(path: str | Path) -> bool:
+    """Whether a Hugging Face or run folder holds an image classifier, by its config.json.
+
+    Raises ValueError when there is no config.json.
+    """
+    folder = checkpoint_folder(path)
+    # some of transformers' have infinities
+    config = read_json(folder / "config.json", strict=False)
+    return classifies_images(config.get("architectures"))
+
+
+def averaged_folder(path: str | Path) -> Path:
+    """The folder of the moving average of a run's weights. Raises ValueError where it has none."""
+    folder = Path(path) / "model-ema"
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
+    return folder
+
+
+def check_is_language_model(folder: Path, path: str | Path) -> None:
+    """Raise ValueError where a folder, called ``path`` by its user, holds an image classifier."""
+    if is_image_classifier(folder):
+        raise ValueError(f"{path} holds an image classifier, not a language model")
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a Hugging Face or run folder holds a tokenizer, by the names of its files."""
+    folder = checkpoint_folder(path)
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def check_reads(path: str | Path, data: str | Path | None) -> None:
+    """Raise ValueError where ``data``, None for what a model reads by itself, cannot be read.
+
+    That is text without a tokenizer, or images that neither ``data`` nor a run's recipe names.
+    """
+    if not is_image_classifier(path):
+        check_reads_text(path, data, option="--data")
+    elif data is None and not RunFolder(path).is_run():
+        raise ValueError(f"{path} is no run folder, so --data must name images")
+
+
+def check_reads_text(
+    path: str | Path, source: str | Path | None = None, *, option: str | None = None
+) -> None:
+    """Raise ValueError where text is to be read and a folder has no tokenizer for it.
+
+    ``source`` is what is read: text, or a folder of token files, which need no tokenizer.
+    ``option`` is how a command calls it, None where it takes no token files.
+    """
+    is_tokens = source is not None and (Path(source) / "manifest.json").is_file()
+    if is_tokens or has_tokenizer(path):
+        return
+    or_tokens = f", or pass a folder of token files as {option}" if option else ""
+    raise ValueError(
+        "the checkpoint has no tokenizer to read text with: put its tokenizer.json into "
+        f"{checkpoint_folder(path)}{or_tokens}"
+    )

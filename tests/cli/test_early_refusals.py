@@ -1,0 +1,240 @@
+"""Bad paths and options are refused before torch and transformers, which take seconds."""
+
+import json
+import subprocess
+import sys
+from typing import get_args, get_type_hints
+
+import pytest
+from typer.main import get_command
+
+from l2r.cli.app import build_app
+from l2r.cli.export import export
+from l2r.hf.checkpoints import PROGRAM_FORMS
+
+# Commands with a bad word, after which a "|" may say what else the line must name. `whole` and
+# `bare` are checkpoints by their names, with a tokenizer and without; `vit` classifies images.
+PATHS = """
+check /no/such
+diagnose /no/such
+mismatch /no/such --against bf16
+landscape /no/such
+report /no/such
+swap /no/such --out new
+upcycle /no/such
+export /no/such --out new
+serve /no/such
+train /no/such.yaml
+compare whole --out file | unknown recipe folder 'whole'
+sweep /no/such.yaml --grid training.steps=1
+eval /no/such
+data plan --out file/plan.json | cannot use; file: not a directory
+data prepare out --data /no/such
+data tokenizer /no/such --out new
+evidence run /no/such
+evidence new file/p.yaml --arm a --arm b --recipe /no/such.yaml
+doctor /no/such
+bench router --compare /no/such
+params --recipes /no/such
+plan /no/such.yaml
+"""
+OTHERS = """
+check nowhere
+check ./x/y
+check empty
+check bare | no tokenizer to read text with: put its tokenizer.json into bare; --data
+check vit | is no run folder
+check whole --data none | --data
+check whole --dtype int8 | --dtype
+check whole --device gpu0 | --device
+check whole --device-map gpu0 | --device-map
+check whole --length 1 | --length
+check whole --instances 0 | --instances
+diagnose bare | no tokenizer; --data
+diagnose bare --text hi | no tokenizer
+diagnose vit --text hi | --text is for language models
+diagnose whole --data none | --data
+diagnose whole --out file | cannot use; file: not a directory
+diagnose whole --sigma -1 | --sigma
+diagnose whole --sample 0 | --sample
+diagnose whole --length 0 | --length
+diagnose whole --batch-size 0 | --batch-size
+diagnose whole --text 1024 | --text
+diagnose whole whole | checkpoints must differ
+diagnose whole --over-time | --over-time
+diagnose whole empty | got empty
+mismatch whole | --against
+mismatch whole --against int4 | --against must be one of bf16, int8, fp8, vllm
+mismatch whole --against vllm | --against vllm alone
+mismatch whole --against bf16 --text none | --text
+mismatch whole --against bf16 --out file | cannot use; file: not a directory
+mismatch whole --against bf16 --length 1 | --length
+mismatch vit --against bf16 | vit classifies images
+mismatch bare --against bf16 | no tokenizer; --text
+landscape --reach nan | --reach
+landscape --out empty | cannot use empty: is a directory
+landscape --layer 3 | --layer
+report empty
+report empty --bench none | --bench
+report empty --interval 0 | --interval
+swap whole --out whole | --out must be a new or empty folder
+swap whole --out file/new | cannot use; file: not a directory
+swap whole --out new --fit none | --fit
+swap bare --out new --fit embedded | no tokenizer
+swap whole --out new --layers x | --layers
+swap whole --out new --selection mine | 'family', 'router'
+upcycle whole --data none | --data
+upcycle bare | no tokenizer
+upcycle vit | image classifier
+upcycle whole --lr 0 | --lr
+upcycle whole --tokens -5 | --tokens
+upcycle whole --train-steps -1 | steps must be >= 0
+upcycle whole --out whole | --out
+export whole --out new --format x | 'hf', 'onnx'
+export whole --out whole | --out
+export whole --out new --tolerance 1 | --tolerance is for programs
+export whole --out new --format onnx --dtype bfloat16 | dtype=bfloat16
+export vit --out new | image classifier
+serve bare | no tokenizer
+serve whole --port 99999 | --port
+serve whole --host no.such.host.invalid | --host
+serve whole --num-blocks 4 | --num-blocks
+train demo | is a folder of recipes
+train | RECIPE is missing
+train demo/l2r-sips training.steps=x | training.steps
+train demo/l2r-sips training.stps=5 | 'steps'
+train demo/l2r-sips rank=8 | 'router.rank'
+train demo/l2r-sips data.tokenizer=x | tokenizer is read only
+train demo/l2r-sips nonsense
+train demo/l2r-sips data.corpus=/no/such | data.corpus
+train demo/l2r-sips --out file | cannot use; file: not a directory
+compare demo --routers linear,cubic | --routers
+compare demo training.steps=x | training.steps
+compare demo --out file | cannot use; file: not a directory
+compare demo data.corpus=/no/such | data.corpus
+sweep demo/l2r-sips | --grid is missing
+sweep demo/l2r-sips --grid nonsense | --grid
+sweep demo/l2r-sips --grid training.steps=5,x | training.steps
+sweep demo/l2r-sips --grid training.steps=1 --out file | cannot use; file: not a directory
+eval bare | no tokenizer
+eval whole --tasks winogrande | --tasks
+eval whole --split train | --split
+eval whole --limit 0 | --limit
+eval whole --text none | --text
+eval whole --stride 4 | --stride
+eval whole --text file --length 4 --stride 4 | --stride
+eval whole --text file --tasks piqa | --tasks
+eval whole bare --out x | --out
+eval vit --data none | --data
+eval vit --data digits --average | no averaged weights
+data plan --tokens x | --tokens
+data prepare out --plan none | --plan
+data prepare out --data empty --hold-out 2 | --hold-out
+data prepare out --data empty --workers 0 | --workers
+data prepare out --on-bad-shard x | 'refuse', 'skip'
+data tokenizer empty --out empty | --out
+data tokenizer empty --out new --vocab-size 10 | --vocab-size
+evidence paper --judge-only | --judge-only
+evidence paper --out file | cannot use; file: not a directory
+evidence new p --arm a --arm b | .yaml
+evidence new p.yaml --arm a | --arm
+evidence new p.yaml --arm a --arm b --sd inf | --sd
+evidence new p.yaml --arm a --arm b --metric nosuch | 'nosuch'
+bench nosuch | router, memory
+bench router --seconds nan | --seconds
+bench router --clock x | clock
+bench router --device gpu0 | --device
+bench router --out file | cannot use; file: not a directory
+params --ranks x | --ranks
+params --cost --vit | --cost
+plan demo/l2r-sips --gpu x | --gpu
+plan demo/l2r-sips --parallel x | --parallel
+plan demo/l2r-sips --utilization 2 | --utilization
+plan demo/l2r-sips --imbalance 0 | --imbalance
+plan demo/l2r-sips --tokens x | --tokens
+plan demo/l2r-sips training.steps=x | training.steps
+"""
+# One process for all of them: what one command imports, the next one finds.
+SCRIPT = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from l2r.cli import main
+for words in json.load(sys.stdin):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code
+    heavy = sorted({"torch", "transformers", "plotly", "scipy"} & set(sys.modules))
+    print(json.dumps([code, out.getvalue(), err.getvalue(), heavy]))
+"""
+
+
+def cases(text):
+    """Words of each command, and what its refusal must name: a path, or else the last word."""
+    for line in text.strip().splitlines():
+        command, _, named = line.partition(" | ")
+        words = command.split()
+        bad = next((word for word in words if word.startswith("/no/such")), words[-1])
+        yield words, named.split("; ") if named else [bad]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Names of checkpoints, an empty folder and a file."""
+    language = json.dumps({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]})
+    images = json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]})
+    for name, config in {"whole": language, "bare": language, "vit": images}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    (tmp_path / "whole" / "tokenizer.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    return tmp_path
+
+
+def assert_refused_before_torch(folder, text):
+    before, tried = {*folder.rglob("*")}, list(cases(text))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps([words for words, _ in tried]),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ends) == len(tried), done.stderr[-2000:]
+    for (words, named), (code, out, err, heavy) in zip(tried, ends, strict=True):
+        assert heavy == [], (words, heavy)
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, words
+        assert all(name in err for name in named), (words, err)
+    assert {*folder.rglob("*")} == before
+
+
+def test_every_command_refuses_a_bad_path_before_torch_is_imported(folder):
+    assert_refused_before_torch(folder, PATHS)
+
+
+@pytest.mark.slow("a hundred commands")
+def test_every_bad_option_is_refused_before_torch_is_imported(folder):
+    assert_refused_before_torch(folder, OTHERS)
+
+
+def test_no_command_is_left_out():
+    commands = {
+        name: getattr(c, "commands", None) for name, c in get_command(build_app()).commands.items()
+    }
+    every = {
+        (name, *sub)
+        for name, below in commands.items()
+        for sub in ([(b,) for b in below] if below else [()])
+    }
+    tried = [words for words, _ in cases(PATHS)]
+    assert every == {tuple(words[: 2 if commands[words[0]] else 1]) for words in tried}
+
+
+def test_the_forms_of_an_export_are_those_of_its_programs():
+    allowed = get_args(get_type_hints(export)["form"])
+    assert allowed == ("hf", *PROGRAM_FORMS)

@@ -27,6 +27,7 @@ from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
     from l2r.hf.swap import Site
+    from l2r.training import FitReport
 
 
 def swap(
@@ -71,8 +72,8 @@ def swap(
         check_reads_text(folder)
     options = read_router(changes)
 
-    from l2r.cli.console import print_table, progress_bars
-    from l2r.cli.fitting import fit_tables, fit_to_old
+    from l2r.cli.console import progress_bars
+    from l2r.cli.fitting import fit_to_old
     from l2r.hf.checkpoints import (
         CheckpointOnDisk,
         checkpoint_folder,
@@ -83,7 +84,6 @@ def swap(
     )
     from l2r.hf.models import check_parts, check_source, check_whole
     from l2r.hf.swap import (
-        UNTRAINED_WARNING,
         preferred_router,
         replace_routers,
         router_sites,
@@ -103,10 +103,10 @@ def swap(
         )
         save = partial(save_model, model, unchanged=source if dtype == "auto" else None)
     before, sites = router_sites(model), select_sites(model, chosen)
+    replaced = [site.path for site in sites]
     if on_disk is not None:
         check_parts(model, source, checkpoint)
     else:
-        replaced = [site.path for site in sites]
         check_whole(model, source, checkpoint, replaced=replaced, rounded=dtype != "auto")
     config = preferred_router(model, sites[0], selection=selection, options=options)
     if fit is None:
@@ -119,22 +119,31 @@ def swap(
         )
         text = "new routers into {} and fitted them to its own; its other weights are {}."
     others = "unchanged" if dtype == "auto" else f"in {dtype}"
-    name = Path(checkpoint).resolve().name
-    card = f"## How it was made\n\n`l2r swap` put {text.format(name, others)}"
+    put = text.format(Path(checkpoint).resolve().name, others)
+    card = f"## How it was made\n\n`l2r swap` put {put}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
         files = processor_files(folder)
         save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
     table = _table(model, before, config.kind)
-    if result is None:
+    _print(table, result, config.kind, as_json=as_json)
+    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
+
+
+def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:
+    """What stands in every layer, and how well the new routers choose as the old ones did."""
+    from l2r.cli.console import print_table
+    from l2r.cli.fitting import fit_tables
+    from l2r.hf.swap import UNTRAINED_WARNING
+
+    if fitted is None:
         print_table(table, as_json=as_json)
         typer.echo(f"warning: {UNTRAINED_WARNING}", err=True)
     elif as_json:
-        typer.echo(plain_json({"routers": table.records(), **asdict(result)}))
+        typer.echo(plain_json({"routers": table.records(), **asdict(fitted)}))
     else:
-        for shown in (table, *fit_tables(result, config.kind)):
+        for shown in (table, *fit_tables(fitted, kind)):
             print_table(shown)
-    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
 def _table(model: Any, before: "list[Site]", kind: str) -> Table:

@@ -130,7 +130,9 @@ def test_logits_that_the_weight_does_not_give_have_no_certificate():
         return logits.tanh(), *rest
 
     router.forward = capped
-    with pytest.raises(ValueError, match="MixtralTopKRouter has other logits than its weight gives"):
+    with pytest.raises(
+        ValueError, match="MixtralTopKRouter has other logits than its weight gives"
+    ):
         certify(router, tokens(torch.float32))
 
 

@@ -52,7 +52,11 @@ ELSEWHERE = {
     "peft.utils.transformers_weight_conversion._MOE_": "by the name of the conversion",
 }
 # Our own OLMoE has a tokenizer of its own, and our ViT's files have the names of the model.
-OWN_ELSEWHERE = ("TOKENIZER_MAPPING_NAMES", "_checkpoint_conversion_mapping_cache")
+OWN_ELSEWHERE = (
+    "TOKENIZER_MAPPING_NAMES",
+    "SPECIAL_MODEL_TYPE_TO_MODULE_NAME",  # where tokenizers and the like are looked for
+    "_checkpoint_conversion_mapping_cache",
+)
 BY_TYPE = "peft.utils.transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN"
 PREPARING = {
     "tokenization": "TOKENIZER_MAPPING",

@@ -119,14 +119,13 @@ def swap(
         )
         text = "new routers into {} and fitted them to its own; its other weights are {}."
     others = "unchanged" if dtype == "auto" else f"in {dtype}"
-    put = text.format(Path(checkpoint).resolve().name, others)
-    card = f"## How it was made\n\n`l2r swap` put {put}"
+    named = Path(checkpoint).resolve().name
+    card = f"## How it was made\n\n`l2r swap` put {text.format(named, others)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
         files = processor_files(folder)
         save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
-    table = _table(model, before, config.kind)
-    _print(table, result, config.kind, as_json=as_json)
+    _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
     typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 

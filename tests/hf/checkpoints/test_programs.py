@@ -81,7 +81,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(l2r, tmp_path, model, mo
     model.save_pretrained(tmp_path / "m")
     out = ("--out", tmp_path / "p")
     wrong = l2r("export", tmp_path / "m", *out, "--format", "aot").refusal()
-    assert "format must be one of hf, onnx, torch-export, aoti; got 'aot'" in wrong
+    assert "'--format': 'aot' is not one of 'hf', 'onnx', 'torch-export', 'aoti'" in wrong
     assert "tolerance is for" in l2r("export", tmp_path / "m", *out, "--tolerance", 1).refusal()
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
     line = l2r("export", tmp_path / "m", *out, "--format", "aoti").refusal()

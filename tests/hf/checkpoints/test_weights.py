@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 from transformers import ViTForImageClassification as ViT
 
@@ -292,6 +293,9 @@ def test_a_dense_start_needs_no_classifier_and_may_have_a_pooler(copied):
 
 def test_a_command_refuses_them_with_one_line(l2r, copied):
     folder = copied("stock")
+    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
+        str(folder / "tokenizer.json")
+    )
     change_weights(folder, without(".gate."))
     for command in (("eval", folder, "--tasks", "piqa"), ("diagnose", folder), ("export", folder)):
         line = l2r(

@@ -211,4 +211,4 @@ def test_the_edge_of_a_ball_is_inside_of_what_rounding_leaves(name):
             new, _ = decided(router, torch.where(within[:, None], point.float(), near))
             flips |= (new != kept).any(dim=1)
         broken.append(int(flips.sum()))
-    assert broken[0] > 3 and broken[1] == 0
+    assert broken[0] > 0 and broken[1] == 0

@@ -36,9 +36,8 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     routers = [site.router for layer in routed_layers(copy) for site in layer.sites]
     if name == "bf16":
         for router in routers:
-            dtype = next(router.parameters()).dtype
-            if not isinstance(router, Router) and dtype != torch.bfloat16:
-                _compute_in(dtype, router)
+            if not isinstance(router, Router):
+                _take_any_dtype(router)
         return copy
     excluded = {parameter for router in routers for parameter in router.parameters()}
     for weight, inputs in _weights(copy):
@@ -70,12 +69,16 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
                 yield parameter, inputs
 
 
-def _compute_in(dtype: torch.dtype, router: nn.Module) -> None:
+def _take_any_dtype(router: nn.Module) -> None:
     """Compute a family's own router in the dtype of its weights, whatever its inputs are."""
     forward: Any = router.forward
+    dtype = next(router.parameters()).dtype
 
     def converting(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
-        return logits, weights.to(hidden.dtype), indices
+        try:
+            return forward(hidden, *args, **kwargs)  # some families convert it themselves
+        except RuntimeError:  # a product of two dtypes
+            logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
+            return logits, weights.to(hidden.dtype), indices
 
     router.forward = converting

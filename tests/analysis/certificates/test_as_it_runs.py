@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from l2r.analysis.certificates import attack
 from l2r.analysis.certificates import certify as certify_module
-from l2r.analysis.certificates.attack import exact
+from l2r.analysis.certificates.attack import decisions, exact, shortest_flip
 from l2r.analysis.certificates.certify import certify, certify_first, holds_within
 from l2r.hf.swap import router_sites
 from l2r.routers.observe import first_choice
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 # weight of a module inside of the router.
 GATES = ("olmoe", "mixtral", "jamba", "gpt_oss", "granitemoe", "cohere2_moe", "hunyuan_v1_moe")
 OURS = ("sips", "sips, no norm", "cosine", "dot", "sips, rank 4", "xmoe")
+EDGES = ("linear", *OURS)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -169,7 +171,7 @@ def test_experts_that_only_rounding_tells_apart_are_not_certified(name):
 
     In exact arithmetic one of them is ahead in whole regions; computed, either may be.
     """
-    router, x = make(name, top_k=1), inputs(30)
+    router, x = make(name, top_k=1), inputs(60)
     with torch.no_grad():
         router.anchors[1] = router.anchors[0] * (1 + 2e-7 * torch.randn_like(router.anchors[0]))
     radii, ideal = certify(router, x).topk, certify(exact(router), x.double()).topk
@@ -179,3 +181,36 @@ def test_experts_that_only_rounding_tells_apart_are_not_certified(name):
     assert not changed(router, x, radii, None)[0].any()
     same = first == decided(exact(router), x.double())[1]
     assert changed(router, x, torch.where(same, ideal, 0.0), None)[0].any()
+
+
+def nearest_change(wide, x, inside):
+    """Change [T, D] to the nearest boundary that a search finds, in exact arithmetic, and norm."""
+    logits, slopes = attack._logit_slopes(wide, x)
+    ties = attack._towards_ties(wide, x, *attack._nearest_pairs(logits, slopes, inside, 4), 15)
+    return shortest_flip(wide, x, inside, 1.0001 * ties, torch.inf, halvings=45)
+
+
+@pytest.mark.parametrize("name", few(EDGES, ("linear", "sips", "sips, rank 4"), "every form"))
+def test_the_edge_of_a_ball_is_inside_of_what_rounding_leaves(name):
+    """Tokens so near a boundary that the last bits of float32 are a part of their radius."""
+    router, generator = make(name, top_k=1), torch.Generator().manual_seed(0)
+    wide, x = exact(router), inputs(20).double()
+    inside = decisions(wide, x, top1=True)
+    near = (x + 0.995 * nearest_change(wide, x, inside)[0]).float()
+    same = (decisions(wide, near.double(), top1=True) == inside).all(dim=1)
+    near, inside = near[same], inside[same]
+    change, size = nearest_change(wide, near.double(), inside)
+    ideal, radii = certify(wide, near.double()).topk, certify(router, near).topk
+    assert len(near) > 10 and (radii > 0).float().mean() > 0.8
+    kept, broken = decided(router, near)[0], []
+    for radius in (ideal, radii):
+        flips = torch.zeros(len(near), dtype=torch.bool)
+        for _ in range(100):
+            share = 1 - 1e-6 * torch.rand(len(near), 1, generator=generator)
+            last_bits = 3e-8 * torch.randn(near.shape, generator=generator)
+            point = near.double() + (radius / size)[:, None] * share * change + last_bits
+            within = (point.float().double() - near.double()).norm(dim=1) <= radius
+            new, _ = decided(router, torch.where(within[:, None], point.float(), near))
+            flips |= (new != kept).any(dim=1)
+        broken.append(int(flips.sum()))
+    assert broken[0] > 0 and broken[1] == 0

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from l2r.analysis.diagnostics.flips import bf16_copy
 from l2r.analysis.routes.arithmetic import in_other_arithmetic, rounded
+from l2r.hf.swap.families import FAMILIES
+from l2r.routers.observe import find_routers
 from tests.analysis.diagnostics.models import ours, stock
+from tests.hf.families import tiny_model
 
 
 def test_int8_is_the_nearest_of_255_steps_of_each_channel():
@@ -55,6 +60,40 @@ def test_bf16_keeps_routers_wide_and_runs_stock_models_too():
     kinds = {p.dtype for n, p in other.named_parameters() if ".gate." in n}
     assert kinds == {torch.float32} and other.lm_head.weight.dtype == torch.bfloat16
     assert other(torch.arange(8)[None]).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["minimax", "afmoe", "deepseek_v3", "jamba"])
+def test_bf16_has_the_dtypes_of_a_bf16_load_but_for_routers_and_their_biases(family, tmp_path):
+    """Buffers, too: minimax saves its decays, no checkpoint has the frequencies of positions."""
+    model = tiny_model(FAMILIES[family])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    other = in_other_arithmetic(model, "bf16")
+    gates = tuple(f"{path}." for path in find_routers(model))
+    biases = ("e_score_correction_bias", "expert_bias")
+    for name, tensor in [*other.named_parameters(), *other.named_buffers()]:
+        expected = loaded.get_parameter_or_buffer(name).dtype
+        routes = name.startswith(gates) or name.endswith(biases)
+        assert tensor.dtype == (torch.float32 if routes else expected), name
+    ids = torch.arange(3, 15)[None]
+    assert other(ids).logits.dtype == torch.bfloat16
+    assert {b.dtype for n, b in other.named_buffers() if "inv_freq" in n} <= {torch.float32}
+
+
+def test_a_bf16_model_in_bf16_computes_the_same():
+    model = tiny_model(FAMILIES["deepseek_v3"]).bfloat16()
+    ids = torch.arange(3, 15)[None]
+    assert torch.equal(in_other_arithmetic(model, "bf16")(ids).logits, model(ids).logits)
+
+
+def test_kernels_of_convolutions_are_no_weights_of_linear_layers():
+    model = tiny_model(FAMILIES["jamba"])
+    other = in_other_arithmetic(model, "int8")
+    kernels = [name for name, part in model.named_modules() if isinstance(part, nn.Conv1d)]
+    assert kernels
+    for name in kernels:
+        before, after = (m.get_submodule(name).weight for m in (model, other))
+        assert torch.equal(before, after)
 
 
 def test_an_unknown_name_is_refused():

@@ -117,6 +117,11 @@ def test_every_family_resumes_with_every_tensor_of_its_checkpoint(name, kind, tm
     assert differing(resume(kind(name), checkpoint), expected) == []
 
 
+def test_more_than_ten_experts_keep_their_order(tmp_path):
+    checkpoint, expected = saved(stock(num_experts=12), tmp_path)
+    assert differing(resume(stock(num_experts=12), checkpoint), expected) == []
+
+
 @pytest.mark.parametrize("build", [own, vit])
 def test_so_do_our_own_models(build, tmp_path):
     data = IMAGES if build is vit else ROWS

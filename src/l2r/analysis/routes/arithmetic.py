@@ -37,7 +37,7 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     if name == "bf16":
         for router in routers:
             if not isinstance(router, Router):
-                _compute_in_own_dtype(router)
+                _take_any_dtype(router)
         return copy
     excluded = {parameter for router in routers for parameter in router.parameters()}
     for weight, inputs in _weights(copy):
@@ -65,17 +65,20 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             continue
         inputs = -2 if getattr(module, "is_transposed", False) else -1
         for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 3:
+            if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
                 yield parameter, inputs
 
 
-def _compute_in_own_dtype(router: nn.Module) -> None:
+def _take_any_dtype(router: nn.Module) -> None:
     """Compute a family's own router in the dtype of its weights, whatever its inputs are."""
     forward: Any = router.forward
     dtype = next(router.parameters()).dtype
 
-    def forward_in_own(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
-        return logits, weights.to(hidden.dtype), indices
+    def converting(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(hidden, *args, **kwargs)  # some families convert it themselves
+        except RuntimeError:  # a product of two dtypes
+            logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
+            return logits, weights.to(hidden.dtype), indices
 
-    router.forward = forward_in_own
+    router.forward = converting

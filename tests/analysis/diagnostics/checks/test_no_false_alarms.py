@@ -45,6 +45,19 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
     assert statuses(model)["weights"] == "ok"
 
 
+def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
+    """Experts outside of its window have no part in a weight, which then is 1 without a gradient."""
+    model = with_loss("phimoe")
+    assert statuses(model)["gradient"] == "ok"
+    with torch.no_grad():
+        for site in router_sites(model):
+            steps = torch.arange(8.0)[:, None] - 3.5  # the best two are apart by 28% or more
+            site.router.weight.copy_(steps * torch.randn(32))
+    batch = {"input_ids": torch.arange(3, 35).view(2, 16)}
+    (found,) = (finding for finding in check_model(model, batch) if finding.check == "gradient")
+    assert found.status == "warning" and "SparseMixer gave every token in layers 0, 1" in found.found
+
+
 def test_a_report_names_every_check_before_it_runs():
     seen = []
     found = check_model(with_loss(), report=lambda *now: seen.append(now))

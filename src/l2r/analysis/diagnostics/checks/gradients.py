@@ -6,8 +6,9 @@ from typing import Any
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, skipped, warning
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import trainable_parameters
+from l2r.hf.swap import Site, trainable_parameters
 from l2r.routers import Router
+from l2r.routers.selection_rule import Selection
 
 
 def trainable(subject: Subject) -> Finding:
@@ -52,6 +53,13 @@ def gradient(subject: Subject) -> Finding:
         # PEFT's second factor begins at zero, so that the first gets no gradient in the first step.
         if (value is None or not bool(value.any())) and ".lora_A." not in name
     ]
+    settled = [site for site in subject.sites if _is_settled(subject, site)]
+    if none and all(any(name.startswith(f"{site.path}.") for site in settled) for name in none):
+        return warning(
+            f"{type(settled[0].selection).__name__} gave every token in {in_layers(settled)} "
+            "weights of 1, which have no gradient: none was near a tie",
+            "check with other text",
+        )
     if none:
         return fault(
             f"the task loss gives {len(none)} of {len(found)} router parameters no gradient, first "
@@ -62,6 +70,12 @@ def gradient(subject: Subject) -> Finding:
         sum(float(value.float().square().sum()) for value in found.values() if value is not None)
     )
     return ok(f"the task loss reaches {len(found)} router parameters, gradient norm {norm:.2g}")
+
+
+def _is_settled(subject: Subject, site: Site) -> bool:
+    """Whether a rule like SparseMixer, which looks at experts near a tie alone, found none."""
+    own = type(site.selection).__call__ is not Selection.__call__
+    return own and bool((subject.weights_of_gradients(site) == 1).all())
 
 
 def _nothing_to_reach(subject: Subject) -> str:

@@ -130,6 +130,12 @@ class Subject:
             grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, grads, strict=True))
 
+    def weights_of_gradients(self, site: Site) -> Tensor:
+        """Weights [B, S, K] that a router gave the tokens whose gradients are taken."""
+        weights = self.plain.routed[site.path].weights
+        rows = len(next(iter(self.batch.values())))
+        return weights.view(rows, -1, weights.shape[1])[:2, :_SMALL]
+
     def labels(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Token ids, -100 outside of the mask; None for images."""
         if "input_ids" not in batch:

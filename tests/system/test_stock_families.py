@@ -1,0 +1,349 @@
+"""Stock bf16 checkpoints of every family, as transformers saves them, by each command that opens one.
+
+What commands say is compared with transformers' own forward, worked out here from nothing of
+l2r.analysis.
+"""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from l2r import load_pretrained, record
+from l2r.hf.swap.families import FAMILIES
+from l2r.runs.diagnosis import read_diagnosis
+from tests.hf.families import tiny_model
+
+pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
+
+WORDS = "the cat sat on a mat and dog ran to fox by day".split()
+ROWS, LENGTH = 8, 16
+READ = ("--instances", ROWS, "--length", LENGTH, "--device", "cpu")
+# Whose page is drawn, which takes longer than all else: with certificates, without for groups and
+# a bias, for a bias of the block, and of layers of two kinds.
+DRAWN = ("olmoe", "deepseek_v3", "afmoe", "jamba")
+# Families whose routers multiply what they get by their weights as they are, without a conversion.
+SAME_DTYPE = (
+    "olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "qwen3_next", "mellum", "jamba", "mixtral",
+    "minimax", "qwen3_5_moe_text", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid",
+    "cohere2_moe", "phimoe", "laguna", "lfm2_moe", "afmoe",
+)  # fmt: skip
+NONE_KNOWN = {
+    "phimoe": "the rule of SparseMixer",
+    "ernie4_5_moe": "a selection bias",
+    "laguna": "a selection bias",
+    **dict.fromkeys(("minimax_m2", "lfm2_moe", "afmoe", "hy_v3"), "a bias of its block"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "dots1")
+        + ("solar_open", "exaone_moe", "nemotron_h"),
+        "groups of experts",
+    ),
+}
+
+
+class Call(NamedTuple):
+    """One call of a router: what its block passed, and what it returned."""
+
+    router: nn.Module
+    x: Tensor
+    more: tuple[Tensor, ...]
+    logits: Tensor
+    weights: Tensor
+    chosen: Tensor
+
+    def first(self):
+        return self.chosen.gather(1, self.weights.argmax(dim=1, keepdim=True))[:, 0]
+
+    def sets(self):
+        return self.chosen.sort(dim=1).values
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A tokenizer of 60 entries, a file of words, a sentence, and the file's tokens in rows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    order = torch.randint(len(WORDS), (300,), generator=torch.Generator().manual_seed(0))
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(" ".join(WORDS[n] for n in order.tolist()))
+    rows = torch.tensor(tokenizer(file.read_text())["input_ids"])[: ROWS * LENGTH]
+    sentence = "the dog sat on the cat and a fox ran"
+    return SimpleNamespace(
+        tokenizer=tokenizer, file=file, sentence=sentence, rows=rows.view(ROWS, LENGTH)
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def stock(request, text, tmp_path_factory):
+    """A family's name, its bf16 checkpoint, and what transformers reads from it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_model(FAMILIES[request.param]).bfloat16().save_pretrained(folder)
+    text.tokenizer.save_pretrained(folder)
+    return SimpleNamespace(family=request.param, folder=folder, model=opened(folder, "auto"))
+
+
+def opened(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def routers_of(family, model):
+    kind = FAMILIES[family].router
+    return {path: part for path, part in model.named_modules() if type(part).__name__ == kind}
+
+
+@torch.no_grad()
+def forward(family, model, ids):
+    """Logits [B, S, V] and the calls of all routers."""
+    calls, hooks = [], []
+    for router in routers_of(family, model).values():
+
+        def keep(module, args, named, output):
+            x, *more = (*args, *named.values())
+            calls.append(Call(module, x, tuple(more), *output))
+
+        hooks.append(router.register_forward_hook(keep, with_kwargs=True))
+    logits = model(input_ids=ids, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits.float(), calls
+
+
+def plain_numbers(call):
+    """Margins, loads and directions of one router's tokens, in float64."""
+    logits, weights, chosen = call.logits.double(), call.weights.double(), call.chosen
+    x = call.x.double().flatten(0, -2)
+    best = logits.topk(2).values
+    margin, spread = best[:, 0] - best[:, 1], logits.std(dim=1, unbiased=False)
+    count = logits.shape[1]
+    load = torch.bincount(chosen.flatten(), minlength=count).double()
+    importance = torch.zeros(count).double().scatter_add(0, chosen.flatten(), weights.flatten())
+
+    def entropy(part):
+        share = part / part.sum()
+        return -(share * share.clamp_min(1e-300).log()).sum() / math.log(count)
+
+    units = x / x.norm(dim=1, keepdim=True)
+    cosines = (units @ units.T)[~torch.eye(len(x), dtype=torch.bool)]
+    return {
+        "mean_margin": margin.mean(),
+        "low_margin_rate": (margin < 0.2).double().mean(),
+        "scale_free_margin": (margin / spread).mean(),
+        "logit_spread": spread.mean(),
+        "entropy": entropy(load),
+        "cv": load.std(unbiased=False) / load.mean(),
+        "max_over_mean": load.max() / load.mean(),
+        "min_over_mean": load.min() / load.mean(),
+        "dead_experts": (load == 0).sum(),
+        "importance_entropy": entropy(importance),
+        "importance_cv": importance.std(unbiased=False) / importance.mean(),
+        "first_experts": len(call.first().unique()),
+        "weight_sum": weights.sum(dim=1).mean(),
+        "cosine_variance": cosines.var(unbiased=False),
+    }
+
+
+@torch.no_grad()
+def under_noise(call, sigma=0.02, repeats=5):
+    """Shares of tokens with the same first expert, and of experts in both sets, by Jaccard."""
+    # a sample of all tokens, in the order of their keys
+    keys = torch.rand(len(call.logits), dtype=torch.float64, generator=seeded())
+    x = call.x.reshape(len(keys), -1)[keys.argsort()]
+    x = x[None] if call.x.dim() == 3 else x
+    noise = seeded()
+    _, weights, chosen = call.router(x, *call.more)
+    same, overlap = [], []
+    for _ in range(repeats):
+        moved = x + sigma * torch.randn(x.shape, generator=noise).to(x.dtype)
+        _, other_weights, other = call.router(moved, *call.more)
+        firsts = [
+            c.gather(1, w.argmax(dim=1, keepdim=True))
+            for w, c in ((weights, chosen), (other_weights, other))
+        ]
+        same.append((firsts[0] == firsts[1]).double().mean())
+        both = [len({*a} & {*b}) for a, b in zip(chosen.tolist(), other.tolist(), strict=True)]
+        k = chosen.shape[1]
+        overlap.append(sum(n / (2 * k - n) for n in both) / len(both))
+    return {"stability": torch.stack(same).mean(), "topk_overlap": sum(overlap) / repeats}
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+@torch.no_grad()
+def assert_certified(call, arrays, layer):
+    """No radius is above the distance to the nearest tie, and none is broken by the router."""
+    keys = torch.rand(len(call.logits), dtype=torch.float64, generator=seeded())
+    radii = [torch.from_numpy(arrays[f"{layer}.certified_{name}"]) for name in ("top1", "topk")]
+    x = call.x.reshape(len(keys), -1)[keys.argsort()][: len(radii[0])]
+    matrix = next(p for p in call.router.parameters() if p.dim() == 2).double()
+    bias = getattr(call.router, "bias", None)
+    logits = x.double() @ matrix.T + (0 if bias is None else bias.double())
+    _, weights, chosen = call.router(x)
+    first = chosen.gather(1, weights.argmax(dim=1, keepdim=True))
+    for radius, kept in zip(radii, (first, chosen), strict=True):
+        for token, (within, experts) in enumerate(zip(radius, kept.tolist(), strict=True)):
+            others = [n for n in range(len(matrix)) if n not in experts]
+            ties = [
+                (logits[token, i] - logits[token, j]) / (matrix[i] - matrix[j]).norm()
+                for i in experts
+                for j in others
+            ]
+            assert 0 <= within <= max(0.0, float(min(ties)))
+    generator = seeded()
+    for _ in range(20):
+        way = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        for radius, kept in zip(radii, (first, chosen), strict=True):
+            point = (x.double() + radius[:, None] * way / way.norm(dim=1, keepdim=True)).to(x.dtype)
+            inside = (point.double() - x.double()).norm(dim=1) <= radius
+            _, w, c = call.router(torch.where(inside[:, None], point, x))
+            now = c.gather(1, w.argmax(dim=1, keepdim=True)) if kept is first else c
+            assert torch.equal(now.sort(dim=1).values, kept.sort(dim=1).values)
+
+
+def test_check_finds_no_fault(l2r, stock, text):
+    code, out, err = l2r("check", stock.folder, "--data", text.file, *READ, "--json")
+    assert code == 0, out + err
+    found = json.loads(out)
+    assert len(found) > 10 and not [f for f in found if f["status"] == "fault"]
+
+
+def test_diagnosis_of_data_says_what_transformers_does(l2r, stock, text, tmp_path, monkeypatch):
+    if stock.family not in DRAWN:
+        monkeypatch.setattr("l2r.report.diagnosis.write_diagnosis", lambda *given, **named: None)
+    options = ("--certify", 3, "--gain", ROWS, "--text-tokens", LENGTH, "--out", tmp_path)
+    code, _, err = l2r("diagnose", stock.folder, "--data", text.file, *READ, *options)
+    assert code == 0, err
+    assert (tmp_path / "index.html").is_file() == (stock.family in DRAWN)
+    got = read_diagnosis(tmp_path / stock.folder.name)
+    logits, calls = forward(stock.family, stock.model, text.rows)
+    assert len(got.layers) == len(calls)
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), text.rows[:, 1:].flatten())
+    assert got.info["model"]["cross_entropy"] == pytest.approx(float(loss), rel=1e-5)
+    for layer, (call, said) in enumerate(zip(calls, got.layers, strict=True)):
+        for name, value in {**plain_numbers(call), **under_noise(call)}.items():
+            assert said[name] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name
+        tokens, load = len(call.chosen), torch.bincount(call.chosen.flatten(), minlength=8)
+        assert np.allclose(got.array(layer, "topk") * tokens, load)
+        order = call.weights.argsort(dim=1, descending=True, stable=True)
+        heaviest = call.chosen.gather(1, order).view(ROWS, LENGTH, -1)
+        assert (got.array(layer, "experts") == heaviest.numpy()).all()
+        if stock.family in NONE_KNOWN:
+            why = f"{type(call.router).__name__} chooses by its logits and {NONE_KNOWN[stock.family]}"
+            assert said["certificate"] == f"{why}; no certificate is known"
+        else:
+            assert_certified(call, got.arrays, layer)
+            assert said["certified_top1"] > 0 and said["found_topk"] >= said["certified_topk"]
+
+
+def test_diagnosis_of_a_sentence_has_the_experts_of_every_token(l2r, stock, text, tmp_path):
+    more = ("--text", text.sentence, "--out", tmp_path, "--json", "--device", "cpu")
+    code, out, err = l2r("diagnose", stock.folder, *more)
+    assert code == 0, err
+    (said,) = json.loads(out).values()
+    _, calls = forward(
+        stock.family, stock.model, torch.tensor([text.tokenizer(text.sentence)["input_ids"]])
+    )
+    assert "".join(token["token"] for token in said).strip() == text.sentence
+    for layer, call in enumerate(calls):
+        weights, order = call.weights.float().sort(dim=1, descending=True, stable=True)
+        assert [token["experts"][layer] for token in said] == call.chosen.gather(1, order).tolist()
+        assert [token["weights"][layer] for token in said] == weights.tolist()
+
+
+@pytest.mark.parametrize(
+    ("against", "dtype"),
+    [
+        ("bf16", "float32"),
+        ("int8", "auto"),
+        pytest.param("bf16", "auto", marks=pytest.mark.slow("every family")),
+        pytest.param("int8", "float32", marks=pytest.mark.slow("every family")),
+    ],
+)
+def test_mismatch_counts_what_changes_in_the_other_arithmetic(
+    l2r, stock, text, tmp_path, against, dtype
+):
+    options = ("--against", against, "--dtype", dtype, "--out", tmp_path, "--json")
+    code, out, err = l2r("mismatch", stock.folder, "--text", text.file, *READ, *options)
+    assert code == 0, err
+    said = json.loads(out)
+    model = opened(stock.folder, dtype)
+    other = opened(stock.folder, torch.bfloat16 if against == "bf16" else dtype)
+    if against == "bf16":
+        with_routers_of(stock.family, model, other)
+    else:
+        round_to_int8(stock.family, other)
+    (one, calls), (two, others) = (forward(stock.family, m, text.rows) for m in (model, other))
+    changed = torch.stack(
+        [(a.sets() != b.sets()).any(dim=1) for a, b in zip(calls, others, strict=True)]
+    )
+    assert said["decisions_changed"] == pytest.approx(float(changed.double().mean()))
+    assert said["tokens_changed"] == pytest.approx(float(changed.any(dim=0).double().mean()))
+    assert said["certified_changed"] == 0
+    assert (said["certified"] is None) == (stock.family in NONE_KNOWN)
+    first, second = (logits.double().log_softmax(dim=-1) for logits in (one, two))
+    kl = (first.exp() * (first - second)).sum(dim=-1).mean()
+    assert said["log_probability"]["own"]["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
+    if against == "bf16" and dtype == "auto":
+        assert said["decisions_changed"] == 0 and float(kl) == 0  # it is in bf16 already
+
+
+def with_routers_of(family, model, other):
+    """Give a model in bf16 the routers, and the biases that blocks pass, of one in another dtype."""
+    for path, router in routers_of(family, model).items():
+        copy, block = other.get_submodule(path), path.rpartition(".")[0]
+        dtype, plain = next(router.parameters()).dtype, copy.forward
+        if family in SAME_DTYPE and dtype != torch.bfloat16:
+
+            def in_own(x, *more, plain=plain, dtype=dtype):
+                logits, weights, chosen = plain(x.to(dtype), *more)
+                return logits, weights.to(x.dtype), chosen
+
+            copy.forward = in_own
+        copy.to(dtype)
+        for name in ("e_score_correction_bias", "expert_bias"):
+            given = getattr(model.get_submodule(block), name, None)
+            if given is not None:
+                getattr(other.get_submodule(block), name).data = given.data
+
+
+def round_to_int8(family, model):
+    """Linear layers and experts rounded to 255 steps of each output's largest weight."""
+    skipped = (*routers_of(family, model), "lm_head")
+    for path, part in model.named_modules():
+        if path.startswith(skipped):
+            continue
+        inputs = -2 if getattr(part, "is_transposed", False) else -1
+        weights = [part.weight] if isinstance(part, nn.Linear) else []
+        if path.endswith("experts"):
+            weights = [p for p in part.parameters(recurse=False) if p.dim() == 3]
+        for weight in weights:
+            step = weight.data.float().abs().amax(dim=inputs, keepdim=True).clamp_min(1e-30) / 127
+            weight.data = ((weight.data.float() / step).round() * step).to(weight.dtype)
+
+
+def test_record_has_the_experts_that_transformers_chooses(stock, text):
+    model = load_pretrained(stock.folder, dtype="auto").eval()
+    with torch.no_grad(), record(model) as recorder:
+        model(input_ids=text.rows, use_cache=False)
+    routes = recorder.routes()
+    _, calls = forward(stock.family, stock.model, text.rows)
+    assert routes.lengths.tolist() == [LENGTH] * ROWS
+    for place, call in enumerate(calls):
+        assert (np.sort(routes.experts[:, place]) == call.sets().numpy()).all()

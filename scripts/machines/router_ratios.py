@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.contenders import (
     STOCK,
     Contender,
@@ -27,7 +28,7 @@ from l2r.cost.benchmarks.contenders import (
     is_correct,
     training_step,
 )
-from l2r.cost.benchmarks.results import BenchSettings, environment
+from l2r.cost.benchmarks.results import environment
 from l2r.cost.benchmarks.timing import Step, Timing, graphed, measure
 from l2r.hf.models import one_layer
 from l2r.hf.swap import replace_routers

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from l2r.analysis.inputs import open_subject
-from l2r.analysis.routes.arithmetic import ARITHMETICS, in_other_arithmetic
+from l2r.analysis.routes.arithmetic import in_other_arithmetic
 from l2r.analysis.routes.mismatch import Comparison
 from l2r.analysis.routes.model_reading import read_routing
 from l2r.hf.checkpoints.placement import Placement
+from l2r.runs.mismatch import ARITHMETICS
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ from l2r import L2RConfig
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.report.tables import Table
 from l2r.training.data.sample_text import sample_batches
-from l2r.training.fit import FitOptions
 from l2r.training.fit_batches import perplexity
+from l2r.training.fit_options import FitOptions, JointOptions
 from l2r.training.seen_text import unseen_part
-from l2r.training.upcycling import JointOptions, train_jointly, upcycle
+from l2r.training.upcycling import train_jointly, upcycle
 
 COLUMNS = (
     "rank",

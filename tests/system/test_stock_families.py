@@ -6,7 +6,6 @@ l2r.analysis.
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from tests.hf.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 
-WORDS = "the cat sat on a mat and dog ran to fox by day".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "fox", "by", "day"]
 ROWS, LENGTH = 8, 16
 READ = ("--instances", ROWS, "--length", LENGTH, "--device", "cpu")
 # Whose page is drawn, which takes longer than all else: with certificates, without for groups and
@@ -245,7 +244,9 @@ def test_diagnosis_of_data_says_what_transformers_does(l2r, stock, text, tmp_pat
         heaviest = call.chosen.gather(1, order).view(ROWS, LENGTH, -1)
         assert (got.array(layer, "experts") == heaviest.numpy()).all()
         if stock.family in NONE_KNOWN:
-            why = f"{type(call.router).__name__} chooses by its logits and {NONE_KNOWN[stock.family]}"
+            why = (
+                f"{type(call.router).__name__} chooses by its logits and {NONE_KNOWN[stock.family]}"
+            )
             assert said["certificate"] == f"{why}; no certificate is known"
         else:
             assert_certified(call, got.arrays, layer)

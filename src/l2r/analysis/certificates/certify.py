@@ -127,7 +127,8 @@ def _parts(
     router: nn.Module, form: RoutingMap, x: Tensor, first: Tensor, chosen: Tensor
 ) -> Iterator[_Part]:
     rows = max(1, PAIRS // (form.num_experts * chosen.shape[1]))
-    for tokens, one, experts in zip(*(t.split(rows) for t in (x, first, chosen)), strict=True):
+    parts = (torch.split(t, rows) for t in (x, first, chosen))
+    for tokens, one, experts in zip(*parts, strict=True):
         part = _Part(tokens, form.logits(tokens), one, experts)
         for kept in (one, experts):
             _check_choice(router, form, part, kept)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.cost.benchmarks.results import BenchSettings
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.timing import Step
 from l2r.kernels.dispatch import implementation
 from l2r.routers import build_router, make_config

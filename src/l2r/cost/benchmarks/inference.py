@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.language_models import agrees, models, sizes
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 from l2r.cost.benchmarks.timing import Step, Timing, measure
 from l2r.kernels.dispatch import implementation
 

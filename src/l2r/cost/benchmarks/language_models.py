@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2r.cost.benchmarks.results import BenchSettings
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 
 _QUICK = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.contenders import contenders, is_correct, training_step
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 from l2r.cost.benchmarks.timing import Step
 
 

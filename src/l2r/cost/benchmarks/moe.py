@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.contenders import forward_step, training_step
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 from l2r.cost.benchmarks.timing import Step
 from l2r.training.recipes import VisionRecipe, load_recipe
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.contenders import (
     STOCK,
     Contender,
@@ -12,7 +13,7 @@ from l2r.cost.benchmarks.contenders import (
     training_step,
 )
 from l2r.cost.benchmarks.machine_speed import MachineSpeed, machine_speed
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 from l2r.cost.benchmarks.timing import graphed
 
 _MEASURED = (

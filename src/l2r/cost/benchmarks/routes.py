@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.language_models import models, sizes
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 from l2r.cost.benchmarks.timing import Step
 
 PHASES = ("forward", "forward+backward", "decode")

@@ -2,9 +2,10 @@
 
 import torch
 
+from l2r.cost.benchmarks.bench_settings import BenchSettings
 from l2r.cost.benchmarks.contenders import contenders, forward_step, is_correct, training_step
 from l2r.cost.benchmarks.memory import peak_bytes
-from l2r.cost.benchmarks.results import Bench, BenchSettings
+from l2r.cost.benchmarks.results import Bench
 
 _START = {"tokens": 2048, "experts": 64, "heads": 4, "rank": 2, "hidden": 1024}
 _SWEEPS = {

@@ -14,7 +14,8 @@ SECTIONS_ONLY = {"router": False}
 if TYPE_CHECKING:
     from l2r.routers import RouterConfig
 
-    LanguageRouter = VisionRouter = RouterConfig
+    LanguageRouter = RouterConfig
+    VisionRouter = RouterConfig
 
 
 def default_router() -> "RouterConfig":

@@ -220,9 +220,7 @@ def radial_of(router: AnchorRouter) -> Radial:
     return forms[config.scoring]
 
 
-def _linear(
-    weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None
-) -> LinearMap:
+def _linear(weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None) -> LinearMap:
     """The form of weight x + bias, or of rows (weight x + bias) where rows [N, R] are given."""
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     steps = weight.shape[1] + STEPS

@@ -167,9 +167,7 @@ class _Layer:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
         num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
         sample = self.sample.gather()
-        return LayerRecord(
-            name, self.router, num_experts, reduced, sample, self.more, self.by_rows
-        )
+        return LayerRecord(name, self.router, num_experts, reduced, sample, self.more, self.by_rows)
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """The domain of each token, and the number of its sequence or image in this layer."""

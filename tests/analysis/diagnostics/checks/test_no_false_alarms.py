@@ -46,7 +46,7 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
 
 
 def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
-    """Experts outside of its window have no part in a weight, which then is 1 without a gradient."""
+    """Experts outside of its window have no part in a weight, which is 1 without a gradient."""
     model = with_loss("phimoe")
     assert statuses(model)["gradient"] == "ok"
     with torch.no_grad():
@@ -55,7 +55,9 @@ def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
             site.router.weight.copy_(steps * torch.randn(32))
     batch = {"input_ids": torch.arange(3, 35).view(2, 16)}
     (found,) = (finding for finding in check_model(model, batch) if finding.check == "gradient")
-    assert found.status == "warning" and "SparseMixer gave every token in layers 0, 1" in found.found
+    assert (
+        found.status == "warning" and "SparseMixer gave every token in layers 0, 1" in found.found
+    )
 
 
 def test_a_report_names_every_check_before_it_runs():

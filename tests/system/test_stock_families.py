@@ -1,4 +1,4 @@
-"""Stock bf16 checkpoints of every family, as transformers saves them, by each command that opens one.
+"""Stock checkpoints of every family in half precision, by each command that opens one.
 
 What commands say is compared with transformers' own forward, worked out here from nothing of
 l2r.analysis.
@@ -24,7 +24,7 @@ from tests.hf.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "fox", "by", "day"]
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "fox", "by", "day")
 ROWS, LENGTH = 8, 16
 READ = ("--instances", ROWS, "--length", LENGTH, "--device", "cpu")
 # Whose page is drawn, which takes longer than all else: with certificates, without for groups and
@@ -88,13 +88,24 @@ def text(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((family, torch.bfloat16) for family in FAMILIES),
+        *(
+            pytest.param((family, torch.float16), marks=pytest.mark.slow("every family"))
+            for family in FAMILIES
+        ),
+    ],
+    ids=lambda case: "-".join(map(str, case)).replace("torch.", ""),
+)
 def stock(request, text, tmp_path_factory):
-    """A family's name, its bf16 checkpoint, and what transformers reads from it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny_model(FAMILIES[request.param]).bfloat16().save_pretrained(folder)
+    """A family's name, its checkpoint, and what transformers reads from it."""
+    family, dtype = request.param
+    folder = tmp_path_factory.mktemp(family)
+    tiny_model(FAMILIES[family]).to(dtype).save_pretrained(folder)
     text.tokenizer.save_pretrained(folder)
-    return SimpleNamespace(family=request.param, folder=folder, model=opened(folder, "auto"))
+    return SimpleNamespace(family=family, dtype=dtype, folder=folder, model=opened(folder, "auto"))
 
 
 def opened(folder, dtype):
@@ -301,12 +312,12 @@ def test_mismatch_counts_what_changes_in_the_other_arithmetic(
     first, second = (logits.double().log_softmax(dim=-1) for logits in (one, two))
     kl = (first.exp() * (first - second)).sum(dim=-1).mean()
     assert said["log_probability"]["own"]["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
-    if against == "bf16" and dtype == "auto":
+    if (against, dtype, stock.dtype) == ("bf16", "auto", torch.bfloat16):
         assert said["decisions_changed"] == 0 and float(kl) == 0  # it is in bf16 already
 
 
 def with_routers_of(family, model, other):
-    """Give a model in bf16 the routers, and the biases that blocks pass, of one in another dtype."""
+    """Give a model in bf16 the routers of another, and the biases that its blocks pass."""
     for path, router in routers_of(family, model).items():
         copy, block = other.get_submodule(path), path.rpartition(".")[0]
         dtype, plain = next(router.parameters()).dtype, copy.forward
@@ -317,7 +328,7 @@ def with_routers_of(family, model, other):
                 return logits, weights.to(x.dtype), chosen
 
             copy.forward = in_own
-        copy.to(dtype)
+        copy.to(dtype).load_state_dict(router.state_dict())
         for name in ("e_score_correction_bias", "expert_bias"):
             given = getattr(model.get_submodule(block), name, None)
             if given is not None:

@@ -33,7 +33,7 @@ def gate(family, dtype, *, common=0.0, spread=1.0, **sizes):
     for parameter in router.requires_grad_(False).parameters():
         parameter.copy_(spread * torch.randn_like(parameter))
         if parameter.dim() == 2:
-            parameter += common * torch.randn(1, parameter.shape[1])
+            parameter.add_(common * torch.randn(1, parameter.shape[1]))
     return router.to(dtype).eval()
 
 
@@ -123,7 +123,7 @@ def test_the_rounding_of_a_gate_is_that_of_the_dtype_that_it_computes_in():
 
 
 def test_logits_that_the_weight_does_not_give_have_no_certificate():
-    """Softcapped ones, as some families have: in the order of the product, not with its rounding."""
+    """Softcapped ones, as of some families: in the product's order, not with its rounding."""
     router = gate("mixtral", torch.float32)
     forward = router.forward
 
@@ -147,7 +147,6 @@ def test_probabilities_that_tie_where_logits_do_not_certify_nothing():
     assert (best.diff().abs() > 1e-13 * best[:, :2].abs()).all()  # no ties
     assert (certify(close, x).topk == 0).all() and (certify(close, x).top1 == 0).all()
     far = gate("mixtral", torch.float32, spread=60.0)
-    chosen, _ = decided(far, x)
     weights = far(x)[1]
     assert ((weights == 0).any(dim=1)).any()  # a chosen one of weight 0: others have it, too
     radii = certify(far, x)

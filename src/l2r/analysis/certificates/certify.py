@@ -1,14 +1,13 @@
 r"""Certified routing: a radius per token inside which its experts provably stay the same.
 
-For a router input x, every x + delta with |delta| <= radius (Euclidean) that the input's dtype
-holds has the same first expert, or the same set of k experts: in exact arithmetic, and from the
-router as it runs, in its own dtype (arithmetic.py; a bound of the rounding of each logit is left
-between the experts). Exact for routers with one anchor per expert but for that rounding; for several
-anchors a lower bound that is tight to first order, and for rank 2 also one by geometry that is
-near the exact radius; the larger of the two counts (derivations: docs/diagnostics.md).
+For a router input x, every input y with |y - x| <= radius (Euclidean) has the same first expert,
+or the same set of k experts: in exact arithmetic, and as the router computes it in its own dtype,
+for y that the dtype of the inputs holds (arithmetic.py says what is known of its rounding).
 
-Computed in float64 and shrunk by SHRINK. A token whose decision differs from exact arithmetic, or
-could by rounding, gets 0.
+Exact but for that rounding for routers with one anchor per expert; for several anchors a lower
+bound that is tight to first order, and for rank 2 also one by geometry that is near the exact
+radius; the larger of the two counts (derivations: docs/diagnostics.md). Computed in float64 and
+shrunk by SHRINK. A token whose decision rounding could change where it is gets 0.
 
 Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R rank.
 """

@@ -6,7 +6,7 @@ So t is rho, 1 or phi(rho_hat): all that differs between the scorings once ancho
 Each class has ``value`` t(rho), ``slope`` t'(rho), ``sizes(low, high)``, the least and largest
 rho with t in [low, high], rounded outwards, and ``curvature(low, high)``, a bound of the
 second derivative of q -> w along unit directions for |q| in [low, high]; norms are > 0.
-``reach(rho)``: largest t up to rho, with what cancels inside of it: its rounding is a share of that.
+``reach(rho)``: largest t up to rho, with what cancels in it; its rounding is a share of that.
 """
 
 import dataclasses

@@ -2,8 +2,9 @@
 
 A router of rank 2 decides in a plane. Its polar cells (angle of q, size of q) are halved until
 the chosen experts are proven constant on each. What is left covers the boundaries: wherever the
-chosen set changes, or the rounding of the router's logits could change it, a cell is. Of each cell only those angles and sizes are kept that the bounds
-of its logits allow to a change, so that cells follow a boundary closely.
+chosen set changes, or the rounding of the router's logits could change it, a cell is. Of each cell
+only those angles and sizes are kept that the bounds of its logits allow to a change, so that cells
+follow a boundary closely.
 
 Shape letters: C cells, R rank (2), N experts, P pairs of an expert in the set and one outside.
 """

@@ -22,10 +22,10 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     """Copy of a model in bf16, int8 or fp8.
 
-    bf16: all that a checkpoint holds but the routers'. int8: weights of linear layers and of experts, each
-    output channel divided by its largest absolute value / 127, rounded to whole numbers and
-    multiplied back; embeddings and the output layer stay. fp8: the same with float8 e4m3, by
-    the largest absolute value / 448.
+    bf16: all floats that a checkpoint holds but the routers'. int8: weights of linear layers and of
+    experts, each output channel divided by its largest absolute value / 127, rounded to whole
+    numbers and multiplied back; embeddings and the output layer stay. fp8: the same with float8
+    e4m3, by the largest absolute value / 448.
 
     Raises ValueError for another name and for a model without a supported router.
     """

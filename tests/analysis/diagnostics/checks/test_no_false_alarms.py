@@ -46,7 +46,7 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
 
 
 def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
-    """Experts outside of its window have no part in a weight, which then is 1 without a gradient."""
+    """Experts outside of its window have no part in a weight, which is 1 without a gradient."""
     model = with_loss("phimoe")
     assert statuses(model)["gradient"] == "ok"
     with torch.no_grad():

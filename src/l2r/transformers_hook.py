@@ -4,10 +4,8 @@
 when a folder of ours is opened.
 """
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from l2r.imports import after_import
@@ -27,15 +25,9 @@ def type_name(model_type: str) -> str:
 
 
 def register() -> None:
-    """Add our model types to the Auto classes, now or when they are imported.
-
-    Adapters and pickles saved before the registry had its name look classes up by its former one.
-    """
+    """Add our model types to the Auto classes, now or when they are imported."""
     after_import("transformers.models.auto.configuration_auto", _extend)
     after_import("peft.auto", _allow)
-    former = ModuleType("l2r.hf.swap.auto", "Former name of class_registry.py.")
-    vars(former)["__getattr__"] = _swapped_class
-    sys.modules.setdefault(former.__name__, former)
 
 
 def _extend(module: Any) -> None:
@@ -48,12 +40,6 @@ def _allow(module: Any) -> None:
     """Let AutoPeftModel make classes of this package, which the user has imported."""
     usual = module.get_default_import_allowlist
     module.get_default_import_allowlist = lambda: [*usual(), "l2r"]
-
-
-def _swapped_class(name: str) -> Any:
-    if not name.startswith("L2r"):  # who lists all modules asks each for more
-        raise AttributeError(name)
-    return getattr(import_module(_REGISTRY), name)
 
 
 class _Types(dict[str, Any]):

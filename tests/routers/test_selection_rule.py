@@ -269,11 +269,3 @@ def test_impossible_options_are_refused(options, message):
     vars(selection).update(options)  # the shape checks of tests would refuse a gate before
     with pytest.raises(ValueError, match=message):
         selection.__post_init__()
-
-
-def test_a_pickle_that_calls_the_gate_score_keeps_its_rule():
-    state = dict(vars(Selection(gate="sigmoid", scale=2.0)))
-    state["score"] = state.pop("gate")
-    loaded = Selection.__new__(Selection)
-    loaded.__setstate__(state)
-    assert loaded == Selection(gate="sigmoid", scale=2.0) and not hasattr(loaded, "score")

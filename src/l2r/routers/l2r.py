@@ -36,11 +36,11 @@ class L2RConfig(AnchorConfig):
 
     @classmethod
     def for_experts(cls, *, num_experts: int, hidden_size: int, top_k: int) -> "L2RConfig":
-        """Choose anchors and rank by the number of experts, as the evidence so far prefers.
+        """Choose anchors and rank by the number of experts, from the committed studies.
 
         SIPS, gamma 4, weights normalized. Up to 64 experts: 4 anchors of rank 8, the best of 15
         settings at 16 experts (study ``screen``; judged in ``decision``); at 64 it lost 0.021 nats
-        to a linear router in ``experts-64``, and showed no significant difference in ``ranked-64``.
+        to a linear router in ``experts-64``; in ``ranked-64`` rank 16 with one anchor was as good.
         At 256: 1 anchor of rank 8 (``rank-8-of-256``; on other text and twice the width,
         ``transfer``). Above: rank 32 (``experts-1024``, where rank 8 lost to a linear router; in
         ``ranked-1024`` X-MoE of rank 32 was better). In between: 2 anchors, which no study has

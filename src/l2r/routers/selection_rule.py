@@ -5,7 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -66,11 +66,6 @@ class Selection:
         # Stored, since a property would cost a decoded token a microsecond.
         object.__setattr__(self, "by_score", by_score)
         object.__setattr__(self, "fused", plain and type(self) is Selection)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "score" in state:  # the name of ``gate`` in pickles of before
-            state["gate"] = state.pop("score")
-        self.__dict__.update(state)
 
     by_score = True  # the order of the scores decides, which is that of the logits
     fused = False  # softmax top-k, which the kernels do in one call, normalization included

@@ -1,12 +1,10 @@
 """LoRA on top of a swapped model: adapters train, the router trains as a saved module."""
 
 import copy
-import json
 
 import pytest
 import torch
 from peft import (
-    AutoPeftModel,
     AutoPeftModelForCausalLM,
     LoHaConfig,
     LoraConfig,
@@ -68,20 +66,6 @@ def test_a_saved_adapter_comes_back_on_the_saved_swap(tmp_path):
     again = PeftModel.from_pretrained(load_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(again(input_ids=sample_tokens()).logits, expected)
-
-
-def test_an_adapter_saved_before_the_class_registry_had_its_name_comes_back(tmp_path):
-    adapted("mixtral").get_base_model().save_pretrained(tmp_path / "base")
-    model = adapted("mixtral")
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    values = json.loads(path.read_text())
-    assert values["auto_mapping"]["parent_library"] == "l2r.hf.swap.class_registry"
-    values["auto_mapping"]["parent_library"] = "l2r.hf.swap.auto"
-    path.write_text(json.dumps(values))
-    again = AutoPeftModel.from_pretrained(tmp_path / "adapter")
-    assert isinstance(again.get_base_model(), type(model.get_base_model()))
 
 
 # PEFT's own patterns for the stacked experts of this family, which are not linear layers; it says

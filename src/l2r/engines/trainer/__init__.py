@@ -1,7 +1,7 @@
 """Router losses, statistics and replayed routes in transformers' Trainer, TRL and Lightning.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)
-    add_router_losses(trainer, balance=0.01, z=0.001)  # models with our routers
+    add_router_losses(trainer, balance=0.01, z=0)  # models with our routers
     add_router_statistics(trainer)  # supported families too
     trainer.train()
 

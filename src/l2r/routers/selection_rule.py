@@ -108,9 +108,15 @@ class Selection:
         if self.block_bias or self.kept_groups < self.groups:
             what = "a bias of the block" if self.block_bias else "groups of experts"
             raise ValueError(f"a selection by {what} has no margin between the k-th and the next")
+        return self.standing(router, logits)
+
+    def standing(
+        self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None
+    ) -> Float[Tensor, "T N"]:
+        """Scores whose k largest entries are the chosen experts, those of dropped groups last."""
         if self.by_score:
             return logits
-        return self._ranking(router, logits, self._scores(logits), None)
+        return self._ranking(router, logits, self._scores(logits), bias)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.gate == "softmax" and self.normalize and not self.norm_eps:

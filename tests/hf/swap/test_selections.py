@@ -40,10 +40,7 @@ def without_ties(site: Site, logits: Tensor, *more: Tensor) -> Tensor:
 
     A.X-K2's dropped experts all count as 0, and a sum of a score and a bias may round to a tie.
     """
-    rule = site.selection
-    if rule.by_score:
-        return torch.ones(len(logits), dtype=torch.bool)
-    scores = rule._ranking(site.router, logits, rule._scores(logits), *(more or (None,)))
+    scores = site.selection.standing(site.router, logits, *more)
     best = scores.topk(site.sizes["top_k"] + 1, dim=-1).values
     return best[:, -2] != best[:, -1]
 

@@ -12,7 +12,6 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R
 """
 
 import dataclasses
-import inspect
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +23,7 @@ from l2r.analysis.certificates.local_bounds import EXACT, LocalBounds
 from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 from l2r.routers import Router
-from l2r.routers.observe import evaluating, first_choice
+from l2r.routers.observe import evaluating, first_choice, more_inputs
 
 PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
 SHRINK = 1 - 1e-6
@@ -122,9 +121,7 @@ def _decisions(
 
 def _check_alone(router: nn.Module) -> None:
     """Raise ValueError for a router whose block passes it more than the hidden states."""
-    _, *others = inspect.signature(router.forward).parameters.values()
-    needed = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needed:
+    if needed := more_inputs(router):
         raise ValueError(
             f"{type(router).__name__} chooses by its logits and {', '.join(needed)} of its block; "
             "no certificate is known"

@@ -14,6 +14,7 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.hf.swap import rules
 from l2r.routers.selection_rule import Selection
@@ -116,7 +117,11 @@ _TOO_NEW = {
     for name, since in _SINCE.items()
     if Version(transformers.__version__) < Version(since)
 }
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in _TABLE if f.model_type not in _TOO_NEW}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in _TABLE
+    if family.model_type in CONFIG_MAPPING and family.model_type not in _TOO_NEW
+}
 FAMILY_OF_ROUTER: Mapping[str, Family] = {
     family.router: family for family in (*FAMILIES.values(), *_BY_TOKEN)
 }
@@ -134,6 +139,8 @@ def is_of_family(router: Any, path: str) -> bool:
 
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"
+_OWN_SCALE = "its router owns a learned scale per expert and returns probabilities as logits"
+_JOINT = "its router weighs the shared experts together with the chosen ones"
 REFUSED: Mapping[str, str] = {
     **_TOO_NEW,
     "llama4": "it multiplies the expert inputs, not the outputs, by a score for every expert",
@@ -142,5 +149,10 @@ REFUSED: Mapping[str, str] = {
     "switch_transformers": _CAPACITY,
     "nllb-moe": _CAPACITY,
     "zaya": "its router reads the previous layer's router state and has a skip expert",
-    "gemma4": "its router owns a learned scale per expert and returns probabilities as logits",
+    "gemma4": _OWN_SCALE,
+    "diffusion_gemma": _OWN_SCALE,
+    "inkling": _JOINT,
+    "inkling_mm_model": _JOINT,
+    "doge": "its experts are rows of embeddings, found by product keys inside the block",
+    "vitpose_backbone": "the data set that an image is from, not a router, chooses its expert",
 }

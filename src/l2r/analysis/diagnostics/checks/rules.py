@@ -26,7 +26,7 @@ from l2r.hf.swap import FAMILIES, Site, family_of
 from l2r.routers import Router
 from l2r.routers.selection_rule import Selection
 
-_TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
+_TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a rounding
 
 
 def selection(subject: Subject) -> Finding:
@@ -198,7 +198,12 @@ def _other_experts(site: Site, rule: Selection, logits: Tensor, indices: Tensor)
     if rule.block_bias or site.by_token:
         return 0.0
     _, expected = rule(site.router, logits)
-    one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
+    order = (
+        logits
+        if type(rule).__call__ is not Selection.__call__
+        else rule.standing(site.router, logits)
+    )
+    one, other = (order.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
     return float((one != other).any(dim=1).float().mean())
 
 

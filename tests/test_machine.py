@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 
 import l2r
+from l2r import machine
 from l2r.machine import describe_machine, group_limit
 
 
@@ -12,6 +13,28 @@ def test_the_version_of_this_code_is_its_own_whatever_was_installed(monkeypatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
     packages = describe_machine()["packages"]
     assert packages["l2r-moe"] == l2r.__version__ and packages["torch"] == "0.0.1"
+
+
+def test_a_processor_is_told_by_its_numbers_and_its_instructions(monkeypatch, tmp_path):
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "_CPUINFO", path)
+    told = describe_machine()["instructions"]
+    assert told["family"] is None and told["digest"] is None and told["flags"] == []
+    text = (
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 23\nmodel\t\t: 1\n"
+        "model name\t: AMD EPYC\nstepping\t: 2\nflags\t\t: fpu avx2 {}fma\n\n"
+        "processor\t: 1\ncpu family\t: 99\nmodel name\t: another\n"
+    )
+    digests = []
+    for extra in ("", "avx512f ", "rdrand "):
+        path.write_text(text.format(extra))
+        facts = describe_machine()
+        told = facts["instructions"]
+        assert facts["processor"] == "AMD EPYC" and told["vendor"] == "AuthenticAMD"
+        assert (told["family"], told["model"], told["stepping"]) == (23, 1, 2)
+        assert told["flags"] == sorted({"avx2", "fma", extra.strip()} - {"", "rdrand"})
+        digests.append(told["digest"])
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize(

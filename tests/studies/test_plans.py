@@ -33,7 +33,9 @@ def test_every_plan_of_the_package_has_recipes_that_load_and_cells_of_their_own(
     meanings = {str(c.recipe.model_dump()) for c in cells}
     assert len(meanings) == len(cells)
     for cell in cells:
-        assert cell.recipe.training.tokens == plan.tokens and cell.recipe.evaluation.every == 0
+        own = [c for c in plan.all_arms()[cell.arm] if c.startswith("training.tokens=")]
+        tokens = int(own[0].partition("=")[2]) if own else plan.tokens
+        assert cell.recipe.training.tokens == tokens and cell.recipe.evaluation.every == 0
 
 
 def test_the_papers_plan_has_its_claims_with_the_sizes_of_their_figures():
@@ -204,6 +206,50 @@ def test_a_plan_of_the_package_is_registered_once_git_has_it_as_it_stands(checko
     changed = read_plan(path)
     assert changed.commit is None and changed.digest != plan.digest
     assert changed.state.startswith(f"not registered: the file was changed after commit {commit}")
+
+
+def test_the_source_of_a_result_is_the_tree_of_src(checkout):
+    assert registration.source_tree() == {"tree": None, "changed": None}  # no checkout
+    git(checkout, "init", "-q")
+    (checkout / "src").mkdir()
+    (checkout / "src" / "code.py").write_text("1")
+    (checkout / "docs.md").write_text("1")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "code")
+    tree = git(checkout, "rev-parse", "HEAD:src")
+    (checkout / "docs.md").write_text("2")
+    git(checkout, "commit", "-qam", "docs")  # another commit, the same source
+    assert registration.source_tree() == {"tree": tree, "changed": False}
+    (checkout / "src" / "code.py").write_text("2")
+    assert registration.source_tree() == {"tree": tree, "changed": True}
+
+
+def test_the_long_study_has_seeds_of_its_own_and_arms_that_were_tried():
+    """Its arms are those of an earlier plan but for seeds and length; no text is read twice."""
+    plans = {name: read_plan(name).plan for name in plan_names()}
+    seeds = {n: {c.recipe.seed for c in p.cells(p.seeds.most)} for n, p in plans.items()}
+    study, constant = plans["tokens-256"], plans["tokens-256-constant"]
+    sharing = {name for name in seeds if seeds[name] & seeds["tokens-256"]}
+    assert sharing == {"tokens-256", "tokens-256-constant"}
+    assert len(seeds["tokens-256"]) == study.seeds.least == study.seeds.most == 16
+    assert seeds["tokens-256-constant"] == set(sorted(seeds["tokens-256"])[:8])
+    tried = {c.arm: c.recipe for c in plans["rank-8-of-256"].cells(1)}
+    arms = {c.arm: c.recipe for c in [*study.cells(1), *constant.cells(1)]}
+    for arm, recipe in arms.items():
+        before = tried[arm.partition("-")[0]]
+        differing = {
+            f"{section}.{field}"
+            for section, values in recipe.model_dump().items()
+            if isinstance(values, dict)
+            for field, value in values.items()
+            if value != before.model_dump()[section][field]
+        }
+        longer = set() if arm.endswith("1m") else {"training.tokens"}
+        assert differing == longer | ({"optimizer.final"} if "constant" in arm else set())
+        assert recipe.training.tokens <= 4_417_024  # of the corpus, version 2
+    assert study.whole_seeds and constant.whole_seeds
+    assert [c.metric for c in study.contrasts if c.primary] == ["validation_ce"]
+    assert study.seeds_that_decide() is None and not study.judge_secondary
 
 
 def test_seeds_follow_from_the_first_only_where_some_are_added():

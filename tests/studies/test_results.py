@@ -24,11 +24,12 @@ JUDGE = (
 def test_results_are_of_the_plan_as_it_stands_and_the_page_is_what_they_come_to(name, tmp_path):
     registered = read_plan(name)
     cells = registered.plan.cells(registered.plan.seeds.most)
-    found = results_of(registered, cells, Places(RESULTS / name, tmp_path))
+    places = Places(RESULTS / name, tmp_path)
+    found = results_of(registered, cells, places)
     assert len(found) == len(Results(RESULTS / name).read())
     assert {result.plan["digest"] for result in found} == {registered.digest}
     assert all(result.plan["commit"] for result in found)  # of the plan, when the run began
-    _, text = write_study(study_of(registered, found), tmp_path, tmp_path)
+    _, text = write_study(study_of(registered, found, places.ended()), tmp_path, tmp_path)
     new, kept = (lines_of(path) for path in (text, RESULTS / name / "report.md"))
     assert new == kept
 

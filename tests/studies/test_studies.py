@@ -20,7 +20,7 @@ from l2r.report.evidence_figures import curves_with_bands, effect_plot
 from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
 from l2r.report.verdicts import of_study
-from l2r.runs.study import MEASURES, Results
+from l2r.runs.study import MEASURES, OF_TEXT, Results
 from l2r.studies import judging
 from l2r.studies import train_cells as running
 from l2r.studies.judging import (
@@ -32,9 +32,10 @@ from l2r.studies.judging import (
     study_of,
 )
 from l2r.studies.processes import run_processes
-from l2r.studies.registration import Registered
+from l2r.studies.registration import Registered, read_plan
 from l2r.studies.share import run_share
 from l2r.studies.study_plan import Plan
+from l2r.studies.train_cells import Outcome
 from l2r.training import loop
 from tests.studies.studies import SMALL, made_up
 
@@ -98,7 +99,11 @@ def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_
     results = results_of(plan, cells, places)
     assert [(r.arm, r.seed) for r in results] == [(c.arm, c.recipe.seed) for c in cells]
     for result in results:
-        assert set(result.trained) == set(result.untrained) == set(MEASURES)
+        assert set(result.trained) == {*MEASURES, *OF_TEXT}  # too short for quarters
+        assert set(result.untrained) == set(MEASURES)
+        assert all(math.isfinite(value) for value in result.trained.values())
+        assert result.trained["bf16_flipped_tokens"] == result.trained["flipped_tokens"]
+        assert set(result.facts["source"]) == {"tree", "changed"}
         assert result.plan == {"name": "small", "digest": "d", "commit": "c"}
         assert result.facts["steps"] == 8
         assert result.untrained["validation_ce"] == pytest.approx(5.7, abs=0.3)  # log 300
@@ -198,6 +203,71 @@ def test_a_stop_in_the_last_step_of_a_cell_stops_the_study(tiny_changes, tmp_pat
     assert len(steps) == 8  # the other cell was not begun
     assert run_share(plan, cells[:1], places) == (0, None)
     assert len(steps) == 8 and places.measured() == {(cells[0].arm, cells[0].recipe.seed)}
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Cells that end without training: their names as they are run, and what is to go wrong."""
+    ran, failing = [], set()
+
+    def run_cells(cells, root, **_):
+        (cell,) = cells
+        ran.append(cell.name)
+        run = cell.run(root)
+        (run.path / "half").mkdir(parents=True)  # it exists: this one was begun before
+        if len(ran) in failing:
+            yield Outcome(cell, run, signal=signal.SIGTERM)
+        else:
+            yield Outcome(cell, run, trained=True)
+
+    made = dict.fromkeys(MEASURES, 1.0)
+    monkeypatch.setattr("l2r.studies.share.run_cells", run_cells)
+    monkeypatch.setattr("l2r.studies.share.measure", lambda *_: (made, made))
+    monkeypatch.setattr("l2r.studies.share._counts", lambda *_: {})
+    monkeypatch.setattr("l2r.studies.share._curve", lambda *_: [(1, 1.0)])
+    return ran, failing
+
+
+def test_an_interrupted_seed_is_run_again_whole(tmp_path, unmeasured):
+    ran, failing = unmeasured
+    plan, places = registered(whole_seeds=True), Places(tmp_path / "results", tmp_path / "runs")
+    cells = plan.plan.cells(2)
+    seeds = [[c.name for c in cells[:2]], [c.name for c in cells[2:]]]
+    failing.add(4)  # the second arm of the second seed
+    assert run_share(plan, cells, places) == (0, signal.SIGTERM)
+    assert ran == [*seeds[0], *seeds[1]]
+    assert {seed for _, seed in places.measured()} == {0} and len(places.measured()) == 2
+    assert run_share(plan, cells, places) == (0, None)
+    assert ran[4:] == seeds[1]  # whole, although its first arm had ended
+    assert len(places.measured()) == 4 and len(results_of(plan, cells, places)) == 4
+    assert run_share(plan, cells, places) == (0, None) and len(ran) == 6
+
+
+def test_a_share_of_whole_seeds_counts_seeds(tmp_path, unmeasured):
+    ran, _ = unmeasured
+    plan, places = registered(whole_seeds=True), Places(tmp_path / "results", tmp_path / "runs")
+    assert run_share(plan, plan.plan.cells(2), places, limit=1) == (0, None)
+    assert len(ran) == 2 and {seed for _, seed in places.measured()} == {0}
+
+
+def test_part_of_a_seed_counts_for_nothing_where_seeds_are_whole(tmp_path, unmeasured):
+    plan, places = registered(whole_seeds=True), Places(tmp_path / "results", tmp_path / "runs")
+    results, cells = made_up(plan, 2, values()), plan.plan.cells(2)
+    places.stored().append(*(result.rounded() for result in results[:3]))
+    assert [r.seed for r in results_of(plan, cells, places)] == [0, 0]
+    with pytest.raises(ValueError, match="holds 1 of 2 arms of seed-1, which is run whole or not"):
+        run_share(plan, cells, places)
+    assert not unmeasured[0]
+
+
+@pytest.mark.parametrize(("own", "asked"), [(0, [0, 10]), (1, [0])])
+def test_a_niceness_of_the_users_stays(tmp_path, monkeypatch, l2r, own, asked):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    monkeypatch.setattr("os.nice", lambda more: said.append(more) or own)
+    monkeypatch.setattr("l2r.studies.run_share", lambda *_, **__: (0, None), raising=False)
+    assert l2r("evidence", "small.yaml", "--share", 1).code == 0 and said == asked
 
 
 @pytest.fixture
@@ -548,6 +618,80 @@ def test_results_that_lack_a_measure_do_not_count_for_it():
     assert [j.verdict for j in judged][1] == "undecided"
 
 
+def test_a_change_of_a_difference_is_taken_seed_by_seed():
+    """Seed by seed the long runs' difference is 0.1 * seed above that of the short ones."""
+    arms = {f"{router}-{n}": [f"router.kind={router}", f"training.tokens={n}"]
+            for router in ("linear", "l2r_sips") for n in (2048, 4096)}  # fmt: skip
+    since = {"first": "l2r_sips-4096", "second": "linear-4096", "metric": "validation_ce"}
+    since["since"] = ["l2r_sips-2048", "linear-2048"]
+    plan = registered(arms=arms, contrasts=[since], judge_secondary=False)
+
+    def value(arm, seed, metric, trained):
+        gap = 0.5 if arm.startswith("l2r") else 0.0
+        grown = 0.1 * seed if arm == "l2r_sips-4096" else 0.0
+        return 5 + seed + (gap + grown if trained else 0.0) - (arm.endswith("4096") and trained)
+
+    results = made_up(plan, 3, value)
+    (judged,) = judge_plan(plan.plan, results)
+    assert judged.difference.mean == pytest.approx(0.1) and judged.sd == pytest.approx(0.1)
+    assert judged.means == pytest.approx((-0.9, -1.0))
+    assert (judged.seeds, judged.verdict, judged.needed) == (3, "interval", None)
+    lacking = [r for r in results if (r.arm, r.seed) != ("linear-2048", 1)]
+    assert judge_plan(plan.plan, lacking)[0].seeds == 2
+
+
+def test_training_must_have_added_a_difference_of_losses_alone_where_the_plan_says_so():
+    """The difference was there before training, in a loss and in flips."""
+    pair = {"first": "l2r", "second": "linear", "better": "smaller"}
+    contrasts = [{**pair, "metric": m} for m in ("validation_ce", "train_ce", "flipped_tokens")]
+    found = {}
+    for rule in ("all", "losses"):
+        plan = registered(contrasts=contrasts, added_by_training=rule)
+        results = made_up(plan, 4, values(gap=-0.1, before=-0.2))
+        found[rule] = [(j.verdict, j.reason) for j in judge_plan(plan.plan, results)]
+    there = ("undecided", "there before training")
+    assert found == {"all": [there] * 3, "losses": [there, there, ("better", "")]}
+    assert registered().plan.added_by_training == "all"  # of plans that do not say
+
+
+def test_a_page_of_intervals_says_what_was_predicted_and_gives_secondary_contrasts_no_verdict(
+    tmp_path,
+):
+    pair = {"first": "l2r", "second": "linear"}
+    small, plain = {**pair, "metric": "bf16_kl"}, {**pair, "metric": "train_ce"}
+    since = {**pair, "metric": "validation_ce", "since": ["linear", "l2r"]}
+    primary = {**pair, "metric": "validation_ce", "primary": True}
+    rules = {"judge_secondary": False, "added_by_training": "losses", "prediction": "L2R wins."}
+    for first, verdict in (([primary], "1 better"), ([], "Intervals and no verdicts: 3 seeds.")):
+        plan = registered(contrasts=[*first, small, plain, since], **rules)
+        results = [
+            dataclasses.replace(r, trained={**r.trained, "bf16_kl": 1e-6 * (2 + r.seed)})
+            for r in made_up(plan, 3, values(gap=-0.1))
+        ]
+        study = study_of(plan, results)
+        assert verdict in of_study(study).says
+        _, text = write_study(study, tmp_path / "page", tmp_path / "text")
+        said = text.read_text()
+        _, _, secondary = said.partition("## Secondary contrasts\n\n")
+        head, _, *rows = secondary.partition("\n\n")[0].splitlines()
+        assert len(rows) == 3 and " verdict " not in head and " p " not in head
+        assert "| +0.00e+00 [+0.00e+00, +0.00e+00] | l2r 3.00e-06 |" in rows[0]
+        assert "is l2r - linear smaller than linear - l2r?" in rows[2]
+        assert "Predicted, said before: L2R wins." in said and "by chance" not in said
+        assert ("for the difference and of a loss for what training added" in said) is bool(first)
+
+
+def test_a_measure_of_the_end_needs_none_of_step_0():
+    contrast = {"first": "l2r", "second": "linear", "metric": "bf16_kl"}
+    plan = registered(contrasts=[contrast])
+    results = [
+        dataclasses.replace(r, trained={"bf16_kl": 0.1 + r.seed + 0.01 * (r.arm == "l2r")})
+        for r in made_up(plan, 3, values())
+    ]
+    (judged,) = judge_plan(plan.plan, results)
+    assert judged.difference.mean == pytest.approx(0.01) and judged.verdict == "worse"
+
+
 def test_a_seed_that_lacks_a_run_is_not_counted_as_one_of_the_plan(tmp_path):
     plan = registered()
     whole = made_up(plan, 2, values())
@@ -593,6 +737,26 @@ def test_images_are_measured_by_the_same_names(tmp_path):
     (result,) = results_of(plan, cells, places)
     assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
     assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1
+
+
+def test_a_study_that_was_ended_says_why_and_runs_no_more(tmp_path, monkeypatch, l2r):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("l2r.studies.schedule.run_processes", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**SMALL, "half_width": 1e-9}))
+    plan = read_plan("small.yaml")
+    folder = tmp_path / "results" / "evidence" / "small"
+    for seeds in (1, 3):
+        Results(folder).path.unlink(missing_ok=True)
+        Results(folder).append(*(r.rounded() for r in made_up(plan, seeds, values())))
+        (folder / "ended.txt").write_text("It could not\nanswer.\n")
+        refusal = l2r("evidence", "small.yaml").refusal()
+        assert "small was ended: It could not answer. --judge-only judges what there" in refusal
+        assert l2r("evidence", "small.yaml", "--judge-only").code == 0
+        text = (tmp_path / "runs" / "evidence" / "small" / "report.md").read_text()
+        assert " Ended early." in text and "no verdicts yet" not in text
+        assert "Its stopping rule asks for more" not in text
+        without = "Ended after 1 seed of at least 2, without a verdict. It could not answer."
+        assert (without in text) is (seeds == 1)
 
 
 def test_results_that_are_not_there_are_not_judged(tmp_path, monkeypatch, l2r):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -62,17 +63,41 @@ for call in (
 """
 
 
+INSTALLED = metadata.version("transformers")
+
+
 @pytest.mark.parametrize(
     ("blocked", "found"),
-    [("transformers", "none is installed"), ("transformers.conversion_mapping", "5.23")],
+    [("transformers", "none is installed"), ("transformers.conversion_mapping", INSTALLED)],
     ids=["no transformers", "another transformers"],
 )
 def test_library_calls_name_the_extra_and_the_versions(blocked, found):
     lines = run(USES, blocked).splitlines()
     assert len(lines) == 8
     for line in lines:
-        assert "needs transformers>=5.19,<6" in line and found in line, line
+        assert "needs transformers>=5.19; " in line and found in line, line
         assert line.endswith("pip install 'l2r-moe[lm]'"), line
+
+
+ANOTHER = """
+from importlib import metadata
+
+installed = metadata.version
+metadata.version = lambda name: {found!r} if name == "transformers" else installed(name)
+"""
+
+
+def test_an_older_transformers_is_refused_and_a_newer_one_gets_one_warning():
+    old = "transformers must be 5.19 or newer; got 5.18.2: pip install -U 'l2r-moe[lm]'"
+    assert run(ANOTHER.format(found="5.18.2") + USES).splitlines() == [old] * 8
+    use = "import l2r; l2r.load_pretrained, l2r.swap_routers; import l2r.engines.serve.server"
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER.format(found="5.99") + use],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stderr.count("transformers 5.99 is newer") == 1
 
 
 # Everything is imported once, so that other packages have read the real platform; then ours again.

@@ -96,12 +96,16 @@ def run(
     places = Places(results / registered.name, out / registered.name, keep_runs)
     cells = registered.plan.cells(most)
     if share:
-        os.nice(10)
+        if os.nice(0) == 0:  # the user's own niceness stays
+            os.nice(10)
         failed, signal = run_share(registered, cells, places, limit=share, report=say)
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work
     if judge_only and not found:
         raise ValueError(_no_results(registered.name, places.results))
+    ended = places.ended()
+    if ended and not judge_only:
+        raise ValueError(f"{registered.name} was ended: {ended} --judge-only judges what there is")
     if not judge_only:
         try:
             found = run_plan(registered, plan, places, Budget(most, hours, processes), say)
@@ -109,7 +113,7 @@ def run(
             resumes = "stopped; the same command goes on from what was saved"
             say("runs failed; the same command tries them again" if end.signal is None else resumes)
             raise typer.Exit(1 if end.signal is None else 128 + end.signal) from None
-    study = study_of(registered, found)
+    study = study_of(registered, found, ended)
     print_table(main_table(study) if as_json else terminal_table(study), as_json=as_json)
     pages = out / registered.name
     page, text = write_study(study, pages, pages if judge_only else places.results)

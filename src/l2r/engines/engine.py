@@ -11,29 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2r.engines.tried import outside_tried
 from l2r.routers import Router, RouterConfig, build_router
 from l2r.routers.selection_rule import Selection
+from l2r.versions import TRIED, check_version
 
-# Distribution -> (our extra, versions that were tried); pyproject's extras have the same bounds.
-ENGINES = {
-    "ai2-olmo-core": ("olmo-core", ">=3.0.0,<3.1"),
-    "megatron-core": ("megatron", ">=0.16.1,<0.20"),
-    "torchtitan": ("torchtitan", ">=0.3.0,<0.4"),
-}
+ENGINES = ("ai2-olmo-core", "megatron-core", "torchtitan")  # distributions
 
 
 def require(package: str) -> None:
-    """Raise ImportError where an engine is missing, or is of a version that was not tried."""
-    extra, tried = ENGINES[package]
+    """Check that an engine is installed; one newer than the versions tried gets a warning.
+
+    Raises ImportError where it is missing or too old.
+    """
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
+        oldest, _, extra = TRIED[package]
         raise ImportError(
-            f"l2r needs {package}{tried}; none is installed: pip install 'l2r-moe[{extra}]'"
+            f"l2r needs {package}>={oldest}; none is installed: pip install 'l2r-moe[{extra}]'"
         ) from None
-    if problem := outside_tried(package, installed, tried):
-        raise ImportError(problem)
+    check_version(package, installed)
 
 
 def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:

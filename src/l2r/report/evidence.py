@@ -10,11 +10,11 @@ from l2r.report.evidence_figures import (
 )
 from l2r.report.evidence_scales import scale_plot, size_plot
 from l2r.report.evidence_tables import (
-    METHOD,
     arm_table,
     contrast_table,
     effect_table,
     effects_by_screen,
+    method,
     precision_table,
     proposals,
     seed_tables,
@@ -58,7 +58,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         effect_tables.insert(0, proposals(study))
     sections = [Section("Registration", " ".join(_registration(study)))]
     if tables:
-        text = " ".join([METHOD, *_notes(study), _chance(study), _BARS])
+        text = " ".join([method(study), *_notes(study), _chance(study), _BARS])
         forests = [forest(study, margins=margins) for margins in (True, False)]
         figures = [figure for figure in forests if figure is not None]
         sections.append(Section("Contrasts", text, [_KEY, *figures, *tables]))
@@ -96,13 +96,14 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     )
     parts = [f"# {study.title}", verdict.says, study.question, *_registration(study)]
     if tables:
-        parts += [_chance(study), METHOD, *_notes(study)]
+        parts += [_chance(study), method(study), *_notes(study)]
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables]
         parts.append(f"## Precision reached\n\n{precision_table(study).to_markdown()}")
     parts += [
         f"## {table.title}\n\n{table.to_markdown()}" for table in [*effect_tables, arms, *by_seed]
     ]
-    write_text(texts / "report.md", "\n\n".join(part.strip() for part in parts) + "\n")
+    text = "\n\n".join(part.strip() for part in parts if part)
+    write_text(texts / "report.md", text + "\n")
     return page, texts / "report.md"
 
 
@@ -114,8 +115,11 @@ def _registration(study: Study) -> list[str]:
     )
     if study.seeds >= study.least and study.open:
         ran += " Its stopping rule asks for more: nothing here is final."
+    if study.ended:
+        ran += " Ended early."
     if study.seeds < study.least:
-        ran += " Fewer than registered: no verdicts yet, and nothing here is the study's result."
+        yet = "" if study.ended else " yet"
+        ran += f" Fewer than registered: no verdicts{yet}, and nothing here is the study's result."
     hours = sum(result.facts["seconds"] or 0 for result in study.results) / 3600
     machines = sorted({hardware(result.facts) for result in study.results})
     torch = sorted({str(result.facts["packages"]["torch"]) for result in study.results})
@@ -123,6 +127,8 @@ def _registration(study: Study) -> list[str]:
         timed = f"{hours:.1f} hours of runs" if hours else "Run"  # resumed runs have no time
         ran += f" {timed} on {', '.join(machines)}, torch {', '.join(torch)}."
     lines = [f"Plan {study.name}, {study.state}.", ran]
+    if study.prediction:
+        lines.append(f"Predicted, said before: {study.prediction}")
     tests = sum(j.contrast.primary for j in study.judged)
     if tests and study.sd is not None:
         found = [
@@ -151,6 +157,8 @@ def _notes(study: Study) -> list[str]:
 
 
 def _chance(study: Study) -> str:
+    if not study.judge_secondary:
+        return ""
     count = sum(not j.contrast.primary for j in study.judged)
     return (
         f"Of {count} secondary contrasts without any difference, "

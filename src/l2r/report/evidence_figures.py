@@ -23,7 +23,10 @@ _LONG = 24  # characters of an arm's name
 def in_words(contrast: Contrast) -> str:
     """The paper's claim, or the question that is tested: neither is a result."""
     metric = METRICS.get(contrast.metric, contrast.metric)
-    asked = f"{metric}: is {contrast.first} {contrast.better} than {contrast.second}?"
+    first, second, since = contrast.first, contrast.second, contrast.since
+    asked = f"{metric}: is {first} {contrast.better} than {second}?"
+    if since is not None:
+        asked = f"{metric}: is {first} - {second} {contrast.better} than {since[0]} - {since[1]}?"
     return contrast.text or asked
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from l2r.report.evidence_figures import in_words
-from l2r.report.metric_names import METRICS
+from l2r.report.metric_names import METRICS, SMALL
 from l2r.report.tables import Table
 from l2r.report.verdicts import of_study
 from l2r.runs.study import ScreenDesign, Study
@@ -19,12 +19,22 @@ _COLUMNS = (
     "contrast", "verdict", "difference", "p", "seeds that decide", "why undecided", "first",
     "second", "seeds", "at step 0", "plain paired t", "p equivalent", "metric", "kind", "paper",
 )  # fmt: skip
-METHOD = (
-    "Differences are first - second, paired by seed, with intervals by Student's t. Better and "
-    "worse need p <= alpha for the difference and for what training added to it since step 0 "
-    "(the larger p is shown); equivalent needs both one-sided tests inside the margin. Primary "
-    "p-values are Holm's over all primary contrasts; secondary ones are not adjusted."
-)
+_JUDGING = ("verdict", "p", "seeds that decide", "p equivalent")  # columns without which it is none
+
+
+def method(study: Study) -> str:
+    """How contrasts are judged, in words."""
+    paired = "Differences are first - second, paired by seed, with intervals by Student's t."
+    if all(j.verdict == "interval" for j in study.judged):
+        return paired
+    of_losses = "" if study.added_by_training == "all" else " of a loss"
+    unadjusted = "are not adjusted" if study.judge_secondary else "have intervals and no verdicts"
+    return (
+        f"{paired} Better and worse need p <= alpha for the difference and{of_losses} for what "
+        "training added to it since step 0 (the larger p is shown); equivalent needs both "
+        "one-sided tests inside the margin. Primary p-values are Holm's over all primary "
+        f"contrasts; secondary ones {unadjusted}."
+    )
 
 
 def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
@@ -35,6 +45,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
     shown = [j for j in study.judged if primary in (None, j.contrast.primary)]
     unsaid |= {"plain paired t"} if all(j.plain is None for j in shown) else set()
     unsaid |= {"why undecided"} if not any(j.reason for j in shown) else set()
+    unsaid |= set(_JUDGING) if all(j.verdict == "interval" for j in shown) else set()
     kept = [c for c, column in enumerate(_COLUMNS) if column not in unsaid]
     columns = tuple(_COLUMNS[c] for c in kept)
     rows = [tuple(row[c] for c in kept) for row in rows]
@@ -43,7 +54,7 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
         title,
         columns,
         tuple(rows),
-        caption=METHOD if primary is None else "",
+        caption=method(study) if primary is None else "",
         few=("difference", "p", "verdict", "seeds that decide"),
         verdict=of_study(study).says,
     )
@@ -56,8 +67,9 @@ def precision_table(study: Study) -> Table:
         own = [j for j in study.judged if j.contrast.metric == metric and j.seeds > 1]
         if own:
             sd = math.sqrt(statistics.fmean(j.sd**2 for j in own))
-            most, half = max(j.sd for j in own), max(j.difference.half for j in own)
-            rows.append((METRICS.get(metric, metric), len(own), sd, most, half))
+            widths = [sd, max(j.sd for j in own), max(j.difference.half for j in own)]
+            shown = [f"{w:.2e}" for w in widths] if metric in SMALL else widths
+            rows.append((METRICS.get(metric, metric), len(own), *shown))
     columns = (
         "metric", "contrasts", "SD of paired differences, rms", "largest SD", "widest half-width",
     )  # fmt: skip
@@ -135,18 +147,19 @@ def proposals(study: Study) -> Table:
 
 
 def _row(j: Judged) -> tuple[object, ...]:
+    digits = ".2e" if j.contrast.metric in SMALL else ".4f"
     return (
         in_words(j.contrast),
         j.verdict,
-        show_interval(j.difference),
+        show_interval(j.difference, digits),
         f"{j.p:.2g}",
         j.needed,
         j.reason,
-        f"{j.contrast.first} {j.means[0]:.4f}",
-        f"{j.contrast.second} {j.means[1]:.4f}",
+        f"{j.contrast.first} {j.means[0]:{digits}}",
+        f"{j.contrast.second} {j.means[1]:{digits}}",
         j.seeds,
-        show_interval(j.untrained),
-        "-" if j.plain is None else f"{show_interval(j.plain)}, p {j.p_plain:.2g}",
+        "-" if math.isnan(j.untrained.mean) else show_interval(j.untrained, digits),
+        "-" if j.plain is None else f"{show_interval(j.plain, digits)}, p {j.p_plain:.2g}",
         "-" if j.p_equivalent is None else f"{j.p_equivalent:.2g}",
         j.contrast.metric,
         "primary" if j.contrast.primary else "secondary",
@@ -154,9 +167,9 @@ def _row(j: Judged) -> tuple[object, ...]:
     )
 
 
-def show_interval(value: Interval) -> str:
+def show_interval(value: Interval, digits: str = ".4f") -> str:
     """``+0.0123 [+0.0021, +0.0225]``."""
-    return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
+    return f"{value.mean:+{digits}} [{value.low:+{digits}}, {value.high:+{digits}}]"
 
 
 def effects_by_screen(study: Study) -> dict[str, dict[str, list[Effect]]]:
@@ -200,6 +213,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _shown(metric: str, values: Sequence[float]) -> float | str | None:
-    """A mean; numbers of experts with one decimal."""
+    """A mean; numbers of experts with one decimal, small ones with their exponent."""
     mean = _mean(values)
+    if metric in SMALL and mean is not None:
+        return f"{mean:.2e}"
     return f"{mean:.1f}" if metric == "first_experts" and mean is not None else mean

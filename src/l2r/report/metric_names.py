@@ -16,4 +16,16 @@ METRICS = {
     "first_experts": "experts ever first",
     "flipped_decisions": "decisions flipped by bf16",
     "flipped_tokens": "tokens flipped by bf16",
+    "train_ce_third_quarter": "training CE, third quarter",
+    "train_ce_last_quarter": "training CE, last quarter",
+    "train_ce_late_change": "training CE, last - third quarter",
+    "bf16_flipped_tokens": "tokens with other experts in bf16",
+    "bf16_ce_change": "CE in bf16 - in fp32",
+    "bf16_kl": "KL to bf16",
+    "bf16_kl_replay_share": "share of KL to bf16 that replay takes away",
+    "int8_flipped_tokens": "tokens with other experts in int8",
+    "int8_ce_change": "CE in int8 - in fp32",
+    "int8_kl": "KL to int8",
+    "int8_kl_replay_share": "share of KL to int8 that replay takes away",
 }
+SMALL = ("bf16_ce_change", "bf16_kl", "int8_ce_change", "int8_kl")  # far below 0.0001 nats

@@ -165,12 +165,20 @@ def of_study(study: Study) -> Verdict:
             "A screen: it proposes what to test next and decides nothing.",
             f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
         )
+    if study.seeds < study.least and study.ended:
+        return Verdict(
+            f"Ended after {_seeds(study.seeds)} of at least {study.least}, without a verdict. "
+            f"{study.ended}",
+            cannot,
+        )
     if study.seeds < study.least:
         return Verdict(
             f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "
             f"{'is' if study.seeds == 1 else 'are'} complete.",
             cannot,
         )
+    if not primary and not study.judge_secondary:
+        return Verdict(f"Intervals and no verdicts: {_seeds(study.seeds)}.", cannot)
     counts: dict[str, list[str]] = {}
     several = len({j.contrast.metric for j in primary or study.judged}) > 1
     for j in primary or study.judged:

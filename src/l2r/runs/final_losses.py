@@ -23,6 +23,27 @@ def last_tenth(run: RunFolder, field: str, *, end: int | None = None) -> float |
     return float(total / sum(weights))
 
 
+def late_losses(run: RunFolder) -> dict[str, float]:
+    """Training losses of the third and of the last quarter of a run, and the change between them.
+
+    Means over all steps; a record of several steps counts for the quarter that it ends in. Nothing
+    where a quarter has no record.
+    """
+    records = run.read_metrics("train_mean")
+    last = records[-1]["step"] if records else 0
+    means = []
+    for start, end in ((0.5, 0.75), (0.75, 1.0)):
+        part = [r for r in records if start * last < r["step"] <= end * last]
+        if not part:
+            return {}
+        means.append(sum(r["steps"] * r["ce"] for r in part) / sum(r["steps"] for r in part))
+    return {
+        "train_ce_third_quarter": means[0],
+        "train_ce_last_quarter": means[1],
+        "train_ce_late_change": means[1] - means[0],
+    }
+
+
 def final_losses(run: RunFolder) -> dict[str, float]:
     """Losses at the end of a run, as far as it has them: train_ce, balance, validation_ce."""
     validation = (run.read_metrics("validation") or [{}])[-1]

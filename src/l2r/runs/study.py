@@ -20,7 +20,7 @@ from l2r.runs.reading import parse_json, read_bytes
 from l2r.stats.contrasts import Judged
 from l2r.stats.effects import Levels
 
-# By name what a cell measures, at its end and at step 0, and what it does of images alone.
+# By name what a cell measures, at its end and at step 0, and what it does of images or text alone.
 MEASURES = (
     "train_ce", "validation_ce", "balance", "routing_gain", "shuffled_gain", "load_entropy",
     "max_over_mean", "dead_experts", "top1_entropy", "scale_free_margin", "mean_margin",
@@ -29,6 +29,15 @@ MEASURES = (
     "flipped_tokens",
 )  # fmt: skip
 OF_IMAGES = ("top1",)
+LOSSES = ("train_ce", "validation_ce")
+# Measured at the end alone: by the curve, and of text in other arithmetic.
+AT_THE_END = ("train_ce_third_quarter", "train_ce_last_quarter", "train_ce_late_change")
+ARITHMETICS = ("bf16", "int8")
+OF_TEXT = tuple(
+    f"{arithmetic}_{measure}"
+    for arithmetic in ARITHMETICS
+    for measure in ("flipped_tokens", "ce_change", "kl", "kl_replay_share")
+)
 _DIGITS = 7  # of stored measures: more than the seeds agree on, less than rounding disturbs
 
 
@@ -43,7 +52,8 @@ def hardware(facts: Mapping[str, Any]) -> str:
 class CellResult:
     """What one run measured.
 
-    trained, untrained: measures at the end and at step 0, by the same names. curve: (step, mean
+    trained, untrained: measures at the end and at step 0, by the same names but for those of the
+    end alone. curve: (step, mean
     training loss of all steps since the last point). recipe: every field. plan: digest of the
     plan's text, and the commit it stood in or None. facts: seconds, versions, hardware.
     """
@@ -190,14 +200,19 @@ class Study:
 
     state: whether the plan is registered, in words. arms: in the plan's order. sd: expected
     deviation of the paired differences of the primary contrasts. least, most: seeds. first: those
-    from whose deviation their number follows, if it does. seeds: those that all arms have. open:
-    whether the stopping rule asks for more.
+    from whose deviation their number follows, if it does. seeds: those that all arms have. ended:
+    why no more are run, where it was ended early. open: whether the stopping rule asks for more.
+    added_by_training: metrics whose verdicts need that training added the difference, all or
+    losses. judge_secondary: whether secondary contrasts have verdicts.
     """
 
     name: str
     title: str
     question: str
+    prediction: str
     state: str
+    added_by_training: str
+    judge_secondary: bool
     alpha: float
     margins: Mapping[str, float]
     sd: float | None
@@ -205,6 +220,7 @@ class Study:
     most: int
     first: int | None
     seeds: int
+    ended: str
     open: bool
     arms: Sequence[str]
     screens: Mapping[str, ScreenDesign]

@@ -1,8 +1,8 @@
 """Contrasts of a study: paired differences over seeds, tested, and what each comes to.
 
-A contrast that is *better* or *worse* passed two tests: of the difference, and of what training
-added to it since step 0. *Equivalent* is two one-sided tests inside the margin. Holm's procedure
-holds the error of each kind over all primary contrasts.
+A contrast that is *better* or *worse* passed a test of the difference and, where the metric asks
+for it, one of what training added to it since step 0. *Equivalent* is two one-sided tests inside
+the margin. Holm's procedure holds the error of each kind over all primary contrasts.
 
 Where the number of seeds follows from what the first of them showed, the deviation is theirs alone,
 with their degrees of freedom (Stein, 1945): it says nothing about the mean, so that the error stays
@@ -10,7 +10,7 @@ what it should be. With the deviation of all seeds it rose from 5% to 9% (3 seed
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -20,14 +20,16 @@ from l2r.stats.paired_t import Estimate, estimate, holm, seeds_needed
 _ROUNDING = 1e-6  # of a measure: sums in fp32, stored with seven digits
 NOT_FINITE = "a value is not finite"
 SEEDS_MISSING = "seeds missing"
-Verdict = Literal["better", "worse", "equivalent", "undecided"]
+Verdict = Literal["better", "worse", "equivalent", "undecided", "interval"]
 
 
 @dataclass(frozen=True)
 class Contrast:
     """``first`` is better than ``second`` where its ``metric`` is smaller (or larger).
 
-    primary: counted by Holm's procedure and by the stopping rule. text, where: the claim in words,
+    since: two arms, of whose difference the change to that of first and second is taken; in the
+    place of each arm's value is then its change since its own. primary: counted by Holm's
+    procedure and by the stopping rule. text, where: the claim in words,
     and its place in the paper.
     """
 
@@ -37,6 +39,7 @@ class Contrast:
     second: str
     metric: str
     better: Literal["smaller", "larger"] = "smaller"
+    since: tuple[str, str] | None = None
     primary: bool = False
     text: str = ""
     where: str = ""
@@ -44,12 +47,15 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Pairs:
-    """One metric of both arms, seed by seed, after training and at step 0."""
+    """One metric of both arms, seed by seed, after training and at step 0.
+
+    No values at step 0: it has none there, and any difference is training's.
+    """
 
     first: Sequence[float]
     second: Sequence[float]
-    first_untrained: Sequence[float]
-    second_untrained: Sequence[float]
+    first_untrained: Sequence[float] = ()
+    second_untrained: Sequence[float] = ()
 
     def are_finite(self) -> bool:
         """Whether no value is NaN or infinite."""
@@ -66,6 +72,8 @@ class Pairs:
 
     def learned(self) -> list[float]:
         """Changes of the differences by training; 0 where they are rounding, which has signs."""
+        if not self.first_untrained:
+            return self.trained()
         scale = max((abs(x) for side in (self.first, self.second) for x in side), default=0.0)
         changes = [t - u for t, u in zip(self.trained(), self.untrained(), strict=True)]
         return [c if abs(c) > _ROUNDING * max(1.0, scale) else 0.0 for c in changes]
@@ -75,11 +83,12 @@ class Pairs:
 class Judged:
     """A contrast and what the seeds say. Differences are first - second, with their intervals.
 
-    sd: of the paired differences. p, p_equivalent: of the two tests, after Holm in primary
-    contrasts. needed: seeds that decide an undecided contrast with a margin, whatever it is.
-    plain, p_plain: interval and p of the ordinary paired t over all seeds, where the number of
-    seeds followed from the first of them; None elsewhere. reason: why the contrast is undecided
-    although its interval leaves out 0, or has no ends; empty where that does not happen.
+    verdict: *interval* where none is asked for. sd: of the paired differences. p, p_equivalent: of
+    the two tests, after Holm in primary contrasts. needed: seeds that decide an undecided contrast
+    with a margin, whatever it is. plain, p_plain: interval and p of the ordinary paired t over all
+    seeds, where the number of seeds followed from the first of them; None elsewhere. reason: why
+    the contrast is undecided although its interval leaves out 0, or has no ends; empty where that
+    does not happen.
     """
 
     contrast: Contrast
@@ -105,18 +114,24 @@ def judge(
     margins: Mapping[str, float],
     least: int = 2,
     first: int | None = None,
+    by_training: Collection[str] | None = None,
+    secondary: bool = True,
 ) -> list[Judged]:
     """Verdicts, in the order of the contrasts. Fewer than ``least`` seeds leave one undecided, and
     so does a value that is NaN or infinite.
 
-    ``first``: seeds from whose deviation the number of all followed, if it did.
+    ``first``: seeds from whose deviation the number of all followed, if it did. ``by_training``:
+    metrics whose difference training must have added; None for all. ``secondary``: whether
+    contrasts that are not primary have a verdict, and not an interval alone.
     """
     primary = [i for i, contrast in enumerate(contrasts) if contrast.primary]
     allowed = [margins.get(contrast.metric) for contrast in contrasts]
     using = [first if contrast.primary else None for contrast in contrasts]
-    p = [_p_better(pair, n) for pair, n in zip(pairs, using, strict=True)]
+    added = [by_training is None or contrast.metric in by_training for contrast in contrasts]
+    p = [_p_better(*values) for values in zip(pairs, using, added, strict=True)]
     same = [_p_inside(pair, m, n) for pair, m, n in zip(pairs, allowed, using, strict=True)]
-    unadjusted, plain = list(p), [_p_better(pair, None) for pair in pairs]
+    plain = [_p_better(pair, None, rule) for pair, rule in zip(pairs, added, strict=True)]
+    unadjusted = list(p)
     for values in (p, same, plain):
         for i, adjusted in zip(primary, holm([values[i] for i in primary]), strict=True):
             values[i] = adjusted
@@ -130,6 +145,8 @@ def judge(
             verdict = "better" if good else "worse"
         elif enough and same[i] <= alpha:
             verdict = "equivalent"
+        if not secondary and not contrast.primary:
+            verdict = "interval"
         needed = None
         reason = ""
         if verdict == "undecided":
@@ -183,12 +200,13 @@ def _reason(pair: Pairs, gaps: Estimate, p: float, alpha: float, *, enough: bool
     return "not after Holm" if gaps.freedom else ""
 
 
-def _p_better(pair: Pairs, first: int | None) -> float:
-    """Two-sided p of a difference that is there and that training made; 1 where they disagree, or
-    a value is not finite."""
+def _p_better(pair: Pairs, first: int | None, by_training: bool) -> float:
+    """Two-sided p of a difference that is there and, if asked for, that training made; 1 where
+    these disagree, or a value is not finite."""
     if not pair.are_finite():
         return 1.0
-    trained, learned = estimate(pair.trained(), first), estimate(pair.learned(), first)
+    trained = estimate(pair.trained(), first)
+    learned = estimate(pair.learned(), first) if by_training else trained
     if not trained.mean * learned.mean > 0:
         return 1.0
     ps = [min(e.p_above(0), _mirrored(e).p_above(0)) for e in (trained, learned)]

@@ -2,14 +2,22 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from l2r.machine import describe_machine
-from l2r.runs.study import CellResult, Results, ScreenDesign, Study, hardware
-from l2r.stats.contrasts import Judged, Pairs, judge
+from l2r.runs.study import (
+    AT_THE_END,
+    OF_TEXT,
+    CellResult,
+    Results,
+    ScreenDesign,
+    Study,
+    hardware,
+)
+from l2r.stats.contrasts import Contrast, Judged, Pairs, judge
 from l2r.studies.cells import Cell
 from l2r.studies.registration import Registered
 from l2r.studies.study_plan import Plan
@@ -29,13 +37,21 @@ class Places:
         """File of all results."""
         return Results(self.results)
 
+    def ended(self) -> str:
+        """Why the study was ended before its last seed, by its file ended.txt; empty without it."""
+        path = self.results / "ended.txt"
+        return " ".join(path.read_text(encoding="utf-8").split()) if path.is_file() else ""
+
     def measured(self) -> set[tuple[str, int]]:
         """Arm and seed of every cell that has a result."""
         return {(result.arm, result.seed) for result in self.stored().read()}
 
 
 def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[CellResult]:
-    """Results of the cells that have one. Raises ValueError for one of another recipe."""
+    """Results of the cells that have one; of a plan of whole seeds, those of seeds that are whole.
+
+    Raises ValueError for a result of another recipe.
+    """
     stored = {(result.arm, result.seed): result for result in places.stored().read()}
     meanings: dict[str, dict[str, Any]] = {}  # of stored recipes without their seeds
     results = []
@@ -55,6 +71,9 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
                 f"({cell.name}: {differing_fields(meanings[key], planned)}); choose other --results"
             )
         results.append(result)
+    if plan.plan.whole_seeds:
+        runs, arms = Counter(result.seed for result in results), len(plan.plan.all_arms())
+        results = [result for result in results if runs[result.seed] == arms]
     return results
 
 
@@ -63,33 +82,45 @@ def judge_plan(plan: Plan, results: Sequence[CellResult]) -> list[Judged]:
 
     None but *undecided* with fewer than the plan's least.
     """
-    by_cell = {(result.arm, result.seed): result for result in results}
-    pairs = []
-    for contrast in plan.contrasts:
-        metric = contrast.metric
-        measured = {c for c, r in by_cell.items() if metric in r.trained and metric in r.untrained}
-        seeds = sorted(
-            {seed for arm, seed in measured if arm == contrast.first}
-            & {seed for arm, seed in measured if arm == contrast.second}
-        )
-        sides = [
-            [getattr(by_cell[arm, seed], when)[metric] for seed in seeds]
-            for when in ("trained", "untrained")
-            for arm in (contrast.first, contrast.second)
-        ]
-        pairs.append(Pairs(*sides))
+    by_arm: dict[str, dict[int, CellResult]] = {}
+    for result in results:
+        by_arm.setdefault(result.arm, {})[result.seed] = result
     return judge(
         plan.contrasts,
-        pairs,
+        [_pairs(contrast, by_arm) for contrast in plan.contrasts],
         alpha=plan.alpha,
         margins=plan.margins,
         least=plan.seeds.least,
         first=plan.seeds_that_decide(),
+        by_training=plan.learned_metrics(),
+        secondary=plan.judge_secondary,
     )
 
 
-def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
-    """Plan, results and verdicts as plain values; registered only if the results are so too."""
+def _pairs(contrast: Contrast, by_arm: Mapping[str, Mapping[int, CellResult]]) -> Pairs:
+    """Both sides of a contrast, for the seeds that have its metric in all its arms."""
+    metric, sides = contrast.metric, list[list[float]]()
+    times = ("trained",) if metric in (*AT_THE_END, *OF_TEXT) else ("trained", "untrained")
+    arms = (contrast.first, contrast.second, *(contrast.since or ()))
+    having = (
+        {s for s, r in by_arm.get(a, {}).items() if all(metric in getattr(r, t) for t in times)}
+        for a in arms
+    )
+    seeds = sorted(set[int].intersection(*having))
+    for when in times:
+        values = [[getattr(by_arm[a][s], when)[metric] for s in seeds] for a in arms]
+        if contrast.since:
+            pairs = zip(values[:2], values[2:], strict=True)
+            values = [[x - y for x, y in zip(now, old, strict=True)] for now, old in pairs]
+        sides += values
+    return Pairs(*sides)
+
+
+def study_of(plan: Registered, results: Sequence[CellResult], ended: str = "") -> Study:
+    """Plan, results and verdicts as plain values; registered only if the results are so too.
+
+    ``ended``: why it was ended early, as ``Places.ended`` says.
+    """
     section, state = plan.plan, plan.state
     late = [r for r in results if r.plan["digest"] != plan.digest or r.plan["commit"] is None]
     if plan.commit and late:
@@ -111,7 +142,10 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
         name=plan.name,
         title=section.title,
         question=section.question,
+        prediction=section.prediction,
         state=state,
+        added_by_training=section.added_by_training,
+        judge_secondary=section.judge_secondary,
         alpha=section.alpha,
         margins=section.margins,
         sd=section.sd,
@@ -119,7 +153,8 @@ def study_of(plan: Registered, results: Sequence[CellResult]) -> Study:
         most=section.seeds.most,
         first=section.seeds_that_decide(),
         seeds=seeds,
-        open=seeds < section.seeds.most and not is_decided(section, judged),
+        ended=ended,
+        open=not ended and seeds < section.seeds.most and not is_decided(section, judged),
         arms=list(section.all_arms()),
         screens=screens,
         judged=judged,

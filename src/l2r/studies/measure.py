@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2r.analysis import Extent, diagnose_subject, load_final, open_run, validation_subject
+from l2r.analysis import (
+    Extent,
+    Subject,
+    diagnose_subject,
+    load_final,
+    open_run,
+    validation_subject,
+)
 from l2r.analysis.diagnostics import (
     DiagnosisSettings,
     LayerRecord,
@@ -23,9 +30,10 @@ from l2r.hf.checkpoints import update_card
 from l2r.machine import pick_device
 from l2r.routers import capture
 from l2r.runs.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
-from l2r.runs.final_losses import final_losses
+from l2r.runs.final_losses import final_losses, late_losses
 from l2r.runs.folder import RunFolder
 from l2r.stats.entropy import normalized_entropy
+from l2r.studies.route_costs import route_costs
 from l2r.training import Ranks, build_task, check_text
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
@@ -62,10 +70,11 @@ def diagnose_run(run: RunFolder, recipe: AnyRecipe) -> Diagnosis:
 
 
 def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, Measures]:
-    """Measures of a finished run, and the same ones of its model before the first step.
+    """Measures of a finished run, and those of its model before the first step.
 
     Losses are over all that ``recipe.evaluation`` validates on; routing over ``sample`` tokens or
-    images, spread evenly. Raises ValueError where the run's text has changed since it began.
+    images, spread evenly. What other arithmetic costs and the losses of late quarters are of the
+    end alone. Raises ValueError where the run's text has changed since it began.
     """
     task = build_task(recipe, _silent)
     check_text(run, task)
@@ -76,12 +85,19 @@ def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, M
     untrained = {**losses, **_routing(model, task, recipe, sample)}
     losses = {**final_losses(run), **_validated(run.read_metrics("validation")[-1])}
     model = load_final(run.path, recipe)[0].to(device)
-    return {**losses, **_routing(model, task, recipe, sample)}, untrained
+    trained = {**losses, **late_losses(run), **_routing(model, task, recipe, sample)}
+    if not isinstance(recipe, VisionRecipe):
+        subject = _subject(model, task, recipe, sample)
+        trained |= route_costs(subject, recipe.evaluation.batch_size)
+    return trained, untrained
+
+
+def _subject(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Subject:
+    return validation_subject(model, task, recipe, max(1, sample // task.item_size))
 
 
 def _routing(model: nn.Module, task: Any, recipe: AnyRecipe, sample: int) -> Measures:
-    rows = max(1, sample // task.item_size)
-    subject = validation_subject(model, task, recipe, rows)
+    subject = _subject(model, task, recipe, sample)
     batches = partial(subject.batches, recipe.evaluation.batch_size, subject.device)
     records = collect_records(model, batches(), run=subject.run)
     diagnosis = diagnose_layers(records, settings=_SETTINGS)
@@ -104,7 +120,7 @@ def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
     """Stability and overlap under noise in proportion to what each router sees."""
     stabilities = []
     for record in records:
-        x = record.inputs()
+        x = record.as_passed()
         sigma = _RELATIVE_NOISE * float(x.float().square().mean().sqrt())
         stabilities.append(perturbation_stability(record.router, x, sigma, more=record.more))
     return {

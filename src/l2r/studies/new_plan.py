@@ -70,6 +70,7 @@ class Question:
             "recipe": self.recipe,
             **({} if self.tokens is None else {"tokens": self.tokens}),
             "corpus_version": 2,
+            "added_by_training": "losses",
             "seeds": {"first": self.first_seed, "least": seeds, "most": seeds},
             "alpha": self.alpha,
             "sd": self.sd,

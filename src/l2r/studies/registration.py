@@ -80,6 +80,18 @@ def _registration(name: str) -> tuple[str | None, str]:
     return commit, f"registered in commit {commit} of {date}"
 
 
+def source_tree() -> dict[str, Any]:
+    """Git's tree of ``src/`` in the commit that is checked out, and whether files there differ.
+
+    A tree is named by what it holds, so that it stays findable where a commit was rewritten. Both
+    are None where the package is installed, and where git gives no answer.
+    """
+    here = (_CHECKOUT / ".git").exists()
+    tree = _git("rev-parse", "--verify", "HEAD:src") if here else None
+    changed = _git("status", "--porcelain", "--", ":/src") if tree else None
+    return {"tree": tree, "changed": None if changed is None else bool(changed)}
+
+
 def _git(*args: str) -> str | None:
     """Output of a git command in the folder of plans; None where git is missing or refuses."""
     command = ["git", "-C", str(_FOLDER), "-c", "core.fsmonitor=false", *args]

@@ -19,7 +19,7 @@ from l2r.runs.study import CellResult
 from l2r.studies.cells import Cell
 from l2r.studies.judging import Places
 from l2r.studies.measure import measure
-from l2r.studies.registration import Registered
+from l2r.studies.registration import Registered, source_tree
 from l2r.studies.train_cells import run_cells
 
 Report = Callable[[str], None]
@@ -35,42 +35,86 @@ def run_share(
 ) -> tuple[int, int | None]:
     """Train and measure cells that nobody has done or holds: failures, and the signal that came.
 
-    Ends after ``limit`` of them, and when the process that started this one is gone.
+    Ends after ``limit`` of them, and when the process that started this one is gone. A plan of
+    whole seeds has its cells taken seed by seed, which ``limit`` then counts: a seed's results are
+    stored together, and one that was interrupted begins again.
     """
     parent, failed, taken = os.getppid(), 0, 0
-    for number, cell in enumerate(cells, start=1):
-        run = RunFolder(places.runs / cell.name)
-        with _claimed(places.runs / ".claims" / cell.name) as mine:
-            if not mine or (cell.arm, cell.recipe.seed) in places.measured():
+    whole, source = plan.plan.whole_seeds, source_tree()
+    for part in _parts(cells, whole):
+        name = f"seed-{part[0].recipe.seed}" if whole else part[0].name
+        with _claimed(places.runs / ".claims" / name) as mine:
+            measured = places.measured()
+            done = sum((cell.arm, cell.recipe.seed) in measured for cell in part)
+            if not mine or done == len(part):
                 continue
+            if done:
+                raise ValueError(
+                    f"{places.stored().path} holds {done} of {len(part)} arms of {name}, which is "
+                    "run whole or not at all; remove them"
+                )
             if taken == limit or os.getppid() != parent:
                 break
             taken += 1
-            start, resumed = time.perf_counter(), run.is_run()
-            (outcome,) = run_cells([cell], places.runs, show_progress=False)
-            if outcome.signal is not None:
-                return failed, outcome.signal
-            if outcome.error is not None:
-                report(f"failed: {cell.name}: {outcome.error}")
-                failed += 1
-                continue
-            trained, untrained = measure(run, cell.recipe, plan.plan.sample)
-            seconds = None if resumed else round(time.perf_counter() - start, 1)
-            counts = _counts(run, run.read_json(run.environment))
-            facts = {"seconds": seconds, **describe_machine(), **counts}
-            recipe = cell.recipe.model_dump(mode="json")
-            curve = _curve(run, cell.recipe.training.log_every)
-            result = CellResult(
-                cell.arm, cell.recipe.seed, trained, untrained, curve, recipe, plan.mark(), facts
-            )
-            places.stored().append(result)
-            if not places.keep_runs:
-                shutil.rmtree(run.path)
-            report(
-                f"[{number}/{len(cells)}] {cell.name}: validation CE "
-                f"{trained['validation_ce']:.3f}, {time.perf_counter() - start:.0f} s"
-            )
+            results = list[CellResult]()
+            if whole:
+                for cell in part:
+                    shutil.rmtree(places.runs / cell.name, ignore_errors=True)
+            for cell in part:
+                label = f"[{1 + cells.index(cell)}/{len(cells)}] {cell.name}"
+                ended = _run(plan, cell, places, source, label, report)
+                if isinstance(ended, CellResult):
+                    results.append(ended)
+                elif ended is not None:
+                    return failed, ended
+                else:
+                    failed += 1
+                    break
+            if len(results) == len(part):
+                places.stored().append(*results)
+                for cell in part if not places.keep_runs else ():
+                    shutil.rmtree(places.runs / cell.name)
     return failed, None
+
+
+def _parts(cells: Sequence[Cell], whole: bool) -> list[list[Cell]]:
+    """What is stored together: each cell, or all cells of a seed."""
+    if not whole:
+        return [[cell] for cell in cells]
+    seeds = dict.fromkeys(cell.recipe.seed for cell in cells)
+    return [[cell for cell in cells if cell.recipe.seed == seed] for seed in seeds]
+
+
+def _run(
+    plan: Registered,
+    cell: Cell,
+    places: Places,
+    source: dict[str, Any],
+    label: str,
+    report: Report,
+) -> CellResult | int | None:
+    """Train and measure a cell: its result, the signal that came, or None where it failed."""
+    run = RunFolder(places.runs / cell.name)
+    start, resumed = time.perf_counter(), run.is_run()
+    (outcome,) = run_cells([cell], places.runs, show_progress=False)
+    if outcome.signal is not None:
+        return outcome.signal
+    if outcome.error is not None:
+        report(f"failed: {cell.name}: {outcome.error}")
+        return None
+    trained, untrained = measure(run, cell.recipe, plan.plan.sample)
+    seconds = None if resumed else round(time.perf_counter() - start, 1)
+    counts = _counts(run, run.read_json(run.environment))
+    facts = {"seconds": seconds, **describe_machine(), "source": source, **counts}
+    recipe = cell.recipe.model_dump(mode="json")
+    curve = _curve(run, cell.recipe.training.log_every)
+    report(
+        f"{label}: validation CE {trained['validation_ce']:.3f}, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+    return CellResult(
+        cell.arm, cell.recipe.seed, trained, untrained, curve, recipe, plan.mark(), facts
+    )
 
 
 def _curve(run: RunFolder, every: int) -> list[tuple[int, float]]:

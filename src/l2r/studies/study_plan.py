@@ -3,14 +3,14 @@
 A plan is YAML, one of ``plans/`` or a file of one's own; registration.py reads it.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from l2r.routers.config import nearest
 from l2r.runs.folder import SEED_MARK
-from l2r.runs.study import MEASURES, OF_IMAGES
+from l2r.runs.study import AT_THE_END, LOSSES, MEASURES, OF_IMAGES, OF_TEXT
 from l2r.stats.contrasts import Contrast
 from l2r.stats.effects import design
 from l2r.studies.cells import Cell, as_word
@@ -100,18 +100,23 @@ class Screen(Section):
 class Plan(Section):
     """What a plan's file says.
 
-    recipe, changes: what all arms share. tokens: budget of a run, None for the recipe's own.
-    arms: name -> changes. margins: metric -> difference too small to matter; every primary
-    contrast's metric has one. half_width: seeds are added until every primary interval, from the
-    deviation of the least seeds, is this narrow, or to the most. sd: expected deviation of the
-    paired differences of the primary contrasts, from which the page says what the study can find.
-    sample: held-out tokens or images for routing gain and routing metrics; losses are over all.
-    corpus_version: of the text of recipes that do not give one; a plan that does not either has
-    the first, whatever version of the package runs it.
+    prediction: what is expected, said before the runs. recipe, changes: what all arms share.
+    tokens: budget of a run, None for the recipe's own. arms: name -> changes. margins: metric ->
+    difference too small to matter; every primary contrast's metric has one. half_width: seeds are
+    added until every primary interval, from the deviation of the least seeds, is this narrow, or to
+    the most. sd: expected deviation of the paired differences of the primary contrasts, from which
+    the page says what the study can find. sample: held-out tokens or images for routing gain and
+    routing metrics; losses are over all. corpus_version: of the text of recipes that do not give
+    one; a plan that does not either has the first, whatever version of the package runs it.
+    added_by_training: metrics whose better and worse need that training added the difference; a
+    plan that does not say has all, the rule of the first plans. judge_secondary: whether secondary
+    contrasts have verdicts, or intervals alone. whole_seeds: whether all arms of a seed run one
+    after another in one process, and an interrupted seed is run again whole.
     """
 
     title: str
     question: str
+    prediction: str = ""
     recipe: str
     changes: Changes = Field([])
     tokens: PositiveInt | None = None
@@ -122,6 +127,9 @@ class Plan(Section):
     sd: PositiveFloat | None = None
     sample: PositiveInt = 65_536
     corpus_version: CorpusVersion = 1
+    added_by_training: Literal["all", "losses"] = "all"
+    judge_secondary: bool = True
+    whole_seeds: bool = False
     arms: dict[str, Changes] = Field({})
     screens: dict[str, Screen] = Field({})
     contrasts: list[Contrast] = Field([])
@@ -132,10 +140,10 @@ class Plan(Section):
         if not arms:
             raise ValueError("arms: give at least 1, or a screen")
         for contrast in self.contrasts:
-            for arm in (contrast.first, contrast.second):
+            for arm in (contrast.first, contrast.second, *(contrast.since or ())):
                 if arm not in arms:
                     raise ValueError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
-            if contrast.metric not in (measures := (*MEASURES, *OF_IMAGES)):
+            if contrast.metric not in (measures := (*MEASURES, *AT_THE_END, *OF_IMAGES, *OF_TEXT)):
                 hint = nearest(contrast.metric, measures)
                 raise ValueError(
                     f"contrasts: unknown metric {contrast.metric!r}{hint}; measured are "
@@ -172,6 +180,10 @@ class Plan(Section):
         """Seeds from whose deviation the number of all follows, where the plan adds seeds."""
         adds = self.half_width is not None and self.seeds.least < self.seeds.most
         return self.seeds.least if adds else None
+
+    def learned_metrics(self) -> tuple[str, ...] | None:
+        """Metrics whose difference training must have added; None for all."""
+        return LOSSES if self.added_by_training == "losses" else None
 
     def cells(self, seeds: int) -> list[Cell]:
         """All arms with the first seed, then with the next. Raises ValueError for a bad recipe."""

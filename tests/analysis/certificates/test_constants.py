@@ -128,6 +128,7 @@ def planted(
         dw_dq=one,
         rho=one,
         rms=one,
+        size=one,
         matrix_norm=one,
         max_radius=one,
         floor=form.floor * (1 + 2 * one),

@@ -1,5 +1,6 @@
 """Exported folders load in an environment where l2r cannot be imported."""
 
+import inspect
 import subprocess
 import sys
 
@@ -7,16 +8,20 @@ import jaxtyping
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from l2r import L2RConfig, XMoEConfig
 from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.checkpoints.export import export_remote_code
-from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.swap import swap_routers
+from l2r.hf.swap.class_registry import auto_models, config_class
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import make_config, router_names
 from l2r.routers.config import registered
+from l2r.transformers_hook import type_name
 from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.tiers import few_families
 
 LOAD = """
 import sys
@@ -123,6 +128,48 @@ def test_folders_load_without_this_package(tmp_path):
     for kind, model in ours.items():
         logits = load_pretrained(tmp_path / kind)(sample_tokens()).logits
         assert torch.equal(logits, model(sample_tokens()).logits)
+
+
+def refused_annotations(kind):
+    """Parameters of a class whose annotation isinstance refuses, as vLLM's compile decorator asks.
+
+    It compares the first argument with the annotation of ``self``, which must have none.
+    """
+    own, *others = inspect.signature(kind.__init__).parameters.values()
+    refused = [] if own.annotation is inspect.Parameter.empty else [own.name]
+    for parameter in others:
+        try:
+            isinstance(None, parameter.annotation)
+        except TypeError:
+            refused.append(parameter.name)
+    return refused
+
+
+@pytest.mark.parametrize("name", few_families(FAMILIES))
+def test_annotations_of_a_swapped_model_can_be_asked_by_isinstance(name):
+    """A type alias, a string or ``Any`` there ends vLLM's construction of the model."""
+    config = config_class(type_name(name))
+    classes = [config, *(model for _, model in auto_models(config))]
+    assert len(classes) > 2
+    assert {kind: refused for kind in classes if (refused := refused_annotations(kind))} == {}
+
+
+def test_annotations_of_our_own_models_can_be_asked_by_isinstance():
+    classes = [kind for own in (L2rOlmoeConfig, L2rViTConfig) for _, kind in auto_models(own)]
+    assert len(classes) == 4 and [refused_annotations(kind) for kind in classes] == [[]] * 4
+
+
+def test_an_exported_class_is_made_as_vllm_makes_it(tmp_path, monkeypatch):
+    """Read from the folder; its config is the one positional argument."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # refuses HF's extra keywords
+    model = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4))
+    folder = export_remote_code(model, tmp_path / "exported")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    kind = get_class_from_dynamic_module(config.auto_map["AutoModel"], folder)
+    assert kind.__module__.startswith("transformers_modules")
+    assert refused_annotations(kind) == refused_annotations(type(config)) == []
+    annotation = inspect.signature(kind.__init__).parameters["config"].annotation
+    assert isinstance(config, annotation)
 
 
 class OnesOwn(MixtralForCausalLM):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from l2r import Router, Routes, build_router, record, replay
+from l2r.hf.models import CACHE
 from l2r.hf.routes.layers import fingerprint_of
 from l2r.routers import L2RConfig
 from l2r.routers.selection_rule import Selection
@@ -111,12 +112,12 @@ def test_sequences_are_read_once(model):
 @torch.no_grad()
 def test_a_cache_that_another_call_filled_is_refused(model):
     ids = token_ids()
-    cache = model(ids[:, :6], use_cache=True).past_key_values
+    cache = model(ids[:, :6], use_cache=True)[CACHE]
     message = "a cache of 6 tokens of 2 rows that the call before it did not fill"
     with pytest.raises(ValueError, match=message), replay(model, drawn_for(model, (12, 12))):
-        model(ids[:, 6:], past_key_values=cache)
+        model(ids[:, 6:], **{CACHE: cache})
     with pytest.raises(ValueError, match=message), record(model):
-        model(ids[:, 6:], past_key_values=cache)
+        model(ids[:, 6:], **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -126,10 +127,10 @@ def test_a_mask_that_fits_neither_the_new_tokens_nor_all_is_refused(model):
         pytest.raises(ValueError, match="must have 8 columns, 6 of the cache and 2 new; got 7"),
         replay(model, drawn_for(model, (12, 12))),
     ):
-        cache = model(ids[:, :6], use_cache=True).past_key_values
+        cache = model(ids[:, :6], use_cache=True)[CACHE]
         mask = torch.ones(2, 7, dtype=torch.long)
         mask[0, 0] = 0
-        model(ids[:, 6:8], past_key_values=cache, attention_mask=mask)
+        model(ids[:, 6:8], **{CACHE: cache}, attention_mask=mask)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from l2r import L2RConfig, Routes, build_router, capture, record, replay, router_names
-from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.models import CACHE, L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.routes.calls import read_inputs
 from l2r.hf.swap.families import FAMILIES
 from l2r.kernels import dispatch
 from l2r.moe import Experts, MoELayer
@@ -118,10 +119,24 @@ def test_a_loop_of_ones_own_over_a_cache_is_followed():
         parts = [output.logits]
         for column in range(3, 6):
             assert session.remaining == 0
-            cache = output.past_key_values
-            output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
+            cache = output[CACHE]
+            output = model(ids[:, column : column + 1], **{CACHE: cache}, use_cache=True)
             parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_is_found_under_every_name():
+    model, ids = family_model("olmoe"), token_ids()
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :5], **{CACHE: cache})
+    for name in ("cache", "past_key_values", "memory"):
+        inputs = read_inputs(model, (), {"input_ids": ids[:, 5:], name: cache})
+        assert (inputs.past, inputs.grows) == (5, True)
+        assert not read_inputs(model, (), {"input_ids": ids, name: None}).grows
+    paged, starts = object(), torch.arange(6).remainder(3).expand(1, 6)
+    packed = {"input_ids": ids[:1, :6], "position_ids": starts, "cache": paged}
+    assert read_inputs(model, (), packed).packed.tolist() == [3, 3]
 
 
 @torch.no_grad()
@@ -129,12 +144,12 @@ def test_an_emptied_cache_begins_new_sequences():
     model, ids = family_model("olmoe"), token_ids()
     cache = DynamicCache(config=model.config)
     with record(model) as recorder:
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], **{CACHE: cache})
         for layer in cache.layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
         assert cache.get_seq_length() == 0
-        model(ids[:, 5:], past_key_values=cache)
+        model(ids[:, 5:], **{CACHE: cache})
     assert recorder.routes().lengths.tolist() == [5, 5, 7, 7]
 
 
@@ -145,10 +160,10 @@ def test_tokens_that_are_read_again_have_their_last_route():
     with record(model) as whole:
         model(ids, use_cache=False)
     with record(model) as recorder:
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        model(other[:, :4], past_key_values=cache)
+        cache = model(ids[:, :6], use_cache=True)[CACHE]
+        model(other[:, :4], **{CACHE: cache})
         cache.crop(-4)
-        model(ids[:, 6:], past_key_values=cache)
+        model(ids[:, 6:], **{CACHE: cache})
     assert recorder.routes() == whole.routes()
 
 
@@ -185,10 +200,10 @@ def test_a_call_that_failed_leaves_its_routes_to_the_next():
             failing(module, ids, use_cache=False)
             assert session.remaining == 2
         with given_experts(model) as first:
-            cache = model(ids[:, :5], use_cache=True).past_key_values
-        failing(places[0], ids[:, 5:], past_key_values=cache)
+            cache = model(ids[:, :5], use_cache=True)[CACHE]
+        failing(places[0], ids[:, 5:], **{CACHE: cache})
         with given_experts(model) as second:
-            model(ids[:, 5:], past_key_values=cache)
+            model(ids[:, 5:], **{CACHE: cache})
         assert session.remaining == 0
     taken = [torch.stack(given, 1).unflatten(0, (2, -1)) for given in (first, second)]
     assert np.array_equal(torch.cat(taken, 1).flatten(0, 1).numpy(), routes.experts)

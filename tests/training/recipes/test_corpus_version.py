@@ -62,6 +62,8 @@ def test_registered_plans_are_of_the_first_version_unless_they_name_another(name
         "ranked-64",
         "rivals-1024",
         "rivals-64",
+        "tokens-256",
+        "tokens-256-constant",
         "transfer",
         "why-256",
     )  # registered when there was a second

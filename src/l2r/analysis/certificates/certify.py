@@ -1,33 +1,37 @@
 r"""Certified routing: a radius per token inside which its experts provably stay the same.
 
-For a router input x, every x + delta with |delta| <= radius (Euclidean) has the same first
-expert, or the same set of k experts. Exact for routers with one anchor per expert; for several
+For a router input x, every x + delta with |delta| <= radius (Euclidean) that the input's dtype
+holds has the same first expert, or the same set of k experts: in exact arithmetic, and from the
+router as it runs, in its own dtype (arithmetic.py; a bound of the rounding of each logit is left
+between the experts). Exact for routers with one anchor per expert but for that rounding; for several
 anchors a lower bound that is tight to first order, and for rank 2 also one by geometry that is
 near the exact radius; the larger of the two counts (derivations: docs/diagnostics.md).
 
-The statement is about the router in exact arithmetic. It is computed in float64 and shrunk by
-SHRINK; a token whose decision in the router's own precision differs from float64 gets 0.
+Computed in float64 and shrunk by SHRINK. A token whose decision differs from exact arithmetic, or
+could by rounding, gets 0.
 
 Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R rank.
 """
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.certificates.attack import decision_gap
-from l2r.analysis.certificates.local_bounds import EXACT, LocalBounds
+from l2r.analysis.certificates.arithmetic import Arithmetic, dtypes_of, family_of
+from l2r.analysis.certificates.linear_bounds import LinearBounds
+from l2r.analysis.certificates.local_bounds import LocalBounds
 from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 from l2r.routers import Router
 from l2r.routers.observe import evaluating, first_choice, more_inputs
+from l2r.routers.selection_rule import Selection
 
 PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
 SHRINK = 1 - 1e-6
-_TIE = 256  # roundings of the largest logit below which two precisions may disagree
 _STEPS = 40  # halvings of the bisection: a relative width of 1e-12
 
 
@@ -41,20 +45,21 @@ class Certificate:
 
 @torch.no_grad()
 def certify(router: nn.Module, x: Float[Tensor, "T D"]) -> Certificate:
-    """Certified radii of every token; the router is taken in evaluation mode.
+    """Certified radii of every token, given in the dtype in which the router gets them.
 
-    Raises ValueError for a router without a known form, or whose decisions the form does not
-    reproduce (selection biases, expert groups).
+    The router is taken in evaluation mode. Raises ValueError for a router without a known form,
+    whose logits or decisions the form does not reproduce, or that chooses by more than its logits
+    (selection biases, expert groups).
     """
-    form = routing_map(router)
+    form, parts = _decisions(router, x)
     top1: list[Tensor] = []
     topk: list[Tensor] = []
-    for part, logits, first, chosen in _decisions(form, router, x):
-        top1.append(_radii(form, part, logits, first))
-        topk.append(_radii(form, part, logits, chosen))
+    for part in parts:
+        top1.append(_radii(form, part, part.first))
+        topk.append(_radii(form, part, part.chosen))
     return Certificate(
         _with_geometry(form, x, torch.cat(top1), 1) * SHRINK,
-        _with_geometry(form, x, torch.cat(topk), chosen.shape[1]) * SHRINK,
+        _with_geometry(form, x, torch.cat(topk), part.chosen.shape[1]) * SHRINK,
     )
 
 
@@ -65,10 +70,8 @@ def certify_first(router: nn.Module, x: Float[Tensor, "T D"]) -> Float[Tensor, "
     Never above ``certify``'s, and the same except for several anchors of rank 2. Raises
     ValueError for the same routers.
     """
-    form = routing_map(router)
-    parts = _decisions(form, router, x)
-    radii = [_radii(form, part, logits, first) for part, logits, first, _ in parts]
-    return torch.cat(radii) * SHRINK
+    form, parts = _decisions(router, x)
+    return torch.cat([_radii(form, part, part.first) for part in parts]) * SHRINK
 
 
 @torch.no_grad()
@@ -81,78 +84,138 @@ def holds_within(
     evaluation of the bound instead of the search for the radius. Raises ValueError for the same
     routers.
     """
-    form = routing_map(router)
+    form, parts = _decisions(router, x)
     held, done = [], 0
-    for part, logits, _, chosen in _decisions(form, router, x):
-        reach = distance[done : done + len(part)].double() / SHRINK
-        done += len(part)
-        if chosen.shape[1] == form.num_experts or isinstance(form, LinearMap):
-            held.append(_radii(form, part, logits, chosen) > reach)
+    for part in parts:
+        reach = distance[done : done + len(part.x)].double() / SHRINK
+        done += len(part.x)
+        if part.chosen.shape[1] == form.num_experts:
+            held.append(torch.isfinite(reach))
             continue
-        local = LocalBounds.of(form, part, chosen)
-        bound = _least(local.lower_bound(_gaps(logits, chosen), reach), chosen)
-        held.append((bound > 0) & (reach < local.max_radius))
+        bounds = _bounds(form, part, part.chosen)
+        bound = _least(bounds.lower_bound(_gaps(part.logits, part.chosen), reach), part.chosen)
+        held.append((bound > 0) & (reach < bounds.max_radius))
     return torch.cat(held)
 
 
-def _decisions(
-    form: RoutingMap, router: nn.Module, x: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """By chunks of tokens: x, the form's logits, the first expert [T, 1] and the k [T, K].
+class _Part(NamedTuple):
+    """Some of the tokens: inputs, the form's logits, the first expert [T, 1] and the k [T, K]."""
 
-    Raises ValueError where the form does not reproduce either choice.
+    x: Tensor
+    logits: Tensor
+    first: Tensor
+    chosen: Tensor
+
+
+def _decisions(router: nn.Module, x: Tensor) -> tuple[RoutingMap, Iterator[_Part]]:
+    """The form of a router, with its arithmetic, and what it decides, by chunks of tokens.
+
+    Raises ValueError where the form does not reproduce its logits or either choice.
     """
-    if isinstance(router, Router):
-        _check_rule(router)
-    else:
-        _check_alone(router)
+    _check_rule(router)
+    form = routing_map(router)
     with evaluating(router):
-        own_logits, weights, chosen = router(x)
+        own, weights, chosen = router(x)
+    form = dataclasses.replace(form, arithmetic=_arithmetic(router, form, x, own))
     chosen = chosen.long()
     first = first_choice(weights, chosen)[:, None]
+    return form, _parts(router, form, x, first, chosen)
+
+
+def _parts(
+    router: nn.Module, form: RoutingMap, x: Tensor, first: Tensor, chosen: Tensor
+) -> Iterator[_Part]:
     rows = max(1, PAIRS // (form.num_experts * chosen.shape[1]))
-    parts = (tensor.split(rows) for tensor in (x, own_logits, first, chosen))
-    for part, own, one, experts in zip(*parts, strict=True):
-        logits = form.logits(part)
+    for tokens, one, experts in zip(*(t.split(rows) for t in (x, first, chosen)), strict=True):
+        part = _Part(tokens, form.logits(tokens), one, experts)
         for kept in (one, experts):
-            _check_form(router, logits, own, kept)
-        yield part, logits, one, experts
+            _check_choice(router, form, part, kept)
+        yield part
 
 
-def _check_alone(router: nn.Module) -> None:
-    """Raise ValueError for a router whose block passes it more than the hidden states."""
-    if needed := more_inputs(router):
-        raise ValueError(
-            f"{type(router).__name__} chooses by its logits and {', '.join(needed)} of its block; "
-            "no certificate is known"
-        )
-
-
-def _check_rule(router: Router) -> None:
-    """Raise ValueError where more than the logits decides, on these tokens or on others.
-
-    A selection bias that is 0 for every expert decides nothing.
-    """
-    rule = router.selection
-    held, what = rule.held_bias(router), ""
-    if rule.kept_groups < rule.groups:
-        what = "groups of experts"
-    elif held is not None and held.any():
-        what = "a selection bias"
-    elif held is None and rule.block_bias:
-        what = "a bias of its block"
+def _check_rule(router: nn.Module) -> None:
+    """Raise ValueError where more than the logits decides, on these tokens or on others."""
+    what, family = "", family_of(router)
+    if isinstance(router, Router) or family is not None:
+        rule = router.selection if isinstance(router, Router) else family.selection(router)
+        if needed := [] if rule.block_bias else more_inputs(router):
+            what = f"{', '.join(needed)} of its block"
+        elif type(rule).__call__ is not Selection.__call__:
+            what = f"the rule of {type(rule).__name__}"
+        elif rule.kept_groups < rule.groups:
+            what = "groups of experts"
+        elif rule.bias is not None:  # of zeros, too: scores are ranked then, which round to ties
+            what = "a selection bias"
+        elif rule.block_bias:
+            what = "a bias of its block"
+    else:
+        needed = more_inputs(router)
+        what = f"{', '.join(needed)} of its block" if needed else ""
     if what:
         raise ValueError(
             f"{type(router).__name__} chooses by its logits and {what}; no certificate is known"
         )
 
 
-def _radii(form: RoutingMap, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
-    if chosen.shape[1] == form.num_experts:
-        return torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
+def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> Arithmetic:
+    """How a router computes. Raises ValueError where the form does not give the logits ``own``.
+
+    Routers of ours compute in the dtype of their logits, which a form gives but for a factor.
+    """
+    if isinstance(form, AnchorMap) or isinstance(router, Router):
+        return Arithmetic.of(own.dtype, ranks_logits=True)
+    logits = form.logits(x)
+    for dtype in dtypes_of(router, own):
+        how = Arithmetic.of(dtype, ranks_logits=False)
+        rounding = dataclasses.replace(form, arithmetic=how).logit_rounding(x, logits)
+        overflows = logits.abs() + rounding > how.largest
+        if (((logits - own.double()).abs() <= rounding) | overflows).all():
+            return how
+    raise ValueError(
+        f"{type(router).__name__} has other logits than its weight gives; no certificate is known"
+    )
+
+
+def _check_choice(router: nn.Module, form: RoutingMap, part: _Part, chosen: Tensor) -> None:
+    """The form must choose what the router chose, but for what rounding could change."""
+    none = torch.zeros_like(part.logits, dtype=torch.bool)
+    inside = none.scatter(1, chosen, True)
+    own = none.scatter(1, part.logits.topk(chosen.shape[1]).indices, True)
+    differs = (own != inside).any(dim=1)
+    if not differs.any():
+        return
+    rows, chosen = _Part(*(field[differs] for field in part)), chosen[differs]
+    gaps, bounds = _gaps(rows.logits, chosen), _bounds(form, rows, chosen)
+    rounding = gaps - bounds.lower_bound(gaps, gaps.new_zeros(len(gaps)))
+    tied = (_least(gaps + rounding, chosen) >= 0) | (bounds.max_radius <= 0)
+    if not tied.all():
+        raise ValueError(
+            f"{type(router).__name__} does not choose by its logits alone "
+            f"({int(differs.sum())} of {len(differs)} tokens differ); no certificate is known"
+        )
+
+
+def _bounds(form: RoutingMap, part: _Part, chosen: Tensor) -> LinearBounds | LocalBounds:
     if isinstance(form, LinearMap):
-        return linear_radii(form, logits, chosen)
-    return anchor_radii(form, x, logits, chosen)
+        return LinearBounds.of(form, part.x, part.logits, chosen)
+    return LocalBounds.of(form, part.x, chosen)
+
+
+def _radii(form: RoutingMap, part: _Part, chosen: Int[Tensor, "T K"]) -> Float[Tensor, " T"]:
+    """Largest radius at which every pair of a chosen expert and another keeps a lower bound > 0."""
+    if chosen.shape[1] == form.num_experts:
+        return torch.full((len(part.x),), torch.inf, dtype=torch.float64, device=part.x.device)
+    bounds, gaps = _bounds(form, part, chosen), _gaps(part.logits, chosen)
+    if isinstance(bounds, LinearBounds):
+        return torch.minimum(_least(bounds.radii(gaps), chosen), bounds.max_radius)
+    first_order = gaps.clamp_min(0) / bounds.slopes.clamp_min(1e-300)
+    high = torch.minimum(_least(first_order, chosen), bounds.max_radius)
+    low = torch.zeros_like(high)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        safe = _least(bounds.lower_bound(gaps, middle), chosen) > 0
+        low, high = torch.where(safe, middle, low), torch.where(safe, high, middle)
+    return low
 
 
 def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Tensor:
@@ -160,37 +223,6 @@ def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Ten
     if isinstance(form, LinearMap) or len(form.matrix) != 2 or keep == form.num_experts:
         return radii
     return torch.where(radii > 0, torch.maximum(radii, plane_radii(form, x, keep)), radii)
-
-
-def linear_radii(
-    form: LinearMap, logits: Float[Tensor, "T N"], chosen: Int[Tensor, "T K"]
-) -> Float[Tensor, " T"]:
-    """Exact distance to the nearest hyperplane between a chosen expert and another."""
-    apart = torch.cdist(form.weight, form.weight, compute_mode=EXACT)[chosen]  # [T, K, N]
-    gaps = _gaps(logits, chosen).clamp_min(0)
-    # Equal rows never change order; their gap is constant.
-    constant = torch.where(gaps > 0, torch.inf, 0.0)
-    ratio = torch.where(apart > 0, gaps / apart.clamp_min(1e-300), constant)
-    return _least(ratio, chosen)
-
-
-def anchor_radii(
-    form: AnchorMap,
-    x: Float[Tensor, "T D"],
-    logits: Float[Tensor, "T N"],
-    chosen: Int[Tensor, "T K"],
-) -> Float[Tensor, " T"]:
-    """Largest radius at which every pair of a chosen expert and another keeps a lower bound > 0."""
-    local = LocalBounds.of(form, x, chosen)
-    gaps = _gaps(logits, chosen)
-    first_order = gaps.clamp_min(0) / local.slopes.clamp_min(1e-300)
-    high = torch.minimum(_least(first_order, chosen), local.max_radius)
-    low = torch.zeros_like(high)
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        safe = _least(local.lower_bound(gaps, middle), chosen) > 0
-        low, high = torch.where(safe, middle, low), torch.where(safe, high, middle)
-    return low
 
 
 def _gaps(logits: Float[Tensor, "T N"], chosen: Int[Tensor, "T K"]) -> Float[Tensor, "T K N"]:
@@ -203,22 +235,6 @@ def _least(values: Float[Tensor, "T K N"], chosen: Int[Tensor, "T K"]) -> Float[
     both = torch.zeros(len(values), values.shape[2], dtype=torch.bool, device=values.device)
     both.scatter_(1, chosen, True)
     return values.masked_fill(both[:, None, :], torch.inf).flatten(1).amin(dim=1)
-
-
-def _check_form(router: nn.Module, form_logits: Tensor, logits: Tensor, chosen: Tensor) -> None:
-    """The form must choose what the router chose, but for ties in the router's precision."""
-    none = torch.zeros_like(form_logits, dtype=torch.bool)
-    inside = none.scatter(1, chosen, True)
-    own = none.scatter(1, form_logits.topk(chosen.shape[1]).indices, True)
-    rounding = _TIE * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
-    differs = (own != inside).any(dim=1) & (inside.sum(dim=1) < inside.shape[1])
-    for kept in (own, inside):
-        tied = decision_gap(logits, kept).abs() <= rounding
-        if (differs & ~tied).any():
-            raise ValueError(
-                f"{type(router).__name__} does not choose by its logits alone "
-                f"({int(differs.sum())} of {len(differs)} tokens differ); no certificate is known"
-            )
 
 
 def certified_share(radii: Float[Tensor, " T"], sigma: float, hidden: int) -> float:

@@ -20,7 +20,7 @@ class LocalBounds:
 
     moments: of the anchors at the token. slopes [T, K, N]: gradient norm in x of z_i - z_j, the
     logit of a chosen expert less that of any. slope_gap_w [T, K, N]: the same in w. dq_dx,
-    dw_dq [T]: norms of dq/dx and dw/dq. rho, rms [T]: |q| and n(x). matrix_norm: of W_q.
+    dw_dq [T]: norms of dq/dx and dw/dq. rho, rms, size [T]: |q|, n(x) and |x|. matrix_norm: of W_q.
     max_radius [T]: no radius is certified beyond it. floor [T]: lower bound on |q|,
     below which no radius is certified.
     """
@@ -33,6 +33,7 @@ class LocalBounds:
     dw_dq: Tensor
     rho: Tensor
     rms: Tensor
+    size: Tensor
     matrix_norm: Tensor
     max_radius: Tensor
     floor: Tensor
@@ -68,6 +69,7 @@ class LocalBounds:
             dw_dq=torch.maximum(slope.abs(), value / safe),
             rho=rho,
             rms=rms,
+            size=torch.linalg.vector_norm(x.double(), dim=-1),
             matrix_norm=torch.linalg.matrix_norm(form.matrix, 2),
             max_radius=torch.minimum(rho / dq_dx, torch.as_tensor(limit, dtype=rho.dtype)),
             floor=form.floors(x),
@@ -75,7 +77,10 @@ class LocalBounds:
         )
 
     def lower_bound(self, gaps: Tensor, radius: Tensor) -> Tensor:
-        """Lower bound [T, K, N] of every z_i - z_j over the ball of ``radius`` [T]."""
+        """Lower bound [T, K, N] of every z_i - z_j over the ball of ``radius`` [T].
+
+        Of the logits as the router computes them: its arithmetic moves q, and every logit.
+        """
         q_remainder = self._query_remainder(radius)
         moved = self.dq_dx * radius + q_remainder
         low, high = self.rho - moved, self.rho + moved
@@ -85,15 +90,17 @@ class LocalBounds:
         # z_i is convex in w, so its tangent bounds it below; z_j stays near its own.
         bound = gaps - self.slopes * radius[:, None, None] - above[:, None, :]
         bound = bound - self.slope_gap_w * w_remainder[:, None, None]
+        bound = bound - 2 * self.form.logit_rounding(high)[:, None, None]
         return torch.where((low > self.floor)[:, None, None], bound, -torch.inf)
 
     def _query_remainder(self, radius: Tensor) -> Tensor:
-        """Largest distance of q from its tangent over the ball; 0 without an RMSNorm."""
+        """Largest distance of the computed q from the tangent of q over the ball."""
+        rounding = self.form.query_rounding(self.size + radius)
         if self.form.norm_eps is None:
-            return torch.zeros_like(radius)
+            return rounding
         part = radius / (self.hidden**0.5 * self.rms)
         shrunk = part / (1 - part).clamp_min(1e-300)  # bounds |n0 / n - 1|
-        return shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
+        return rounding + shrunk * (self.matrix_norm * radius / self.rms + self.rho * part)
 
 
 def _rows(values: Tensor, chosen: Tensor) -> Tensor:

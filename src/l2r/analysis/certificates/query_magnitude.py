@@ -6,6 +6,7 @@ So t is rho, 1 or phi(rho_hat): all that differs between the scorings once ancho
 Each class has ``value`` t(rho), ``slope`` t'(rho), ``sizes(low, high)``, the least and largest
 rho with t in [low, high], rounded outwards, and ``curvature(low, high)``, a bound of the
 second derivative of q -> w along unit directions for |q| in [low, high]; norms are > 0.
+``reach(rho)``: largest t up to rho, with what cancels inside of it: its rounding is a share of that.
 """
 
 import dataclasses
@@ -36,6 +37,9 @@ class Identity:
 
     def curvature(self, low: Tensor, high: Tensor) -> Tensor:
         return torch.zeros_like(low + high)
+
+    def reach(self, rho: Tensor) -> Tensor:
+        return rho
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,9 @@ class Saturated:
         if self.scale != 1 or self.shift != 0:  # else t - rho t' lies in [0, t]
             defect = defect + self.gamma * self.beta * abs(self.scale) * high
         return bent + _ANGULAR * defect / low.square()
+
+    def reach(self, rho: Tensor) -> Tensor:
+        return torch.full_like(rho, self.gamma * (1 + self.beta) * (1 + abs(self.shift)))
 
 
 Radial = Identity | Saturated

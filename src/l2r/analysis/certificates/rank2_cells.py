@@ -2,7 +2,7 @@
 
 A router of rank 2 decides in a plane. Its polar cells (angle of q, size of q) are halved until
 the chosen experts are proven constant on each. What is left covers the boundaries: wherever the
-chosen set changes, a cell is. Of each cell only those angles and sizes are kept that the bounds
+chosen set changes, or the rounding of the router's logits could change it, a cell is. Of each cell only those angles and sizes are kept that the bounds
 of its logits allow to a change, so that cells follow a boundary closely.
 
 Shape letters: C cells, R rank (2), N experts, P pairs of an expert in the set and one outside.
@@ -161,6 +161,7 @@ def _undecided(form: AnchorMap, cells: Cells, keep: int) -> Cells:
     drift_along, drift_across = pairs(slope_along), pairs(slope_across)
     excess = above.gather(1, order)[:, None, keep:].expand(-1, keep, -1).flatten(1)
     rounding = _ROUNDING * (1 + moments.logits.abs().amax(dim=1, keepdim=True))
+    rounding = rounding + 2 * form.logit_rounding(cells.size_high)[:, None]
     room = excess + rounding - pairs(moments.logits)
     reach = room + drift_along.abs() + drift_across.abs()
     tied = ~(reach < 0)  # true for NaN, too

@@ -2,7 +2,8 @@
 
 To change its decision a token must enter a cell that covers a boundary (rank2_cells.py), and
 the least change of the router input that reaches a cell has a closed form: on a plane without
-an RMSNorm, on a sphere with one (docs/diagnostics.md).
+an RMSNorm, on a sphere with one (docs/diagnostics.md). The router's own arithmetic may move the
+query as far as ``blur`` says, which the distances leave out.
 
 Shape letters: C cells, T tokens, D hidden size, N experts, K angles.
 """
@@ -63,7 +64,7 @@ def _radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor,
         searched, own, cost, distance = searched[apart], own[apart], cost[apart], distance[apart]
         matter = (cost <= changes[searched, None]).any(dim=0)
         cells, cost = cells[matter], cost[:, matter]
-    return radii
+    return distance.without_blur(x, radii)
 
 
 def _refined(
@@ -108,6 +109,8 @@ class _Distance:
     Without an RMSNorm the row space of the matrix is a plane, and its distances are those of
     the input. With one, x / |x| lives on a sphere, of which the query sees two coordinates: the
     sizes are then polar angles, and ``scale`` times the sine of an angle is the distance.
+    blur: distance in the row space by which rounding may move a query, on the sphere, or without
+    an RMSNorm its share of |x|.
     """
 
     back: Tensor  # [2, 2], from q to the row space
@@ -115,6 +118,7 @@ class _Distance:
     size: Tensor  # [T]
     scale: Tensor | None  # [T]
     sphere: float
+    blur: Tensor  # []
 
     @classmethod
     def of(cls, form: AnchorMap, x: Tensor) -> "_Distance | None":
@@ -127,7 +131,18 @@ class _Distance:
         sphere, scale = x.shape[1] ** 0.5, None
         if form.norm_eps is not None:
             size, scale = torch.asin((size / sphere).clamp_max(1)), sphere * rms
-        return cls((left / singular).mT, angle, size, scale, sphere)
+        blur = form.query_rounding(torch.ones_like(singular[1])) / singular[1]
+        return cls((left / singular).mT, angle, size, scale, sphere, blur)
+
+    def without_blur(self, x: Tensor, radii: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Radii around all tokens in which no query comes nearer to a cell than rounding reaches.
+
+        With an RMSNorm the distances are such radii already.
+        """
+        if self.scale is not None:
+            return radii
+        size = torch.linalg.vector_norm(x.double(), dim=1)
+        return ((radii - self.blur * size) / (1 + self.blur)).clamp_min(0)
 
     def __getitem__(self, tokens: Tensor) -> "_Distance":
         scale = None if self.scale is None else self.scale[tokens]
@@ -147,6 +162,8 @@ class _Distance:
             best = torch.minimum(torch.maximum(own * turn.cos(), low), high)
             side = 2 * (best * own).sqrt() * (turn / 2).sin()
             return torch.hypot(best - own, side)
+        turn = (turn - _arc(self.blur, low)).clamp_min(0)
+        low, high = (low - self.blur).clamp_min(0), high + self.blur
         reachable = low < self.sphere
         low, high = (torch.asin((size / self.sphere).clamp_max(1)) for size in (low, high))
         best = torch.atan2(own.sin() * turn.cos(), own.cos())
@@ -183,6 +200,11 @@ def _in_row_space(cells: Cells, back: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     least = (size * swing.cos() - side).clamp_min(0)
     most = torch.where(swing > 1, torch.linalg.matrix_norm(back, 2), size + side)
     return middle, half, cells.size_low * least, cells.size_high * most
+
+
+def _arc(distance: Tensor, size: Tensor) -> Tensor:
+    """Largest angle between a point at ``size`` from 0 and one within ``distance`` of it."""
+    return torch.where(size >= distance, torch.asin(distance / size.clamp_min(1e-300)), math.pi)
 
 
 def _direction(angle: Tensor) -> Tensor:

@@ -5,17 +5,21 @@ Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 
 import dataclasses
 import functools
+from operator import attrgetter
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from l2r.analysis.certificates.arithmetic import IDEAL, STEPS, Arithmetic, family_of
 from l2r.analysis.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.functional import psi, unit
 from l2r.kernels.contract import Scoring
 from l2r.routers import LinearSipsRouter, XMoERouter
 from l2r.routers.anchor_router import AnchorRouter
 from l2r.routers.l2r import L2RRouter
+
+_EXP = 8  # roundings of a probability besides those of its logit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +28,16 @@ class LinearMap:
 
     So is every router here with one anchor per expert: cosine and SIPS multiply the scores
     m_i . W_q x of a token by one positive number (phi(|q|) / |q|), and so does RMSNorm.
+    reach, bias_reach: what weight and bias are where all that the router adds up to them is
+    positive; no rounding of its sums is larger than steps * unit * (reach |x| + bias_reach).
     """
 
     weight: Float[Tensor, "N D"]
     bias: Float[Tensor, " N"]
+    reach: Float[Tensor, "N D"]
+    bias_reach: Float[Tensor, " N"]
+    steps: int
+    arithmetic: Arithmetic = IDEAL
 
     @property
     def num_experts(self) -> int:
@@ -37,6 +47,31 @@ class LinearMap:
     def logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
         """Scores in the order of the router's logits."""
         return x.double() @ self.weight.T + self.bias
+
+    def logit_rounding(
+        self, x: Float[Tensor, "T D"], logits: Float[Tensor, "T N"]
+    ) -> Float[Tensor, "T N"]:
+        """Bound on how far the router's own arithmetic puts each logit from that of the form.
+
+        exp(z - max z), where probabilities rank experts, is taken of a rounded difference.
+        """
+        how, sums = self.arithmetic, self.sum_unit
+        sizes = logits.abs()
+        rounding = sums * (x.double().abs() @ self.reach.T + self.bias_reach)
+        rounding = rounding + how.logits * sizes + how.least
+        return rounding + how.probabilities * (_EXP + 2 * sizes.amax(dim=1, keepdim=True))
+
+    def rounding_growth(self) -> Float[Tensor, " N"]:
+        """Growth of ``logit_rounding`` for each unit of a change of x."""
+        length = torch.linalg.vector_norm(self.weight, dim=1)
+        growth = self.sum_unit * torch.linalg.vector_norm(self.reach, dim=1)
+        how = self.arithmetic
+        return growth + how.logits * length + how.probabilities * 2 * length.max()
+
+    @property
+    def sum_unit(self) -> float:
+        """Rounding of a sum, relative to the sum of what it adds."""
+        return self.steps * self.arithmetic.sums * (1 + self.arithmetic.logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +91,7 @@ class AnchorMap:
     norm_eps: float | None
     floor: float
     dropped_eps: float | None = None
+    arithmetic: Arithmetic = IDEAL
 
     @property
     def least_size(self) -> float:
@@ -97,6 +133,20 @@ class AnchorMap:
         """The router's logits, before its temperature."""
         return torch.logsumexp(self.scores(self.query(x)), dim=-1)
 
+    def query_rounding(self, size: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Bound on how far the router's own arithmetic puts q from its place, where |x| = size."""
+        hidden = self.matrix.shape[1]
+        reach = size if self.norm_eps is None else torch.full_like(size, hidden**0.5)  # of x / n
+        unit = (2 * hidden + STEPS) * self.arithmetic.sums  # the norm is a sum of D squares, too
+        return unit * torch.linalg.matrix_norm(self.matrix) * reach
+
+    def logit_rounding(self, rho: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Bound on the rounding of a logit behind a query of norm ``rho`` at most."""
+        _, heads, rank = self.anchors.shape
+        longest = torch.linalg.vector_norm(self.anchors, dim=-1).max()
+        scores = (2 * rank + STEPS) * longest * self.radial.reach(rho)
+        return self.arithmetic.sums * (scores + heads + STEPS)
+
 
 RoutingMap = LinearMap | AnchorMap
 
@@ -105,11 +155,12 @@ RoutingMap = LinearMap | AnchorMap
 def routing_map(router: nn.Module) -> RoutingMap:
     """Float64 form of a router; other classes join with ``@routing_map.register``.
 
-    Others, Hugging Face's too, are taken as linear in their ``weight`` [N, D]; ``certify`` compares
-    the decisions of the form with those of the router before it uses it.
+    Others are taken as linear in their ``weight`` [N, D], a family of Hugging Face's in its own;
+    ``certify`` compares the decisions of the form with those of the router before it uses it.
     Raises ValueError for a module without such a weight.
     """
-    weight = getattr(router, "weight", None)
+    family = family_of(router)
+    weight = attrgetter(family.weight)(router) if family else getattr(router, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"no routing map is known for {type(router).__name__}")
     bias = getattr(router, "bias", None)
@@ -120,14 +171,14 @@ def routing_map(router: nn.Module) -> RoutingMap:
 def _(router: XMoERouter) -> RoutingMap:
     units = unit(_wide(router.anchors[:, 0]), eps=router.config.eps)
     bias = router.projection.bias
-    offset = None if bias is None else units @ _wide(bias)
-    return _linear(units @ _wide(router.projection.weight), offset)
+    return _linear(_wide(router.projection.weight), None if bias is None else _wide(bias), units)
 
 
 @routing_map.register
 def _(router: LinearSipsRouter) -> RoutingMap:
-    anchors = scoring_anchors(router)[:, 0]
-    return _linear(anchors if router.norm is None else anchors * _wide(router.norm.weight))
+    anchors = scoring_anchors(router)[:, 0]  # whose own norms are sums of D squares
+    weight = anchors if router.norm is None else anchors * _wide(router.norm.weight)
+    return dataclasses.replace(_linear(weight), steps=2 * router.hidden_size + STEPS)
 
 
 @routing_map.register
@@ -137,7 +188,7 @@ def _(router: L2RRouter) -> RoutingMap:
         matrix = matrix * _wide(router.norm.weight)
     anchors = scoring_anchors(router)
     if anchors.shape[1] == 1:
-        return _linear(anchors[:, 0] @ matrix)
+        return _linear(matrix, rows=anchors[:, 0])
     config = router.config
     eps, dropped = None if router.norm is None else config.norm_eps, None
     if config.scoring == "cosine":
@@ -169,8 +220,14 @@ def radial_of(router: AnchorRouter) -> Radial:
     return forms[config.scoring]
 
 
-def _linear(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
-    return LinearMap(weight, weight.new_zeros(len(weight)) if bias is None else bias)
+def _linear(weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None) -> LinearMap:
+    """The form of weight x + bias, or of rows (weight x + bias) where rows [N, R] are given."""
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    steps = weight.shape[1] + STEPS
+    if rows is None:
+        return LinearMap(weight, bias, weight.abs(), bias.abs(), steps)
+    weights, biases = ((rows @ part, rows.abs() @ part.abs()) for part in (weight, bias))
+    return LinearMap(weights[0], biases[0], weights[1], biases[1], steps + 2 * rows.shape[1])
 
 
 def _wide(parameter: Tensor) -> Tensor:

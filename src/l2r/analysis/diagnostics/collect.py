@@ -30,6 +30,7 @@ class LayerRecord:
 
     ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one, all on
     the CPU. more: further arguments of the router, a selection bias [N] of its block or none.
+    by_rows: whether the block passes [B, S, D], which some routers insist on.
     """
 
     name: str
@@ -38,10 +39,15 @@ class LayerRecord:
     sums: dict[str, sums.Sums]
     sample: Fields
     more: tuple[Tensor, ...] = ()
+    by_rows: bool = False
 
     def inputs(self) -> Tensor:
         """Inputs [S, D] of the sample, on the device of the router."""
         return self.sample["x"].to(next(self.router.parameters()).device)
+
+    def as_passed(self) -> Tensor:
+        """The same inputs in the shape in which the router takes them, [S, D] or [1, S, D]."""
+        return self.inputs()[None] if self.by_rows else self.inputs()
 
 
 def collect_records(
@@ -96,7 +102,9 @@ class Records(Reducer):
 
     def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
         """Add the tokens of one call to the sums and the sample of its layer."""
-        self._layers[where].add(x.reshape(-1, x.shape[-1]), output)
+        layer = self._layers[where]
+        layer.by_rows = x.dim() == 3
+        layer.add(x.reshape(-1, x.shape[-1]), output)
 
     def result(self) -> list[LayerRecord]:
         """Statistics over all batches and ranks."""
@@ -120,6 +128,7 @@ class _Layer:
         self.threshold = threshold
         self.mask: Tensor | None = None
         self.domain: Tensor | None = None
+        self.by_rows = False
         self.rows = 0
         self.sums: dict[str, sums.Sums] = {}
 
@@ -157,7 +166,8 @@ class _Layer:
         if not reduced:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
         num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
-        return LayerRecord(name, self.router, num_experts, reduced, self.sample.gather(), self.more)
+        sample = self.sample.gather()
+        return LayerRecord(name, self.router, num_experts, reduced, sample, self.more, self.by_rows)
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """The domain of each token, and the number of its sequence or image in this layer."""

@@ -1,7 +1,7 @@
 """Flipped routes: how many decisions change when the same weights compute in bf16.
 
 Training and serving differ in their arithmetic; routers that are close to a tie then choose other
-experts. Routers themselves stay in fp32, as in a bf16 load (hf/models/olmoe.py).
+experts. Routers themselves keep their precision, as ours do in a bf16 load (hf/models/olmoe.py).
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics.data_pass import Batch, Run
-from l2r.routers import Captured, Router, capture
-from l2r.routers.observe import evaluating
+from l2r.routers import Captured, capture
+from l2r.routers.observe import block_bias, evaluating, find_routers
 
 
 class Flips(NamedTuple):
@@ -26,12 +26,19 @@ class Flips(NamedTuple):
 
 
 def bf16_copy(model: nn.Module) -> nn.Module:
-    """Copy of a model with its parameters in bf16 but for those of its routers."""
+    """Copy of a model with the floats that it saves in bf16, but for those of its routers.
+
+    Buffers that no checkpoint holds, such as the frequencies of rotary positions, keep their
+    dtype, as in a bf16 load. Selection biases belong to the routers, also where a block has them.
+    Raises ValueError for a model without routers.
+    """
     copy = deepcopy(model)
-    routers = {p for m in copy.modules() if isinstance(m, Router) for p in m.parameters()}
-    for parameter in copy.parameters():
-        if parameter not in routers:
-            parameter.data = parameter.data.bfloat16()
+    kept: set[Tensor] = set()
+    for path, router in find_routers(copy).items():
+        kept |= {*router.parameters(), *router.buffers(), *block_bias(copy, path)}
+    for tensor in copy.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in kept:
+            tensor.data = tensor.data.bfloat16()
     return copy
 
 

@@ -122,7 +122,6 @@ def _side_by_side(
 @torch.no_grad()  # which is a thread's own
 def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
     router, x = record.router, record.inputs()
-    wide = x.float()
     numbers: dict[str, Any] = {
         **metrics.margin_from_sums(record.sums["margin"]),
         **metrics.load_from_sums(record.sums["usage"]),
@@ -131,7 +130,8 @@ def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
     noise = (settings.sigma, settings.seed, settings.repeats)
     # a router that needs more of each token, such as its id, does not choose by its input
     alone = len(more_inputs(router)) <= len(record.more)
-    robust = perturbation_stability(router, x, *noise, more=record.more) if alone else {}
+    inputs = record.as_passed()
+    robust = perturbation_stability(router, inputs, *noise, more=record.more) if alone else {}
     for name, interval in robust.items():
         numbers[name] = interval.mean
         numbers[f"{name}_interval"] = [interval.low, interval.high]
@@ -152,9 +152,9 @@ def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
         wins = record.sums["anchors"]["anchor_wins"]
         numbers.update(metrics.anchor_metrics(wins, router.anchors.detach()))
     if settings.keep_sample:
-        arrays.update(_sample_arrays(record, wide))
+        arrays.update(_sample_arrays(record, x.float()))
     if settings.certify > 0:
-        numbers.update(_certificates(record, wide, settings, arrays))
+        numbers.update(_certificates(record, x, settings, arrays))
     return numbers, arrays
 
 

@@ -29,7 +29,7 @@ def top_k_overlap(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Floa
 @torch.no_grad()
 def perturbation_stability(
     router: nn.Module,
-    x: Float[Tensor, "T D"],
+    x: Float[Tensor, "*B D"],
     sigma: float = 0.02,
     seed: int = 0,
     repeats: int = 5,
@@ -41,18 +41,19 @@ def perturbation_stability(
     of the chosen sets. The interval covers the repeats of the noise, not the choice of tokens.
 
     ``router`` is any module that returns (logits, weights, indices); it runs in evaluation
-    mode. ``more`` holds its further arguments. The noise is drawn on the CPU from
-    ``seed``, the same on every device.
+    mode and gets x in the shape and dtype that are given. ``more`` holds its further arguments.
+    The noise is drawn on the CPU from ``seed``, the same on every device.
 
     Raises ValueError for a sigma as ``check_sigma``, no tokens or repeats < 1.
     """
     check_sigma(sigma)
-    if repeats < 1 or len(x) < 1:
-        raise ValueError(f"need repeats >= 1 and tokens >= 1; got {repeats} and {len(x)}")
+    tokens = x.shape[:-1].numel()
+    if repeats < 1 or tokens < 1:
+        raise ValueError(f"need repeats >= 1 and tokens >= 1; got {repeats} and {tokens}")
     generator = torch.Generator().manual_seed(seed)
     kept, overlaps = [0.0] * repeats, [0.0] * repeats
     with evaluating(router):
-        for part in torch.split(x, CHUNK):
+        for part in torch.split(x, CHUNK, dim=-2):
             _, weights, chosen = router(part, *more)
             first = first_choice(weights, chosen)
             for repeat in range(repeats):
@@ -62,6 +63,6 @@ def perturbation_stability(
                 kept[repeat] += same.sum().item()
                 overlaps[repeat] += top_k_overlap(chosen, noisy).sum().item()
     return {
-        "stability": mean_interval([value / len(x) for value in kept]),
-        "topk_overlap": mean_interval([value / len(x) for value in overlaps]),
+        "stability": mean_interval([value / tokens for value in kept]),
+        "topk_overlap": mean_interval([value / tokens for value in overlaps]),
     }

@@ -214,6 +214,6 @@ def _radius(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "
     """Certified radius of the first expert, or NaN and the reason."""
     device = next(router.parameters()).device
     try:
-        return certify_first(router, x.to(device).float()).float().cpu(), ""
+        return certify_first(router, x.to(device)).float().cpu(), ""
     except ValueError as error:
         return torch.full((len(x),), torch.nan), str(error)

@@ -1,7 +1,7 @@
 """The same model in other arithmetic: bf16 parameters, weights rounded to 8 bits.
 
-Routers keep their precision in all of them, as in a bf16 load of ours. Rounded weights are kept in
-the dtype of the model, so that rounding is all that changes.
+Routers and their selection biases keep their precision in all of them, as in a bf16 load of ours.
+Rounded weights are kept in the dtype of the model, so that rounding is all that changes.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.analysis.diagnostics import bf16_copy
 from l2r.hf.routes import routed_layers
 from l2r.routers import Router
 
@@ -21,7 +22,7 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     """Copy of a model in bf16, int8 or fp8.
 
-    bf16: all parameters but the routers'. int8: weights of linear layers and of experts, each
+    bf16: all that a checkpoint holds but the routers'. int8: weights of linear layers and of experts, each
     output channel divided by its largest absolute value / 127, rounded to whole numbers and
     multiplied back; embeddings and the output layer stay. fp8: the same with float8 e4m3, by
     the largest absolute value / 448.
@@ -30,20 +31,18 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     """
     if name not in ARITHMETICS:
         raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
-    copy = deepcopy(model)
+    routed_layers(model)
+    copy = bf16_copy(model) if name == "bf16" else deepcopy(model)
     routers = [site.router for layer in routed_layers(copy) for site in layer.sites]
-    excluded = {parameter for router in routers for parameter in router.parameters()}
     if name == "bf16":
-        for parameter in copy.parameters():
-            if parameter not in excluded:
-                parameter.data = parameter.data.bfloat16()
         for router in routers:
             if not isinstance(router, Router):
-                _compute_wide(router)
-    else:
-        for weight, inputs in _weights(copy):
-            if weight not in excluded:
-                weight.data = rounded(weight.data, name, inputs)
+                _compute_in_own_dtype(router)
+        return copy
+    excluded = {parameter for router in routers for parameter in router.parameters()}
+    for weight, inputs in _weights(copy):
+        if weight not in excluded:
+            weight.data = rounded(weight.data, name, inputs)
     return copy
 
 
@@ -70,12 +69,13 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
                 yield parameter, inputs
 
 
-def _compute_wide(router: nn.Module) -> None:
+def _compute_in_own_dtype(router: nn.Module) -> None:
     """Compute a family's own router in the dtype of its weights, whatever its inputs are."""
     forward: Any = router.forward
+    dtype = next(router.parameters()).dtype
 
-    def wide(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits, weights, indices = forward(hidden.float(), *args, **kwargs)
+    def forward_in_own(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
         return logits, weights.to(hidden.dtype), indices
 
-    router.forward = wide
+    router.forward = forward_in_own

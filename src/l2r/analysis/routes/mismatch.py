@@ -1,8 +1,8 @@
 """Two runs of the same tokens: which experts differ, which decisions could not, and what it costs.
 
-A decision, a token in a layer, is certified when its certified radius exceeds the measured change
-of the router's input plus an allowance for the router's own rounding, hidden size * 2^-23 * (the
-norm of the input + that of its change). Where the routers differ in parameters none is certified.
+A decision, a token in a layer, is certified when its certified radius, which leaves room for the
+router's own rounding, exceeds the measured change of the router's input. Where the routers differ
+in parameters or in their dtype none is certified.
 
 Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen per token, V words.
 """
@@ -19,8 +19,6 @@ from l2r.analysis.routes.model_reading import Reading, read_routing
 from l2r.hf.routes import Routes, fingerprint_of
 from l2r.hf.swap import running_sites
 from l2r.runs.mismatch import NO_STATEMENT
-
-_EPS = torch.finfo(torch.float32).eps
 
 
 class Comparison:
@@ -131,9 +129,8 @@ class Comparison:
         norm = torch.linalg.vector_norm(wide, dim=1)
         certified = torch.full((len(x),), NO_STATEMENT)
         if self._alike[layer]:
-            allowance = x.shape[1] * _EPS * (norm + distance)
             try:
-                holds = holds_within(self._routers[layer], x.float(), distance + allowance)
+                holds = holds_within(self._routers[layer], x, distance)
                 certified = holds.to(certified.dtype).cpu()
             except ValueError as error:
                 self._alike[layer] = False
@@ -217,7 +214,9 @@ def _vocabulary(model: nn.Module) -> int:
 def _equal(one: nn.Module, other: nn.Module) -> bool:
     pairs = dict(one.state_dict()), dict(other.state_dict())
     return pairs[0].keys() == pairs[1].keys() and all(
-        torch.equal(value, pairs[1][name].to(value.device)) for name, value in pairs[0].items()
+        value.dtype == pairs[1][name].dtype  # torch.equal compares values alone
+        and torch.equal(value, pairs[1][name].to(value.device))
+        for name, value in pairs[0].items()
     )
 
 

@@ -80,13 +80,15 @@ def _prefill(model: Any, prompt: Tensor) -> Step:
 
 def _decode(model: Any, prompt: Tensor) -> Step:
     """One token after the prompt; the cache is cut back, so that every step is the same."""
+    from l2r.hf.models import CACHE
+
     with torch.no_grad():
-        cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(prompt, use_cache=True, logits_to_keep=1)[CACHE]
     token = prompt[:, :1]
 
     def step(_: int) -> object:
         with torch.no_grad():
-            logits = model(token, past_key_values=cache, use_cache=True).logits
+            logits = model(token, **{CACHE: cache}, use_cache=True).logits
         cache.crop(-1)
         return logits
 

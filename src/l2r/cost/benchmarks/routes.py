@@ -153,13 +153,15 @@ def _backward(model: Any, ids: Tensor) -> Work:
 
 def _decode(model: Any, ids: Tensor, count: int) -> Work:
     """Greedy tokens after a prompt, as ``generate`` calls the model, without its own overhead."""
+    from l2r.hf.models import CACHE
+
     prompt = ids[:1, :16]
 
     def work() -> None:
         with torch.no_grad():
             answer = model(prompt, use_cache=True, logits_to_keep=1)
             for _ in range(count):
-                token, cache = answer.logits[:, -1:].argmax(-1), answer.past_key_values
-                answer = model(token, past_key_values=cache, use_cache=True)
+                token, cache = answer.logits[:, -1:].argmax(-1), answer[CACHE]
+                answer = model(token, **{CACHE: cache}, use_cache=True)
 
     return work

@@ -20,7 +20,6 @@ from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.routed import routes_of
 from l2r.engines.serve.web_app import Served, build
 from l2r.engines.serve.worker import OneByOne, Worker
-from l2r.engines.tried import outside_tried
 from l2r.hf.checkpoints import Placement, checkpoint_folder, load_pretrained, load_tokenizer
 from l2r.routers.offload import device_of
 
@@ -91,9 +90,6 @@ def serving(checkpoint: Path, options: ServeOptions) -> Iterator[tuple[int, Work
 def _prepared(
     checkpoint: Path, options: ServeOptions
 ) -> Iterator[tuple[Server, list[socket.socket]]]:
-    problem = outside_tried("transformers", transformers.__version__, ">=5.19,<5.24")
-    if problem:
-        raise ValueError(problem)
     if options.num_blocks is not None and not options.continuous_batching:
         raise ValueError(
             f"num_blocks is for continuous batching; got num_blocks={options.num_blocks}"

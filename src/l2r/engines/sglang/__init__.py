@@ -6,5 +6,3 @@
 
 SGLang imports every module of this package and registers its ``EntryClass``.
 """
-
-TRIED = ">=0.5.23,<0.5.24"

@@ -8,12 +8,9 @@ from sglang.srt.models.olmoe import OlmoeForCausalLM
 from torch import Tensor
 
 from l2r.engines.served_olmoe import RENAMED, gate_of
-from l2r.engines.sglang import TRIED
-from l2r.engines.tried import outside_tried
+from l2r.versions import check_version
 
-_PROBLEM = outside_tried("sglang", sglang.__version__, TRIED)
-if _PROBLEM:  # SGLang prints what an import raises as one warning
-    raise ImportError(_PROBLEM)
+check_version("sglang", sglang.__version__)  # SGLang prints what an import raises as one warning
 
 
 class L2rOlmoeForCausalLM(OlmoeForCausalLM):

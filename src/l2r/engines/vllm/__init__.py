@@ -7,18 +7,20 @@ vLLM's Transformers backend instead, which runs the modeling file of an exported
 
 import logging
 
-from l2r.engines.tried import outside_tried
-
-TRIED = ">=0.32,<0.34"
+from l2r.versions import check_version
 
 
 def register() -> None:
-    """Make the architecture known to vLLM; outside the tried versions a warning and no more."""
+    """Make the architecture known to vLLM; one that is too old gets a line in its log and no more.
+
+    vLLM calls this in every process, for every model: it raises nothing.
+    """
     import vllm
 
-    problem = outside_tried("vllm", vllm.__version__, TRIED)
-    if problem:
-        logging.getLogger("vllm.plugins.l2r").warning("%s; l2r registers nothing", problem)
+    try:
+        check_version("vllm", vllm.__version__)
+    except ImportError as error:
+        logging.getLogger("vllm.plugins.l2r").warning("%s; l2r registers nothing", error)
         return
     from l2r.hf.models import L2rOlmoeForCausalLM  # its module makes it known to transformers
 

@@ -12,10 +12,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from l2r.hf.checkpoints.pretrained import checkpoint_folder, load_pretrained, save_model
-from l2r.hf.models.weight_files import check_finite
+from l2r.hf.models.weight_files import check_finite, files_of_weights
 from l2r.hf.swap.sites import router_sites
 from l2r.runs.atomic import write_json
-from l2r.runs.reading import read_bytes, read_json
+from l2r.runs.reading import read_bytes
 
 Report = Callable[[int, int, str], None]
 
@@ -114,19 +114,8 @@ class CheckpointOnDisk:
 
 
 def _names_by_file(folder: Path) -> dict[str, list[str]]:
-    """Names of the tensors in every file of weights that transformers reads.
-
-    Raises ValueError for an index that names a file of another folder.
-    """
-    files = {SAFE_WEIGHTS_NAME}
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        files = set(read_json(folder / SAFE_WEIGHTS_INDEX_NAME)["weight_map"].values())
-    for file in files:
-        if Path(file).name != file:
-            raise ValueError(
-                f"{SAFE_WEIGHTS_INDEX_NAME} must name files of its folder; got {file!r}"
-            )
-    return {file: list(_read(folder / file)) for file in sorted(files)}
+    """Names of the tensors in every file of weights that transformers reads."""
+    return {file.name: list(_read(file)) for file in files_of_weights(folder)}
 
 
 def _read(file: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from l2r.hf.models.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
+    from l2r.hf.models.cache_argument import CACHE as CACHE
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig

@@ -28,13 +28,18 @@ def attach_router(config: RouterConfig, *, stream: int, **sizes: int) -> Router:
 
 @torch.no_grad()
 def reset_missing(router: Router) -> None:
-    """Initialize a router after loading, leaving alone what the checkpoint filled."""
+    """Initialize a router after loading, leaving alone what the checkpoint filled.
+
+    A selection bias starts at zero, also one that a swap brought from the family's router.
+    """
     state: dict[str, Any] = dict(router.named_parameters()) | dict(router.named_buffers())
     loaded = {n: t.clone() for n, t in state.items() if getattr(t, "_is_hf_initialized", False)}
     if len(loaded) == len(state):
         return
     with _stream(int(getattr(router, "init_stream", 0))):
         router.reset_parameters()
+    if router.selection.bias is not None:
+        state[router.selection.bias].zero_()
     for name, value in loaded.items():
         state[name].copy_(value)
 

@@ -17,6 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from l2r.runs.reading import read_json
 
@@ -32,7 +38,8 @@ _COUNTS = (  # 0 in models that have none
 _TIED, _PACKED = 2, 16
 _SPARE = 10**8  # below 400 MB more, loading goes on, so that the message names what is missing
 _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
-_NAMED = 3
+_SHOWN = 3
+UNEVEN = "not those of whole experts"
 
 
 def read_weights(
@@ -63,9 +70,9 @@ def read_weights(
     except RuntimeError as error:
         if "automatic conversion" not in str(error):
             raise
-        _refuse({"not those of whole experts": _uneven_experts(shapes or {})})
+        refuse({UNEVEN: uneven_experts(shapes or {})})
         raise ValueError("the matrices of the experts cannot be put together") from error
-    _refuse(
+    refuse(
         {
             "missing": _needed(info["missing_keys"], optional),
             "not in the model of config.json": _needed(info["unexpected_keys"], optional),
@@ -92,6 +99,26 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
+def files_of_weights(folder: Path) -> list[Path]:
+    """Files of weights that transformers reads in a folder, safetensors before pickles, or none.
+
+    Raises ValueError for an index that names a file of another folder.
+    """
+    for one, index in (
+        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
+        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+    ):
+        if (folder / one).is_file():
+            return [folder / one]
+        if (folder / index).is_file():
+            names = sorted(set(read_json(folder / index)["weight_map"].values()))
+            for name in names:
+                if Path(name).name != name:
+                    raise ValueError(f"{index} must name files of its folder; got {name!r}")
+            return [folder / name for name in names]
+    return []
+
+
 def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError where tensors hold NaN or an infinity, by one pass over each."""
     names = []
@@ -109,7 +136,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
             continue
         if not torch.stack(torch.aminmax(value)).isfinite().all():
             names.append(name)
-    _refuse({"not finite": names})
+    refuse({"not finite": names})
 
 
 def _stored_shapes(folder: Path) -> Shapes | None:
@@ -179,7 +206,7 @@ def _needed(names: Iterable[str], optional: tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if not any(part in name for part in optional))
 
 
-def _uneven_experts(shapes: Shapes) -> list[str]:
+def uneven_experts(shapes: Shapes) -> list[str]:
     """Matrices of single experts that others of their layer have, or have in another shape."""
     stacks: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     numbers: dict[str, set[str]] = {}
@@ -195,12 +222,12 @@ def _uneven_experts(shapes: Shapes) -> list[str]:
     return sorted(uneven)
 
 
-def _refuse(problems: Mapping[str, list[str]]) -> None:
-    """Raise ValueError on one line where there is a problem."""
+def refuse(problems: Mapping[str, list[str]]) -> None:
+    """Raise ValueError on one line where there is a problem, with the names of three tensors."""
     parts = []
     for problem, names in problems.items():
         if names:
-            others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            parts.append(f"{problem} ({', '.join(names[:_NAMED])}{others})")
+            others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            parts.append(f"{problem} ({', '.join(names[:_SHOWN])}{others})")
     if parts:
         raise ValueError(f"weights are {'; '.join(parts)}")

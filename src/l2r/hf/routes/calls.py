@@ -56,8 +56,9 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     tokens = None if mask is None or columns is None else (mask.detach() != 0).cpu().numpy()
     if tokens is not None and tokens.all():
         tokens = None
-    cache: Any = values.get("past_key_values")
-    past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+    # Known by what it does: transformers renames it, and continuous batching has another kind.
+    cache = next((value for value in values.values() if hasattr(value, "get_seq_length")), None)
+    past = 0 if cache is None else int(cache.get_seq_length())
     grows = cache is not None or values.get("use_cache") is True
     positions: Any = values.get("position_ids")
     packed = None

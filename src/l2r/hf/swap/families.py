@@ -127,14 +127,14 @@ FAMILY_OF_ROUTER: Mapping[str, Family] = {
 }
 
 
-def family_of(router: Any) -> Family:
-    """The family whose rule a stock router follows. Raises KeyError for another router."""
-    return FAMILY_OF_ROUTER[type(router).__name__]
+def family_of(router: Any) -> Family | None:
+    """The family whose rule a stock router follows; None for another module."""
+    return FAMILY_OF_ROUTER.get(type(router).__name__)
 
 
 def is_of_family(router: Any, path: str) -> bool:
     """Whether a module, at a path of its model, is a family's router of text."""
-    family = FAMILY_OF_ROUTER.get(type(router).__name__)
+    family = family_of(router)
     return family is not None and (family.apart is None or family.apart not in path.split("."))
 
 

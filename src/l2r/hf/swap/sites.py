@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
-from l2r.hf.swap.families import FAMILIES, REFUSED, family_of, is_of_family
+from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
 from l2r.hf.swap.rules import TokenTable
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
@@ -18,6 +18,7 @@ from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
 SELECTIONS = ("family", "router")
+_INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,14 @@ class Site:
         """Selection in force here."""
         if isinstance(self.router, Router):
             return self.router.selection
-        return family_of(self.router).selection(self.router)
+        return self.family.selection(self.router)
+
+    @property
+    def family(self) -> Family:
+        """Family of a stock router."""
+        family = family_of(self.router)
+        assert family is not None, self.path
+        return family
 
     @property
     def by_token(self) -> bool:
@@ -135,7 +143,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 def old_weight(site: Site) -> Tensor:
     """The [N, D] matrix of a family's own router."""
-    weight: Tensor = attrgetter(family_of(site.router).weight)(site.router)
+    weight: Tensor = attrgetter(site.family.weight)(site.router)
     return weight
 
 
@@ -165,12 +173,16 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
 
 
 def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
-    """Put a router, new or old, at a site."""
+    """Put a router, new or old, at a site; it needs initial weights where the one there does."""
     parent, _, name = site.path.rpartition(".")
     block: Any = model.get_submodule(parent)
     setattr(block, name, router)
-    # Some families initialize ``block.gate.weight`` by name while a checkpoint loads.
-    block._is_hf_initialized = True
+    if hasattr(site.router, _INITIALIZED):
+        setattr(router, _INITIALIZED, site.router._is_hf_initialized)
+    # Some families initialize ``block.gate.weight`` by name while a checkpoint loads; those whose
+    # block has tensors, a selection bias, initialize these alone.
+    if not [*block.parameters(recurse=False), *block.buffers(recurse=False)]:
+        setattr(block, _INITIALIZED, True)
 
 
 def _is_recorded(router: Router) -> bool:

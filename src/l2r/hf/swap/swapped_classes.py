@@ -39,7 +39,7 @@ def is_known(base: type) -> bool:
 def swapped_config(base: Any) -> Any:
     """The configuration class of swapped models whose configuration was a ``base``."""
 
-    def build(self: Any, *args: Any, **values: Any) -> None:
+    def build(self, *args: object, **values: object) -> None:  # type: ignore[no-untyped-def]
         base.__init__(self, *args, **values)
         self.__dict__.pop("model_type", None)  # of the class
 
@@ -55,7 +55,10 @@ def swapped_model(base: Any) -> Any:
     A new model gets the routers of ``config.l2r_swap``.
     """
 
-    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+    # vLLM asks isinstance(argument, annotation), one place off: ``self`` must have no annotation.
+    def build(  # type: ignore[no-untyped-def]
+        self, config: PreTrainedConfig, *args: object, **options: object
+    ) -> None:
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
             raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")

@@ -22,7 +22,7 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, Site, family_of
+from l2r.hf.swap import FAMILIES, Site
 from l2r.routers import Router
 from l2r.routers.selection_rule import Selection
 
@@ -137,7 +137,7 @@ def _impossible(site: Site) -> str:
 def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | None:
     """Rule and sizes of the family's own router, built from the configuration without storage."""
     stock = not isinstance(site.router, Router)
-    entry = family_of(site.router) if stock else FAMILIES.get(family)
+    entry = site.family if stock else FAMILIES.get(family)
     modules = [sys.modules[base.__module__] for base in type(subject.model).__mro__]
     modules += [sys.modules[type(site.router).__module__]]
     kinds = [

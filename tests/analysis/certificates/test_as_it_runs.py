@@ -1,0 +1,181 @@
+"""Certificates hold for the router as it runs: no rounding of its own dtype changes a decision."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from l2r.analysis.certificates import certify as certify_module
+from l2r.analysis.certificates.attack import exact
+from l2r.analysis.certificates.certify import certify, certify_first, holds_within
+from l2r.hf.swap import router_sites
+from l2r.routers.observe import first_choice
+from tests.analysis.diagnostics.routers import inputs, make
+from tests.hf.families import OWN_SIZES, TINY
+from tests.tiers import few
+
+pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
+
+# Ways to logits and to a choice: a softmax ranks, logits do, with a bias, behind .float(), and the
+# weight of a module inside of the router.
+GATES = ("olmoe", "mixtral", "jamba", "gpt_oss", "granitemoe", "cohere2_moe", "hunyuan_v1_moe")
+OURS = ("sips", "sips, no norm", "cosine", "dot", "sips, rank 4", "xmoe")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def gate(family, dtype, *, common=0.0, spread=1.0, **sizes):
+    """A family's own router, whose rows share a part that no choice depends on."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**TINY, **OWN_SIZES[family], **sizes})
+    router = router_sites(AutoModelForCausalLM.from_config(config))[0].router
+    for parameter in router.requires_grad_(False).parameters():
+        parameter.copy_(spread * torch.randn_like(parameter))
+        if parameter.dim() == 2:
+            parameter += common * torch.randn(1, parameter.shape[1])
+    return router.to(dtype).eval()
+
+
+def tokens(dtype, count=40):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, TINY["hidden_size"], generator=generator).to(dtype)
+
+
+def decided(router, x):
+    """Mask [T, N] of the set that a router chooses as it runs, and its first expert [T]."""
+    logits, weights, chosen = router(x)
+    none = torch.zeros(logits.shape, dtype=torch.bool)
+    return none.scatter(1, chosen, True), first_choice(weights, chosen)
+
+
+def changed(router, x, radii, normals, *, tries=60):
+    """Tokens [T] whose set, and whose first expert, some input inside its radius changes.
+
+    Inputs on the sphere towards ``normals`` [T, C, D] and at random, rounded up or down at random,
+    of which those count that are inside after the rounding.
+    """
+    generator = torch.Generator().manual_seed(2)
+    wide, kept, first = x.double(), *decided(router, x)
+    sets, firsts = torch.zeros(len(x), dtype=torch.bool), torch.zeros(len(x), dtype=torch.bool)
+    for number in range(tries):
+        way = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        if number % 2 and normals is not None:
+            way = normals[:, (number // 2) % normals.shape[1]] + 0.02 * way
+        unit = way / way.norm(dim=1, keepdim=True)
+        share = torch.rand(len(x), 1, generator=generator, dtype=torch.float64) ** 0.1
+        point = (wide + share * radii[:, None].clamp_max(1e4) * unit).to(x.dtype)
+        inside = (point.double() - wide).norm(dim=1) <= radii
+        new, new_first = decided(router, torch.where(inside[:, None], point, x))
+        sets |= (new != kept).any(dim=1)
+        firsts |= new_first != first
+    return sets, firsts
+
+
+def ways(router, x):
+    """Directions [T, N, D] from the token's experts to every other: against the first and last."""
+    weight = next(p for p in router.parameters() if p.dim() == 2).double()
+    _, weights, chosen = router(x)
+    order = chosen.gather(1, weights.argsort(dim=1, descending=True))
+    ends = [weight[None] - weight[order[:, place]][:, None] for place in (0, -1)]
+    return torch.cat(ends, dim=1) + 1e-30
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("family", GATES)
+def test_no_input_inside_the_radius_changes_what_a_gate_in_half_precision_chooses(family, dtype):
+    router, x = gate(family, dtype), tokens(dtype)
+    radii, ideal = certify(router, x), certify(exact(router), x.double())
+    assert (radii.topk > 0).any() and (radii.top1 > 0).any()
+    assert (radii.topk <= ideal.topk).all() and (radii.top1 <= ideal.top1).all()
+    normals = ways(router, x)
+    assert not changed(router, x, radii.topk, normals)[0].any()
+    assert not changed(router, x, radii.top1, normals)[1].any()
+    assert torch.equal(certify_first(router, x), radii.top1)
+    positive = radii.topk > 0
+    assert holds_within(router, x, 0.999 * radii.topk)[positive].all()
+    assert not holds_within(router, x, 1.001 * radii.topk).any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_radii_of_exact_arithmetic_would_not_hold_in_bf16(family):
+    """So the tries would notice a rounding that is left out; the rows share a large part."""
+    router, x = gate(family, torch.bfloat16, common=4.0, spread=0.1), tokens(torch.bfloat16)
+    ideal, radii = certify(exact(router), x.double()), certify(router, x)
+    normals = ways(router, x)
+    assert changed(router, x, ideal.topk, normals)[0].sum() > 3
+    assert changed(router, x, ideal.top1, normals)[1].sum() > 3
+    assert not changed(router, x, radii.topk, normals)[0].any()
+    assert not changed(router, x, radii.top1, normals)[1].any()
+
+
+def test_the_rounding_of_a_gate_is_that_of_the_dtype_that_it_computes_in():
+    """granitemoe returns float32 of a product in bf16; deepseek_v2 widens bf16 weights first."""
+    x = tokens(torch.bfloat16)
+    for family, sizes, unit in (
+        ("granitemoe", {}, 2.0**-8),
+        ("deepseek_v2", {"topk_method": "greedy"}, 2.0**-24),
+    ):
+        router = gate(family, torch.bfloat16, **sizes)
+        assert router(x)[0].dtype == torch.float32 and router.weight.dtype == torch.bfloat16
+        form, _ = certify_module._decisions(router, x)
+        assert form.arithmetic.logits == unit and form.arithmetic.sums == 2.0**-24
+
+
+def test_logits_that_the_weight_does_not_give_have_no_certificate():
+    """Softcapped ones, as some families have: in the order of the product, not with its rounding."""
+    router = gate("mixtral", torch.float32)
+    forward = router.forward
+
+    def capped(hidden_states):
+        logits, *rest = forward(hidden_states)
+        return logits.tanh(), *rest
+
+    router.forward = capped
+    with pytest.raises(
+        ValueError, match="MixtralTopKRouter has other logits than its weight gives"
+    ):
+        certify(router, tokens(torch.float32))
+
+
+def test_probabilities_that_tie_where_logits_do_not_certify_nothing():
+    """Softmax ranks: differences below its rounding, and experts below its smallest number."""
+    x = tokens(torch.float32)
+    close = gate("mixtral", torch.float32, spread=1e-9)
+    logits = x.double() @ close.weight.double().T
+    best = logits.topk(3).values
+    assert (best.diff().abs() > 1e-13 * best[:, :2].abs()).all()  # no ties
+    assert (certify(close, x).topk == 0).all() and (certify(close, x).top1 == 0).all()
+    far = gate("mixtral", torch.float32, spread=60.0)
+    chosen, _ = decided(far, x)
+    weights = far(x)[1]
+    assert ((weights == 0).any(dim=1)).any()  # a chosen one of weight 0: others have it, too
+    radii = certify(far, x)
+    assert (radii.topk[(weights == 0).any(dim=1)] == 0).all() and (radii.top1 > 0).any()
+    assert not changed(far, x, radii.topk, ways(far, x))[0].any()
+
+
+def test_no_radius_reaches_where_half_precision_overflows():
+    router = gate("mixtral", torch.float16, spread=4000.0)
+    x = tokens(torch.float16)
+    radii = certify(router, x)
+    assert torch.isfinite(router(x)[0]).all() or (radii.topk == 0).any()
+    length = router.weight.double().norm(dim=1)
+    room = (torch.finfo(torch.float16).max - (x.double() @ router.weight.double().T).abs()) / length
+    assert (radii.topk <= room.amin(dim=1).clamp_min(0)).all()
+
+
+@pytest.mark.parametrize("name", few(OURS, ("sips", "sips, rank 4", "xmoe"), "every form"))
+def test_experts_that_only_rounding_tells_apart_are_not_certified(name):
+    """Anchors of two experts that differ in their last bits, in a router of ours as it runs.
+
+    In exact arithmetic one of them is ahead in whole regions; computed, either may be.
+    """
+    router, x = make(name, top_k=1), inputs(30)
+    with torch.no_grad():
+        router.anchors[1] = router.anchors[0] * (1 + 2e-7 * torch.randn_like(router.anchors[0]))
+    radii, ideal = certify(router, x).topk, certify(exact(router), x.double()).topk
+    kept, first = decided(router, x)
+    close = kept[:, :2].any(dim=1)
+    assert close.sum() > 3 and (radii[~close] > 0).all()
+    assert not changed(router, x, radii, None)[0].any()
+    same = first == decided(exact(router), x.double())[1]
+    assert changed(router, x, torch.where(same, ideal, 0.0), None)[0].any()

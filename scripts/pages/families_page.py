@@ -21,7 +21,7 @@ from scripts.pages.marks import with_section
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
 from l2r.hf.swap import rules
-from l2r.hf.swap.families import FAMILIES, REFUSED
+from l2r.hf.swap.families import FAMILIES
 from l2r.report.tables import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
@@ -44,7 +44,8 @@ A small random model of each, on a CPU, with {versions}:
 {table}{exceptions}
 ### Refused
 
-{refused}"""
+{refused}
+"""
 
 
 def section(results: Sequence[FamilyResult], found: Sequence[Architecture]) -> str:
@@ -69,7 +70,7 @@ def section(results: Sequence[FamilyResult], found: Sequence[Architecture]) -> s
         supported=_by_rule([result.family for result in passed]),
         table=f"\n{failed}" if failed else "",
         exceptions=_exceptions(results),
-        refused="".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items()),
+        refused="".join(f"- `{a.name}`: {a.why}.\n" for a in found if a.state == REFUSAL),
     )
 
 
@@ -95,12 +96,15 @@ def _by_rule(families: Sequence[str]) -> str:
 
 def _exceptions(results: Sequence[FamilyResult]) -> str:
     """Which checks say nothing for which family."""
-    reasons = {"generate": "generate nothing", "compile": "do not compile with their own routers"}
+    reasons = {
+        "generate": "it classifies tokens",
+        "compile": "transformers' own model does not compile either",
+    }
     lines = []
     for check, reason in reasons.items():
         names = [f"`{r.family}`" for r in results if getattr(r, check) is None]
         if names:
-            lines.append(f"No `{check}` for {', '.join(names)}: they {reason}.")
+            lines.append(f"No `{check}` for {', '.join(names)}: {reason}.")
     return "".join("\n" + "\n".join(wrap(line, 100)) + "\n" for line in lines)
 
 

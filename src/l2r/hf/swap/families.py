@@ -50,6 +50,7 @@ class Family:
 
     rule: function from an old router to its selection. weight: path of the router's [N, D] matrix.
     apart: part of a path whose routers of the same class see no text, and stay as they are.
+    recorded: whether ``output_router_logits`` reads the router, and not the block around it.
     """
 
     model_type: str
@@ -57,6 +58,7 @@ class Family:
     rule: Callable[[Any], Selection]
     weight: str = "weight"
     apart: str | None = None
+    recorded: bool = True
 
     def selection(self, old: Any) -> Selection:
         """Selection of an old router of this family."""
@@ -105,7 +107,9 @@ _TABLE = (
     Family("openai_privacy_filter", "OpenAIPrivacyFilterTopKRouter", openai_privacy_filter),
     Family("mistral4", "Mistral4TopkRouter", mistral4),
     Family("mistral_large4", "MistralLarge4TextTopkRouter", mistral_large4),
-    Family("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeTopKRouter", ernie, apart="vision_moe"),
+    Family(
+        "ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeTopKRouter", ernie, apart="vision_moe", recorded=False
+    ),
     Family("unlimited_ocr", "UnlimitedOcrTextTopkRouter", deepseek_v2),
     Family("deepseek_ocr2", "DeepseekOcr2TextTopkRouter", deepseek_v2),
     Family("deepseek_v4", "DeepseekV4TopKRouter", deepseek_v4),

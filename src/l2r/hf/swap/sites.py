@@ -166,7 +166,8 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             router.selection = site.selection
             if router.selection.bias is not None:
                 _carry(site.router, router, router.selection.bias.partition(".")[0])
-    if not isinstance(site.router, Router) or _is_recorded(site.router):
+    ours = isinstance(site.router, Router)
+    if _is_recorded(site.router) if ours else site.family.recorded:
         # transformers looks for the old class, so the new module brings the hook itself.
         router.register_forward_hook(_record_logits)
     return router.train(site.router.training)

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -332,3 +334,18 @@ def test_a_place_that_is_not_in_memory_is_refused(tmp_path):
     trainer.model.lm_head.to("meta")
     with pytest.raises(ValueError, match=r"sharded or not in memory \(lm_head.weight\)"):
         load_whole(trainer, checkpoint)
+
+
+@pytest.mark.slow("fresh processes")
+@pytest.mark.parametrize("first", ["import l2r", "from transformers import Trainer"])
+def test_the_order_of_imports_does_not_matter(first):
+    code = f"""
+import sys
+{first}
+import l2r
+from transformers import Trainer
+for method in (Trainer._load_from_checkpoint, Trainer._load_best_model):
+    assert method.__module__ == "transformers.trainer" and method.__wrapped__
+assert "l2r.hf" not in sys.modules  # nothing is imported before a checkpoint is loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdin=subprocess.DEVNULL)

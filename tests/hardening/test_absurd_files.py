@@ -236,7 +236,7 @@ CONFIG, MANIFEST = "model/config.json", "tokens/manifest.json"
 CASES = {
     "a tokenizer without anything": Case("model/tokenizer.json", text("{}"), SWAP, "a tokenizer"),
     "a deep tokenizer": Case("model/tokenizer.json", text(DEEP), SWAP, "a tokenizer"),
-    "a deep configuration": Case(CONFIG, text(DEEP), SWAP, "a language model"),
+    "a deep configuration": Case(CONFIG, text(DEEP), SWAP, CONFIG),
     "a list as configuration": Case(CONFIG, text("[1]"), SWAP, "a language model"),
     "a deep configuration, of any model": Case(CONFIG, text(DEEP), ("eval", "model"), CONFIG),
     "a list as configuration, of any model": Case(CONFIG, text("[]"), ("eval", "model"), CONFIG),

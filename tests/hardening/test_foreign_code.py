@@ -118,8 +118,12 @@ def test_code_of_an_image_classifier_is_refused_without_a_question(l2r, ran, tmp
     names = {"AutoConfig": "stranger.C", "AutoModelForImageClassification": "stranger.M"}
     changed(tmp_path / "vit" / "config.json", model_type="stranger", auto_map=names)
     (tmp_path / "vit" / "stranger.py").write_text(CODE.format(ran=str(ran)))
-    for command in (("eval",), ("diagnose",), ("landscape",)):
-        line = l2r(*command, tmp_path / "vit").refusal()
+    for command, *data in (
+        ("eval", "--data", "digits"),
+        ("diagnose", "--data", "digits"),
+        ("landscape",),
+    ):
+        line = l2r(command, tmp_path / "vit", *data).refusal()
         assert "--trust-remote-code" in line, line
 
 

@@ -323,7 +323,7 @@ def test_progress_ends_with_all_bytes(checkpoint, files, tmp_path, monkeypatch):
     [
         ({"length": 1}, "length must be >= 2; got 1"),
         ({"length": 8, "stride": 8}, "stride must lie between 1 and 7"),
-        ({"stride": 0}, "stride must lie between 1 and 255"),
+        ({"stride": 0}, "stride must lie between 1 and 2047"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(checkpoint, files, tmp_path, settings, message):

@@ -252,16 +252,32 @@ def test_the_card_says_unchanged_where_nothing_was_converted(plain, l2r, tmp_pat
 def test_a_tensor_that_is_not_written_as_it_was_is_named_and_nothing_stays(
     plain, tmp_path, monkeypatch, refusal, damage
 ):
-    name = "model.layers.1.self_attn.q_proj.weight"
+    name, sharded = "model.layers.1.self_attn.q_proj.weight", tmp_path / "sharded"
+    load_pretrained(plain, dtype="auto").save_pretrained(sharded, max_shard_size="20KB")
 
     def save(tensors, *arguments, **options):
-        other = {**tensors, name: tensors[name].flip(0)}
-        if damage == "gone":
-            del other[name]
+        other = dict(tensors)
+        if name in other:
+            other[name] = other[name].flip(0)
+            if damage == "gone":
+                del other[name]
         save_file(other, *arguments, **options)
 
     monkeypatch.setattr(by_file, "save_file", save)
-    assert f"differ from those of {plain}, please report it: {name}" in refusal("swap", plain)
+    assert f"differ from those of {sharded}, please report it: {name}" in refusal("swap", sharded)
+
+
+def test_a_tied_matrix_that_is_stored_twice_is_no_loss_when_it_is_written_once(l2r, tmp_path):
+    folder = tmp_path / "tied-moe"
+    tiny_model(FAMILIES["olmoe"], tie_word_embeddings=True).save_pretrained(folder)
+    tied = stored(folder)["model.embed_tokens.weight"]
+    torch.save(stored(folder) | {"lm_head.weight": tied}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert l2r("swap", folder, "rank=2", "--out", tmp_path / "new").code == 0
+    new = load_pretrained(tmp_path / "new")
+    assert torch.equal(new.lm_head.weight, tied) and "lm_head.weight" not in stored(
+        tmp_path / "new"
+    )
 
 
 def test_quantized_weights_are_not_copied_file_by_file(plain, tmp_path):

@@ -20,8 +20,11 @@ _AROUND = re.compile(r"\.(base_layer|original_module)(?=\.)")  # PEFT's, in name
 
 def tensors_by_file(folder: Path) -> Iterator[dict[str, Tensor]]:
     """Tensors by name, one file of weights at a time; mapped, so that they are read when used."""
-    for file in files_of_weights(folder):
-        yield load_state_dict(str(file), map_location="cpu")
+    yield from map(_tensors, files_of_weights(folder))
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    return load_state_dict(str(file), map_location="cpu")
 
 
 def inner_model(model: nn.Module) -> Any:
@@ -66,18 +69,19 @@ def check_unchanged(model: nn.Module, folder: Path, new: Path, *, renamed: bool 
     """Compare two folders by bytes: what ``new`` holds besides the routers is what ``folder`` does.
 
     A wider dtype is no change. ``renamed`` leaves out tensors that have a place in the model and
-    are not in ``new``: transformers has other names for them now. Raises ValueError that names the
+    are not in ``new``: transformers writes a tied one once. Raises ValueError that names the
     tensors that are missing or changed.
     """
-    written = {name: tensor for part in tensors_by_file(new) for name, tensor in part.items()}
     stored = [name for part in tensors_by_file(folder) for name in part]
-    found, changed = places(model, stored), []
+    found, changed = places(model, stored), list[str]()
+    homes = {name: file for file in files_of_weights(new) for name in _tensors(file)}
     for tensors in tensors_by_file(folder):
-        for name in tensors.keys() & found.keys():
-            if name in written:
-                changed += [] if _is_same(tensors[name], written[name]) else [name]
-            elif found[name] is None or not renamed:
-                changed.append(name)
+        names = tensors.keys() & found.keys()
+        changed += [n for n in names - homes.keys() if found[n] is None or not renamed]
+        for file in {homes[name] for name in names & homes.keys()}:
+            written = _tensors(file)
+            both = names & written.keys()
+            changed += [name for name in both if not _is_same(tensors[name], written[name])]
     if changed:
         raise ValueError(
             f"tensors besides the routers would differ from those of {folder}, please report it: "

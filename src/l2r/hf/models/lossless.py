@@ -172,9 +172,9 @@ def _lost_packed(method: str, name: str | Path) -> str:
 def _lost_tensors(aside: Collection[str]) -> str:
     return (
         f"holds tensors that transformers leaves aside ({named(sorted(aside))}), and a save of "
-        "the whole model would lose them; l2r swap and l2r export keep them without --fit, --dtype "
-        "and --trust-remote-code, or write a copy without them (AutoModelForCausalLM."
-        "from_pretrained, save_pretrained) and take that"
+        "the whole model would lose them; l2r swap and l2r export without --fit, --dtype and "
+        "--trust-remote-code keep them in folders that they open, or write a copy without them "
+        "(AutoModelForCausalLM.from_pretrained, save_pretrained) and take that"
     )
 
 

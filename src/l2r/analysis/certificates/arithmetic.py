@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from l2r.routers import Router
 
-STEPS = 32  # roundings of what surrounds a sum: norms, tanh, exp and log, with room to spare
+STEPS = 16  # roundings of what surrounds a sum: norms, tanh, exp and log, with room to spare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -223,7 +223,9 @@ def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Ten
     """The larger of both bounds; 0 stays 0, since those tokens have no proven decision."""
     if isinstance(form, LinearMap) or len(form.matrix) != 2 or keep == form.num_experts:
         return radii
-    return torch.where(radii > 0, torch.maximum(radii, plane_radii(form, x, keep)), radii)
+    proven = radii > 0
+    radii[proven] = torch.maximum(radii[proven], plane_radii(form, x[proven], keep))
+    return radii
 
 
 def _gaps(logits: Float[Tensor, "T N"], chosen: Int[Tensor, "T K"]) -> Float[Tensor, "T K N"]:

@@ -82,7 +82,7 @@ def _refined(
 def _nearest_change(
     form: AnchorMap, distance: "_Distance", cells: Cells, own: Bool[Tensor, "T N"], keep: int
 ) -> Float[Tensor, " T"]:
-    """Distance of each token to a place of its cell [T] where other experts are chosen.
+    """Distance of each token to a place of its cell [T] where other experts may be chosen.
 
     Of both sides of the cell and its middle the nearest such place; infinity if none is.
     """
@@ -91,8 +91,9 @@ def _nearest_change(
     size = distance.nearest_size(angle)
     size = torch.minimum(torch.maximum(size, cells.size_low[:, None]), cells.size_high[:, None])
     query = size[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
-    chosen = _chosen(form, query.flatten(0, 1), keep).view(*angle.shape, -1)
-    same = (chosen == own[:, None]).all(dim=-1)
+    flat = query.flatten(0, 1)
+    chosen = _chosen(form, flat, keep).view(*angle.shape, -1)
+    same = (chosen == own[:, None]).all(dim=-1) & ~_may_round(form, flat, keep).view(angle.shape)
     return distance.to(Cells.points(angle, size)).masked_fill(same, torch.inf).amin(dim=1)
 
 
@@ -100,6 +101,13 @@ def _chosen(form: AnchorMap, query: Float[Tensor, "T R"], keep: int) -> Bool[Ten
     logits = form.scores(query).logsumexp(dim=-1)
     none = torch.zeros_like(logits, dtype=torch.bool)
     return none.scatter(1, logits.topk(keep, dim=1).indices, True)
+
+
+def _may_round(form: AnchorMap, query: Float[Tensor, "T R"], keep: int) -> Bool[Tensor, " T"]:
+    """Whether the rounding of logits could change the set of the ``keep`` best."""
+    best = form.scores(query).logsumexp(dim=-1).topk(keep + 1, dim=1).values
+    rounding = form.logit_rounding(torch.linalg.vector_norm(query, dim=1))
+    return best[:, -2] - best[:, -1] < 2 * rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """Certificates hold for the router as it runs: no rounding of its own dtype changes a decision."""
 
+import sys
+
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.analysis.certificates import attack
 from l2r.analysis.certificates import certify as certify_module
+from l2r.analysis.certificates.arithmetic import family_of
 from l2r.analysis.certificates.attack import decisions, exact, shortest_flip
 from l2r.analysis.certificates.certify import certify, certify_first, holds_within
 from l2r.hf.swap import router_sites
@@ -120,6 +124,14 @@ def test_the_rounding_of_a_gate_is_that_of_the_dtype_that_it_computes_in():
         assert router(x)[0].dtype == torch.float32 and router.weight.dtype == torch.bfloat16
         form, _ = certify_module._decisions(router, x)
         assert form.arithmetic.logits == unit and form.arithmetic.sums == 2.0**-24
+
+
+def test_without_transformers_no_router_is_of_a_family(monkeypatch):
+    router = nn.Linear(4, 2)
+    router.__class__ = type("MixtralTopKRouter", (nn.Linear,), {})
+    assert family_of(router).model_type == "mixtral"
+    monkeypatch.setitem(sys.modules, "l2r.hf.swap", None)  # as where it cannot be imported
+    assert family_of(router) is None
 
 
 def test_logits_that_the_weight_does_not_give_have_no_certificate():

@@ -237,7 +237,7 @@ CASES = {
     "a tokenizer without anything": Case("model/tokenizer.json", text("{}"), SWAP, "a tokenizer"),
     "a deep tokenizer": Case("model/tokenizer.json", text(DEEP), SWAP, "a tokenizer"),
     "a deep configuration": Case(CONFIG, text(DEEP), SWAP, CONFIG),
-    "a list as configuration": Case(CONFIG, text("[1]"), SWAP, "a language model"),
+    "a list as configuration": Case(CONFIG, text("[1]"), SWAP, "must be a JSON object"),
     "a deep configuration, of any model": Case(CONFIG, text(DEEP), ("eval", "model"), CONFIG),
     "a list as configuration, of any model": Case(CONFIG, text("[]"), ("eval", "model"), CONFIG),
     "architectures of another type": Case(

@@ -39,7 +39,7 @@ def words(command, folder, text):
     """A command on a folder, with a fit that takes a moment."""
     name, *options = command.split()
     sizes = ("--data", text, "--updates", 0, "--tokens", 600, "--held-out", 300, "--length", 32)
-    more = {"upcycle": sizes, "swap --fit": [text]}.get(command, ())
+    more = sizes if "--fit" in options else ()
     return (name, folder, *options, *more)
 
 
@@ -115,7 +115,7 @@ def refusal(l2r, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle", "export"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantized_folder_is_refused_by_its_method_with_the_way(
     plain, text_folder, tmp_path, refusal, method, command
@@ -137,7 +137,7 @@ def test_quantization_of_a_part_counts_and_an_empty_entry_does_not(plain, l2r, t
     assert_kept(folder, tmp_path / "new")
 
 
-@pytest.mark.parametrize("command", ["swap", "upcycle", "export"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
 def test_a_base_with_an_adapter_beside_it_is_refused(
     plain, text_folder, tmp_path, refusal, command
 ):
@@ -148,7 +148,7 @@ def test_a_base_with_an_adapter_beside_it_is_refused(
     assert f"{folder} holds an adapter beside the weights" in line and "merge_and_unload" in line
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit"])
 def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(wrapper, text_folder, refusal, command):
     line = refusal(*words(command, wrapper, text_folder))
     assert f"{wrapper} is a wrapper, and Qwen3_5MoeForCausalLM is one part of it" in line
@@ -182,7 +182,7 @@ def test_tensors_that_transformers_leaves_aside_are_kept_file_by_file(mtp, l2r, 
     assert_kept(mtp, tmp_path / "export")
 
 
-@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16", "upcycle"])
+@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16"])
 def test_a_save_of_the_whole_model_without_them_is_refused_before_the_fit(
     mtp, text_folder, monkeypatch, refusal, command
 ):
@@ -210,7 +210,7 @@ def test_an_mtp_block_outside_the_layers_and_one_in_pickled_weights_are_seen(tmp
 
 
 def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r):
-    ended = l2r(*words("upcycle", mtp, text_folder))
+    ended = l2r(*words("swap --fit", mtp, text_folder))
     assert ended.code == 0, ended
 
 
@@ -221,7 +221,7 @@ def test_tensors_that_would_be_rounded_are_refused_unless_a_dtype_is_named(
     shutil.copytree(plain, folder)
     wide = torch.rand(32) + 1
     add(folder, **{"model.norm.weight": wide})
-    line = refusal("swap", folder, "--fit", text_folder)
+    line = refusal("swap", folder, "--fit", "--data", text_folder)
     assert "wider dtype than the model's (model.norm.weight)" in line and "--dtype float32" in line
     for number, options in enumerate([(), ("--dtype", "float32")]):
         new = tmp_path / f"new-{number}"
@@ -235,7 +235,7 @@ def test_buffers_of_older_checkpoints_that_the_model_makes_anew_are_no_loss(
     folder = tmp_path / "old-moe"
     shutil.copytree(plain, folder)
     add(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    ended = l2r(*words("upcycle", folder, text_folder), "--out", tmp_path / "new")
+    ended = l2r(*words("swap --fit", folder, text_folder), "--out", tmp_path / "new")
     assert ended.code == 0, ended
 
 

@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("checkpoint", ["ours", "stock"])
 def test_json_files_and_page_have_the_same_numbers(l2r, root, tmp_path, checkpoint):
-    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    more = ["--data", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / checkpoint, *SHORT, *more)
     assert code == 0, err
     record = json.loads(out)
@@ -61,7 +61,7 @@ def test_numbers_of_a_model_that_uses_all_experts_are_json(l2r, root, tmp_path):
     torch.manual_seed(0)
     model = OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": SIZES["num_experts_per_tok"]}))
     model.save_pretrained(root / "all")
-    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    more = ["--data", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / "all", *SHORT, *more)
     assert code == 0, err
     record = parse_json(out.encode())
@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(l2r, tmp_path
 
 
 def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):
-    more = ["--text", root / "tokens", "--against", "int8", "--out", tmp_path]
+    more = ["--data", root / "tokens", "--against", "int8", "--out", tmp_path]
     code, out, err = l2r("mismatch", root / "ours", *SHORT, *more)
     assert code == 0, err
     first, *rest = out.splitlines()
@@ -91,7 +91,7 @@ def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_pa
 
 
 def test_recorded_routes_differ_in_nothing_from_the_same_run(l2r, root, tmp_path):
-    text = ["--text", root / "tokens", *SHORT]
+    text = ["--data", root / "tokens", *SHORT]
     routes = tmp_path / "routes.safetensors"
     assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
     recorded = routes.read_bytes()
@@ -114,16 +114,16 @@ def words_tokenizer(*words):
 def test_recorded_routes_of_other_tokens_are_refused(l2r, root, tmp_path):
     """Of as many sequences, of the same lengths."""
     routes = tmp_path / "routes.safetensors"
-    text = ["--text", root / "tokens", *SHORT]
+    text = ["--data", root / "tokens", *SHORT]
     assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
-    changed = ["--text", root / "other", *SHORT, "--against", routes, "--out", tmp_path / "out"]
+    changed = ["--data", root / "other", *SHORT, "--against", routes, "--out", tmp_path / "out"]
     line = l2r("mismatch", root / "ours", *changed).refusal()
     assert f"routes are of other tokens: {routes} " in line
     assert not (tmp_path / "out").exists()
 
 
 def test_recorded_routes_of_another_tokenizer_are_refused(l2r, root, tmp_path):
-    text, routes = ["--text", root / "tokens", *SHORT], tmp_path / "routes.safetensors"
+    text, routes = ["--data", root / "tokens", *SHORT], tmp_path / "routes.safetensors"
     for name, words in (("one", "a b"), ("two", "b a")):
         ours().save_pretrained(tmp_path / name)
         words_tokenizer(*words.split()).save_pretrained(tmp_path / name)
@@ -136,7 +136,7 @@ def test_recorded_routes_of_another_tokenizer_are_refused(l2r, root, tmp_path):
 
 def test_routes_that_do_not_name_their_tokens_are_not_checked(l2r, root, tmp_path):
     recorded, bare = tmp_path / "recorded.safetensors", tmp_path / "bare.safetensors"
-    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path / "out"]
     assert l2r("mismatch", root / "ours", *text, "--record", recorded).code == 0
     Routes.load(recorded).save(bare)
     for path, said in ((recorded, False), (bare, True)):
@@ -145,7 +145,7 @@ def test_routes_that_do_not_name_their_tokens_are_not_checked(l2r, root, tmp_pat
 
 
 def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
-    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path, "--json"]
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / "ours", *text, "--against", root / "ours")
     assert code == 0 and json.loads(out)["tokens_changed"] == 0, err
     model, tokens = ours(), torch.arange(2, 12)
@@ -175,5 +175,5 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
 )
 def test_bad_input_is_one_line(l2r, root, tmp_path, arguments, message):
     filled = [argument.format(stock=root / "stock") for argument in arguments]
-    ended = l2r("mismatch", root / "ours", "--text", root / "tokens", *filled, "--out", tmp_path)
+    ended = l2r("mismatch", root / "ours", "--data", root / "tokens", *filled, "--out", tmp_path)
     assert message in ended.refusal()

@@ -292,7 +292,7 @@ def test_mismatch_counts_what_changes_in_the_other_arithmetic(
     l2r, stock, text, tmp_path, against, dtype
 ):
     options = ("--against", against, "--dtype", dtype, "--out", tmp_path, "--json")
-    code, out, err = l2r("mismatch", stock.folder, "--text", text.file, *READ, *options)
+    code, out, err = l2r("mismatch", stock.folder, "--data", text.file, *READ, *options)
     assert code == 0, err
     said = json.loads(out)
     model = opened(stock.folder, dtype)

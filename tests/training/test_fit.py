@@ -110,7 +110,7 @@ def test_texts_need_the_tokenizer_and_are_cut_into_rows(trained, tokenizer):
 def test_routers_without_a_predecessor_in_memory_are_not_fitted(swapped, tmp_path):
     data = batches(2, seed=1)
     for model in (copy.deepcopy(swapped), tiny_model(FAMILIES["olmoe"])):
-        with pytest.raises(ValueError, match="l2r swap CKPT --fit TEXT"):
+        with pytest.raises(ValueError, match="l2r swap CKPT --fit --data PATH"):
             fit_routers(model, data)
     fit_routers(swapped, data, report=lambda *_: None)
     with pytest.raises(ValueError, match="nothing fitted since"):

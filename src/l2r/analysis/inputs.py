@@ -32,6 +32,8 @@ from l2r.training.data import (
 if TYPE_CHECKING:
     from l2r.training import ImageInput
 
+MIN_TOKENS = 2  # of a row: one token predicts nothing
+
 # Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
 Text = tuple[Tensor, Tensor, tuple[str, ...]]
 
@@ -67,6 +69,7 @@ def open_subject(
     checkpoint: str | Path,
     data: str | None,
     *,
+    text: str | None = None,
     instances: int,
     length: int,
     report: Callable[[str], None],
@@ -74,7 +77,9 @@ def open_subject(
     trust_remote_code: bool = False,
     held_out: bool = True,
 ) -> Subject:
-    """Load a checkpoint and the text or the images that it reads; ``held_out``: see ``open_text``.
+    """Load a checkpoint and the text or the images that it reads.
+
+    ``text``, ``held_out``: see ``open_text``.
 
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
@@ -97,6 +102,7 @@ def open_subject(
     rows, domain, domains = open_text(
         data,
         tokenizer,
+        text=text,
         checkpoint=checkpoint,
         vocab_size=model.config.vocab_size,
         instances=instances,
@@ -117,6 +123,7 @@ def open_text(
     source: str | None,
     tokenizer: Any,
     *,
+    text: str | None = None,
     checkpoint: str | Path | None = None,
     vocab_size: int,
     instances: int,
@@ -127,10 +134,11 @@ def open_text(
     """About ``instances`` rows of ``length`` tokens, as many, and at least one, of every domain.
 
     ``source``: a folder of token files, a file or a folder of text (data/sources.py), or None
-    for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
-    on, the part is taken that it held out. ``held_out=False``: embedded text that a run may have
-    seen will do, which takes no half a minute to find. ``report`` gets a line for every domain
-    that has no whole row.
+    for the held-out part of the embedded corpus. ``text``: a string that is read in its place, as
+    one row of its own length where it is shorter than ``length``. Of text that ``checkpoint``, a
+    run, was trained on, the part is taken that it held out. ``held_out=False``: embedded text
+    that a run may have seen will do, which takes no half a minute to find. ``report`` gets a line
+    for every domain that has no whole row.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.
@@ -141,6 +149,8 @@ def open_text(
         raise ValueError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
+    if text is not None:
+        return _from_string(text, tokenizer, instances, length)
     corpus = unseen_part(checkpoint, source)
     texts: Mapping[str, Iterable[str]]
     if corpus is None:
@@ -161,6 +171,19 @@ def open_text(
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
     labels = torch.tensor([domain for _, domain in rows])
     return torch.stack([row for row, _ in rows]), labels, tuple(texts)
+
+
+def _from_string(text: str, tokenizer: Any, instances: int, length: int) -> Text:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < MIN_TOKENS:
+        raise ValueError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
+    length = min(length, len(ids))
+    count = min(instances, len(ids) // length)
+    return (
+        torch.tensor(ids[: count * length]).view(count, length),
+        torch.zeros(count).long(),
+        ("text",),
+    )
 
 
 def _from_token_files(

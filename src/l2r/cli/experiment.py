@@ -16,7 +16,9 @@ Launch = Annotated[
 Processes = Annotated[
     int | None,
     typer.Option(
-        help="Runs at a time, each with its share of the threads (default: one per thread).", min=1
+        help="Processes at a time: runs, each with its share of the threads (default: one per "
+        "thread).",
+        min=1,
     ),
 ]
 

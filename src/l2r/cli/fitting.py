@@ -1,4 +1,4 @@
-"""Fit new routers of a checkpoint to its old ones, for ``l2r swap --fit`` and ``l2r upcycle``."""
+"""Fit new routers of a checkpoint to its old ones, for ``l2r swap --fit``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,6 @@ from l2r.report.tables import Table
 if TYPE_CHECKING:
     from l2r.routers import RouterConfig
     from l2r.training import FitOptions, FitReport, JointOptions
-
-EMBEDDED = "embedded"
 
 
 def fit_to_old(

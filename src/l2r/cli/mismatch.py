@@ -8,15 +8,21 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     AsJson,
     BatchSize,
+    Checkpoint,
+    Data,
     Device,
     Dtype,
+    Length,
     Revision,
+    Rows,
+    Text,
     TrustRemoteCode,
-    existing,
+    check_one_source,
     must_exist,
+    out_option,
+    read_text,
 )
 from l2r.runs.plain_json import plain_json
 
@@ -30,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def mismatch(
-    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.", callback=existing)],
+    checkpoint: Checkpoint,
     against: Annotated[
         str | None,
         typer.Option(
-            help="bf16, int8 or fp8: the same weights in that arithmetic; another checkpoint; a "
-            "file of routes of the same tokens; vllm: answers of a server, see --answers."
+            help="What to compare with: the same weights in bf16, int8 or fp8; another checkpoint; "
+            "a file of routes of the same tokens; vllm, answers of a server, see --answers."
         ),
     ] = None,
     answers: Annotated[
@@ -49,21 +55,12 @@ def mismatch(
         Path | None,
         typer.Option(help="File for the reference's routes, to compare with on another machine."),
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="File or folder of text, or token files (default: held-out text).",
-            callback=must_exist,
-        ),
-    ] = None,
-    instances: Annotated[
-        int, typer.Option(help="Rows of text over all domains, at least one of each.", min=1)
-    ] = 32,
-    length: Annotated[int, typer.Option(help="Tokens per row.", min=2)] = 256,
+    text: Text = None,
+    data: Data = None,
+    instances: Rows = 32,
+    length: Length = 256,
     batch_size: BatchSize = 8,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
-        "mismatch"
-    ),
+    out: Annotated[Path, out_option("a folder for the page and the numbers")] = Path("mismatch"),
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -86,6 +83,7 @@ def mismatch(
     from l2r.runs.atomic import check_place, make_folder, write_json
 
     _check(against, answers, record)
+    check_one_source(text, data)
     placement = Placement(dtype, device)
     if against is not None:
         check_place(out)
@@ -94,14 +92,16 @@ def mismatch(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
         raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")
-    check_reads_text(folder, text, option="--text")
+    check_reads_text(folder, data, option="--data")
+    text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
     from l2r.analysis import open_subject
     from l2r.report.mismatch import tables, verdict, write_mismatch
 
     subject = open_subject(
         folder,
-        text,
+        data,
+        text=text,
         placement=placement,
         instances=instances,
         length=length,

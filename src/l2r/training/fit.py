@@ -82,7 +82,7 @@ def fit_routers(
     if not pairs:
         raise ValueError(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
-            "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
+            "since; fit right after the swap, or use l2r swap CKPT --fit --data PATH"
         )
     if isinstance(data, str) or isinstance(held_out, str):
         raise ValueError("data and held_out must be sequences of texts or batches; got one str")

@@ -25,6 +25,7 @@ def evaluate_on_text(
     """
     from l2r.cli.console import print_table, progress_bars
     from l2r.report.text_loss import text_table
+    from l2r.training.data import read_line
     from l2r.training.evaluation import (
         ALL_FILES,
         Texts,
@@ -46,6 +47,10 @@ def evaluate_on_text(
             )
         results[name], losses[name] = scored, text_losses(scored)
         typer.echo(f"wrote {written}", err=True)
+    read = next(iter(losses.values()))[ALL_FILES].tokens
+    count = len({document.file for document in next(iter(results.values()))})
+    line = read_line(read, count, count) if own is None else f"read {read:,} tokens of the text"
+    typer.echo(line, err=True)
     first, *others = results
     pairs = {
         f"{name} - {first}": text_differences(results[first], results[name]) for name in others

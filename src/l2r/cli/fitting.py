@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from l2r.cli.experiment import say
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def fit_to_old(
         held_out_tokens=held_out,
         sequence_length=length,
         batch_size=batch_size,
+        report=say,
     )
     with progress_bars() as report:
         return upcycle(

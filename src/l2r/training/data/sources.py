@@ -76,6 +76,23 @@ def text_documents(path: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"text must be a file or a folder; got {path}")
 
 
+def file_texts(path: Path) -> dict[str, list[Iterator[str]]]:
+    """Documents of every file of text, by domain; nothing is read before it is asked for.
+
+    Raises ValueError as :func:`text_documents` and :func:`domain_files` do.
+    """
+    if path.is_file():
+        return {path.stem: [(text for _, text in text_documents(path))]}
+    return {
+        name: [_texts_of(file) for file in files] for name, (_, files) in domain_files(path).items()
+    }
+
+
+def _texts_of(file: Path) -> Iterator[str]:
+    for _, text in _documents(file, file.name):
+        yield text
+
+
 def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     """Folder and files of every domain: one per sub-folder, or ``text`` for files in ``folder``.
 

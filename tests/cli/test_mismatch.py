@@ -170,7 +170,7 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
         (["--against", "fp4"], "--against must be one of bf16, int8, fp8, vllm, a file of routes"),
         (["--against", "{stock}"], "same model_type"),
         (["--against", "bf16", "--batch-size", "0"], "batch-size must be >= 1; got 0"),
-        (["--against", "bf16", "--length", "1"], "greater than or equal to 2"),
+        (["--against", "bf16", "--length", "1"], "--length must be >= 2; got 1"),
     ],
 )
 def test_bad_input_is_one_line(l2r, root, tmp_path, arguments, message):

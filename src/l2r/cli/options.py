@@ -58,6 +58,8 @@ def is_text(param: typer.CallbackParam, text: str | None) -> str | None:
     """
     if text in (None, "-"):
         return text
+    if not text:
+        raise ValueError("text must not be empty")
     if text.lstrip("-").isdigit():
         raise ValueError(f"text is a string; the number of tokens is --text-tokens; got {text!r}")
     try:

@@ -138,7 +138,7 @@ def test_without_a_source_the_held_out_text_is_read_in_the_checkpoints_own_token
     sizes = {"vocab_size": 200, "instances": 2, "length": 20, "report": said.append}
     rows, _, domains = inputs.open_text(None, Letters(), **sizes)
     assert domains == ("digits",) and len(rows) == 2 and said[0] == "reading digits"
-    assert said[1:] == ["read 40 tokens of 2 of 2 files"]
+    assert said[1:] == ["read 40 tokens of 2 of 2 held-out texts"]
     assert {chr(token) for token in rows.unique() if token} <= set("012345678")
     with pytest.raises(ValueError, match="no tokenizer, so text cannot be read; pass token files"):
         inputs.open_text(None, None, **sizes)

@@ -18,6 +18,7 @@ def records(l2r, checkpoint, tmp_path, *text):
     assert code == 0, err
     assert err.count(str(out / "text.html")) == 1 and (out / "text.html").is_file()
     (tokens,) = json.loads(shown).values()
+    assert f"read {len(tokens):,} tokens of the text" in err
     return tokens
 
 

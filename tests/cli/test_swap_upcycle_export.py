@@ -1,6 +1,7 @@
 """The commands swap, with a fit and without, and export on a tiny checkpoint."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -213,7 +214,7 @@ def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
 
 def test_a_fit_measures_and_saves(l2r, checkpoint, text_folder, tmp_path):
     out = tmp_path / "out"
-    code, text, _ = l2r("swap", checkpoint, "rank=4", "heads=4", "--fit", "--data", text_folder,
+    code, text, err = l2r("swap", checkpoint, "rank=4", "heads=4", "--fit", "--data", text_folder,
         "--tokens", 3000, "--held-out", 600, "--length", 32, "--train-steps", 2,
         "--out", out, "--json",
     )  # fmt: skip
@@ -225,6 +226,23 @@ def test_a_fit_measures_and_saves(l2r, checkpoint, text_folder, tmp_path):
         assert layer["divergence"] < layer["divergence_before"]
     assert load_pretrained(out)(sample_tokens()).logits.isfinite().all()
     assert "--tokens 3000 --updates 4 --train-steps 2" in (out / "README.md").read_text()
+    fitted, measured = (line for line in err.splitlines() if line.startswith("read "))
+    assert re.fullmatch(r"read [\d,]+ tokens of (\d+) of \1 files to fit on", fitted), fitted
+    assert measured.endswith("files to measure on")
+
+
+def test_a_fit_reads_a_single_file_and_writes_nothing_without_a_folder(
+    l2r, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"{'cat dog bird ' * 20} {WORDS[n % 8]}"}) for n in range(40)]
+    (tmp_path / "one.jsonl").write_text("\n".join(lines))
+    words = ("swap", checkpoint, "rank=2", "heads=4", "--fit", "--data", "one.jsonl")
+    ended = l2r(*words, "--tokens", "2K", "--held-out", 300, "--length", 32, "--json")
+    assert ended.code == 0, ended
+    assert list(json.loads(ended.out)["perplexity"]) == ["original", "swapped", "fitted"]
+    assert "tokens of 1 of 1 files to fit on" in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["one.jsonl"]
 
 
 @pytest.mark.slow("fits twice")

@@ -155,6 +155,7 @@ def open_text(
         return _from_string(text, tokenizer, instances, length, report)
     corpus = unseen_part(checkpoint, source)
     texts: Mapping[str, Sequence[Iterable[str]]]
+    unit = "files"
     if corpus is None:
         texts = file_texts(Path(str(source)))
     elif source is None and not held_out:
@@ -162,6 +163,7 @@ def open_text(
     else:
         held = held_out_texts(corpus, report=report)
         texts = {name: [[text] for text in part] for name, part in held.items()}
+        unit = "held-out texts"
     share = max(1, instances // len(texts))
     spread = [spread_rows(tokenizer, files, share, length) for files in texts.values()]
     rows = []
@@ -176,7 +178,7 @@ def open_text(
     if source is None and not held_out:  # the files of the packages are not counted
         report(f"read {tokens:,} tokens of the embedded corpus")
     else:
-        report(read_line(tokens, files, sum(part.of for part in spread)))
+        report(read_line(tokens, files, sum(part.of for part in spread), unit))
     labels = torch.tensor([domain for _, domain in rows])
     return torch.stack([row for row, _ in rows]), labels, tuple(texts)
 

@@ -11,7 +11,6 @@ from l2r.cli.options import (
     AsJson,
     BatchSize,
     Checkpoint,
-    Data,
     Device,
     Dtype,
     Length,
@@ -20,6 +19,7 @@ from l2r.cli.options import (
     Text,
     TrustRemoteCode,
     check_one_source,
+    data_option,
     must_exist,
     out_option,
     read_text,
@@ -56,7 +56,9 @@ def mismatch(
         typer.Option(help="File for the reference's routes, to compare with on another machine."),
     ] = None,
     text: Text = None,
-    data: Data = None,
+    data: Annotated[
+        str | None, data_option("text, or token files (default: the embedded corpus)", must_exist)
+    ] = None,
     instances: Rows = 32,
     length: Length = 256,
     batch_size: BatchSize = 8,

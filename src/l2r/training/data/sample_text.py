@@ -25,9 +25,9 @@ class SpreadRows(NamedTuple):
     of: int
 
 
-def read_line(tokens: int, files: int, of: int) -> str:
+def read_line(tokens: int, files: int, of: int, unit: str = "files") -> str:
     """What every command says of the text that it read."""
-    return f"read {tokens:,} tokens of {files:,} of {of:,} files"
+    return f"read {tokens:,} tokens of {files:,} of {of:,} {unit}"
 
 
 def sample_batches(

@@ -125,16 +125,20 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
 def folder_sources(folder: Path, version: int = NEWEST) -> dict[str, Callable[[], Files]]:
     """Domains of a user's folder, see :func:`domain_files`; version 1 read ``*.txt`` only.
 
-    Raises ValueError when the folder is missing or holds no text.
+    A single file is one domain. Raises ValueError when the folder is missing or holds no text.
     """
     if version == 1:
         return _folder_sources_1(folder)
+    if folder.is_file():
+        return {folder.stem: partial(text_documents, folder)}
     domains = domain_files(folder)
     return {name: partial(text_documents, path) for name, (path, _) in domains.items()}
 
 
 def folder_files(folder: Path, version: int = NEWEST) -> list[Path]:
     """Files that :func:`folder_sources` reads."""
+    if folder.is_file():
+        return [folder]
     return sorted(folder.rglob("*.txt")) if version == 1 else _files_below(folder)
 
 

@@ -34,8 +34,9 @@ def mismatch(
     against: Annotated[
         str | None,
         typer.Option(
-            help="bf16, int8 or fp8: the same weights in that arithmetic; another checkpoint; a "
-            "file of routes of the same tokens; vllm: answers of a server, see --answers."
+            help="bf16, int8 or fp8: the same weights in that arithmetic; another checkpoint, such "
+            "as this one swapped; a file of routes of the same tokens; vllm: answers of a server, "
+            "see --answers."
         ),
     ] = None,
     answers: Annotated[
@@ -74,6 +75,8 @@ def mismatch(
 
     Compares experts by layer, margin, position and kind of token, the log-probabilities with own
     and with the same experts, and counts decisions that are certified not to change.
+
+    Of a checkpoint and its swap it says what the swap changed.
 
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """

@@ -175,6 +175,7 @@ def test_the_unit_of_the_load_does_not_matter(load):
     assert bias.tolist() == [-1, 1, 0, 0]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_router_without_a_bias_is_refused_and_so_is_another_number_of_experts():
     with pytest.raises(ValueError, match=r"got None: .*l2r\.hf\.swap\.selection_biases"):
         update_selection_bias(None, torch.ones(4))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
 from l2r.training.fit import FitOptions
 from l2r.training.fit_batches import perplexity
@@ -210,16 +211,15 @@ def state_of(model):
     return modules, parameters
 
 
-def test_the_numbers_are_means_over_tokens_however_the_text_is_cut(swapped):
-    sites = [site for site, _ in unfitted_sites(swapped)]
-    students = [student for _, student in unfitted_sites(swapped)]
+def test_the_numbers_are_means_over_tokens_however_the_text_is_cut(trained, swapped):
+    sites, students = router_sites(trained), [site.router for site in router_sites(swapped)]
     (rows,) = batches(1, seed=2, rows=9)
     whole, cut = (
-        compare(swapped, sites, students, each) for each in ([rows], [rows[:8], rows[8:]])
+        compare(trained, sites, students, each) for each in ([rows], [rows[:8], rows[8:]])
     )
     for one, other in zip(whole, cut, strict=True):
         assert one == pytest.approx(other, rel=1e-5)  # of float32 sums
-    last = compare(swapped, sites, students, [rows[8:]])
+    last = compare(trained, sites, students, [rows[8:]])
     assert abs(last[0][0] - whole[0][0]) > 1e-3  # else the case shows nothing
 
 

@@ -102,15 +102,13 @@ class Subject:
         if not asked:
             on = bool(getattr(self.config, "output_router_logits", False))
             return None if weight is None else OwnLoss(float(weight), on)
-        (_, now), (_, without), (aux, with_it) = asked
-        added, now_added = with_it - without, now - without
-        rounding = 16 * torch.finfo(torch.float32).eps * abs(without)
-        if aux is None and abs(added) <= rounding:
+        now, off, on = asked
+        if not _moves(off, on):
             return None
         if weight is None:
-            weight = getattr(self.config, "router_aux_loss_coef", added / aux if aux else added)
-        is_on = asked[0][0] is not None or abs(now_added) > rounding
-        return OwnLoss(float(weight), is_on)
+            added = on[1] - off[1]
+            weight = getattr(self.config, "router_aux_loss_coef", added / (on[0] or 1))
+        return OwnLoss(float(weight), _moves(off, now))
 
     @property
     def loss_is_on(self) -> bool:
@@ -255,3 +253,9 @@ class Subject:
         high, wide = (size, size) if isinstance(size, int) else size
         channels = getattr(self.config, "num_channels", 3)
         return {"pixel_values": torch.randn(2, channels, high, wide, generator=generator)}
+
+
+def _moves(off: tuple[float | None, float], other: tuple[float | None, float]) -> bool:
+    """Whether a pass has a balance loss that the one without has not, or another whole loss."""
+    rounding = 16 * torch.finfo(torch.float32).eps * abs(off[1])
+    return other[0] != off[0] or abs(other[1] - off[1]) > rounding

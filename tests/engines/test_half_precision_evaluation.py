@@ -50,10 +50,12 @@ def in_routers(model):
 
 
 def half_but_routers(model, half):
-    names = in_routers(model)
+    """All floats in half precision, as ``model.to`` makes them, and the routers as they were."""
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    model, names = model.to(half), in_routers(model)
     for name, value in model.state_dict(keep_vars=True).items():
-        if name not in names:
-            value.data = value.data.to(half)
+        if name in names:
+            value.data = whole[name]
     return model
 
 

@@ -76,7 +76,8 @@ ROUTES = []
 @pytest.fixture(scope="module")
 def swapped():
     model = replace_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=2))
-    model(input_ids=IDS, labels=IDS)  # transformers keeps which loss function it found
+    # transformers keeps on the instance that it has set up the capture of router logits
+    model(input_ids=IDS, labels=IDS, output_router_logits=True)
     ROUTES[:] = [routes_of(model)]
     return model
 

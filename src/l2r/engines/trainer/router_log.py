@@ -48,7 +48,7 @@ def after_training(trainer: Trainer, stop: Callable[[], object]) -> None:
         finally:
             stop()
 
-    trainer.train = training  # type: ignore[method-assign]
+    trainer.train = training
 
 
 def call_first(trainer: Trainer, callback: TrainerCallback) -> None:

@@ -8,6 +8,7 @@ Shape letters: B sequences or images, S length, T tokens, N experts, K experts c
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,22 +94,21 @@ class Subject:
         counts for images and for a model that does not run.
         """
         weight = getattr(self.model, "router_aux_loss_coef", None)
-        try:
-            asked = (
-                [self._asked(logits) for logits in (None, False, True)] if self.reads_text else []
-            )
-        except Exception:  # of any kind, from the code of any model
-            asked = []
+        asked = []
+        if self.reads_text:
+            with suppress(Exception):  # of any kind, from the code of any model
+                asked = [self._asked(logits) for logits in (None, False, True)]
         if not asked:
-            on = bool(getattr(self.config, "output_router_logits", False))
-            return None if weight is None else OwnLoss(float(weight), on)
+            is_on = bool(getattr(self.config, "output_router_logits", False))
+            return None if weight is None else OwnLoss(float(weight), is_on)
         now, off, on = asked
         if not _moves(off, on):
             return None
-        if weight is None:
-            added = on[1] - off[1]
-            weight = getattr(self.config, "router_aux_loss_coef", added / (on[0] or 1))
-        return OwnLoss(float(weight), _moves(off, now))
+        measured = (on[1] - off[1]) / (on[0] or 1)
+        held: Any = self.config if weight is None else self.model
+        return OwnLoss(
+            float(getattr(held, "router_aux_loss_coef", measured)), is_on=_moves(off, now)
+        )
 
     @property
     def loss_is_on(self) -> bool:

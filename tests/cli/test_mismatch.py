@@ -1,20 +1,25 @@
 """``l2r mismatch`` from the command line."""
 
+import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from l2r import record
+from l2r import L2RConfig, record
 from l2r.hf.routes import Routes, to_vllm
 from l2r.hf.routes.fingerprint import tokenizer_digest
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.swap import replace_routers
 from l2r.runs.mismatch import Mismatch
 from l2r.runs.reading import parse_json
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import SIZES, ours, stock
+from tests.hf.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("coarse")
 
@@ -159,6 +164,34 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
     code, out, err = l2r("mismatch", root / "ours", *text, *more)
     assert code == 0, err
     assert json.loads(out)["tokens"] == 9 and json.loads(out)["tokens_changed"] == 0
+
+
+def test_a_checkpoint_against_its_swap_says_what_the_swap_changed(l2r, root, tmp_path):
+    """And the other way round; the loss is transformers' own of both."""
+    plain = tiny_model(FAMILIES["mixtral"])
+    other = replace_routers(copy.deepcopy(plain), L2RConfig(rank=4, heads=2))
+    for name, model in (("plain", plain), ("swapped", other)):
+        model.save_pretrained(tmp_path / name)
+    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    code, out, err = l2r(
+        "mismatch", tmp_path / "plain", *text, "--against", tmp_path / "swapped", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    result = Mismatch.read(tmp_path / "out" / "mismatch.npz")
+    ids = torch.from_numpy(np.array([int(piece) for piece in result.pieces])[result.tokens])
+    ids = ids.view(len(result.lengths), -1)
+    with torch.no_grad():
+        losses = [float(model(ids, labels=ids).loss) for model in (plain, other)]
+    assert found["log_probability"]["own"]["loss"] == pytest.approx(
+        losses[1] - losses[0], rel=1e-3, abs=1e-6
+    )
+    assert 0 < found["experts_kept"] < 1 and found["certified"] is None
+    code, out, err = l2r("mismatch", tmp_path / "swapped", *text, "--against", tmp_path / "plain")
+    assert code == 0, err
+    assert " of all choices stay. The loss " in out.replace("\n", " ")
+    assert max(map(len, out.splitlines()[1:-1])) <= 80
+    assert "these are L2RRouter and MixtralTopKRouter" in (tmp_path / "out/index.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ def mismatch(
     against: Annotated[
         str | None,
         typer.Option(
-            help="What to compare with: the same weights in bf16, int8 or fp8; another checkpoint; "
-            "a file of routes of the same tokens; vllm, answers of a server, see --answers."
+            help="What to compare with: the same weights in bf16, int8 or fp8; another checkpoint, "
+            "such as this one swapped; a file of routes of the same tokens; vllm, answers of a "
+            "server, see --answers."
         ),
     ] = None,
     answers: Annotated[
@@ -73,6 +74,8 @@ def mismatch(
 
     Compares experts by layer, margin, position and kind of token, the log-probabilities with own
     and with the same experts, and counts decisions that are certified not to change.
+
+    Of a checkpoint and its swap it says what the swap changed.
 
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """

@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
 
+# PEFT puts a router that it adapts, or trains a copy of, inside a module in its place.
+_COPIES = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)$")
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
 Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its output, its name
 
@@ -40,7 +43,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 
 def block_bias(model: nn.Module, path: str) -> tuple[Tensor, ...]:
     """The selection bias [N] that a block passes to its router at ``path``, in families that do."""
-    block = model.get_submodule(path.rpartition(".")[0])
+    block = model.get_submodule(_COPIES.sub("", path).rpartition(".")[0])
     for name in ("e_score_correction_bias", "expert_bias"):
         bias = getattr(block, name, None)
         if isinstance(bias, Tensor):

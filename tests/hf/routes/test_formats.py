@@ -167,6 +167,26 @@ def test_padding_for_megatron_is_spread_over_the_experts():
         assert (padding[:, 0] != padding[:, 1]).all()
 
 
+@pytest.mark.parametrize("experts", [8, 7])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_for_megatron_is_spread_wherever_it_lies(side, experts):
+    """Rows of a batch alternate there: the padding of one short sequence in four is every fourth
+    place, which met the same two of eight experts by its number."""
+    routes = drawn((21, 20, 21, 1), fingerprint(experts))
+    padding = ~routes.padded(side)[1].transpose(0, 1).flatten()
+    for layer in to_megatron(routes, side=side):
+        load = torch.bincount(layer[padding].flatten(), minlength=experts)
+        assert load.max() - load.min() <= 1
+        assert (layer[:, 0] != layer[:, 1]).all()
+
+
+def test_a_last_token_without_a_route_is_spread_too():
+    counts = (4,) * 8
+    routes = drawn(counts, lengths=tuple(n + 1 for n in counts))
+    for layer in to_megatron(routes):
+        assert torch.bincount(layer[-8:].flatten(), minlength=8).tolist() == [2] * 8
+
+
 def test_other_recorded_data_of_megatron_is_refused():
     routes = drawn((3, 5))
     layers, mask = to_megatron(routes), routes.padded()[1]

@@ -113,8 +113,8 @@ def to_megatron(
     """Write a padded batch for ``RouterReplay.set_replay_data``, int64, one tensor per layer.
 
     Megatron-core replays every place. Padding, and a last token without a route, get experts in
-    turn, so that none has more of them than another. Raises ValueError where another token has no
-    route, since Megatron-core has no way to let it choose.
+    turn, so that none has over one more of them than another. Raises ValueError where another
+    token has no route, since Megatron-core has no way to let it choose.
     """
     f = routes.fingerprint
     if (
@@ -126,8 +126,9 @@ def to_megatron(
         )
     experts, _ = routes.padded(side, width)
     grid = experts.transpose(0, 1).flatten(0, 1)
-    turn = torch.arange(len(grid)).view(-1, 1, 1) * f.top_k + torch.arange(f.top_k)
-    grid = torch.where(grid == NO_ROUTE, turn % f.num_experts, grid)
+    empty = (grid[:, 0, 0] == NO_ROUTE).nonzero()[:, 0]
+    turn = torch.arange(len(empty) * f.top_k).view(-1, 1, f.top_k) % f.num_experts
+    grid[empty] = turn.to(grid.dtype).expand(-1, grid.shape[1], -1)
     return list(grid.unbind(1))
 
 

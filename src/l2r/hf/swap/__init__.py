@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from l2r.hf.swap.sites import router_sites as router_sites
     from l2r.hf.swap.sites import running_sites as running_sites
     from l2r.hf.swap.sites import select_sites as select_sites
+    from l2r.hf.swap.sites import selection_biases as selection_biases
     from l2r.hf.swap.swap import UNTRAINED_WARNING as UNTRAINED_WARNING
     from l2r.hf.swap.swap import forget_replaced as forget_replaced
     from l2r.hf.swap.swap import record_swap as record_swap

@@ -13,6 +13,7 @@ from l2r.hf.models.initialize import attach_router
 from l2r.hf.swap.families import FAMILIES, FAMILY_OF_ROUTER, REFUSED
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
+from l2r.routers.observe import block_bias
 from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
@@ -103,6 +104,23 @@ def running_sites(model: nn.Module) -> list[Site]:
     """
     sites = router_sites(model)
     return [site for site in sites if "original_module" not in site.path.split(".")] or sites
+
+
+def selection_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Selection biases [N] by the paths of their routers, whether the router holds it or its block.
+
+    They are the model's own tensors, for ``update_selection_bias``; ``model`` has routers of ours,
+    swapped ones, or those of a supported family. Empty where experts are chosen without a bias.
+    Raises ValueError as ``router_sites``.
+    """
+    found = {}
+    for site in running_sites(model):
+        rule, bias = site.selection, site.selection.held_bias(site.router)
+        if bias is None and rule.block_bias:
+            bias = next((each.view(-1) for each in block_bias(model, site.path)), None)
+        if bias is not None:
+            found[site.path] = bias.detach()
+    return found
 
 
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:

@@ -12,11 +12,16 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.hf.families import tiny_model
+from tests.hf.swap.test_composite_models import llava, qwen
 from tests.tiers import few_families
 
 
 def statuses(model, batch=None, **options):
     return {found.check: found.status for found in check_model(model, batch, **options)}
+
+
+def found_by_name(model, batch=None, **options):
+    return {found.check: found for found in check_model(model, batch, **options)}
 
 
 def unwell(model, batch=None, **options):
@@ -87,6 +92,41 @@ def test_the_one_expert_of_a_layer_needs_no_gradient_of_its_router(normalize):
     found = {finding.check: finding for finding in check_model(model)}
     assert found["gradient"].status == "skipped" and "two experts" in found["gradient"].found
     assert unwell(model) == {}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_balance_loss_of_a_wrapper_is_asked_for_and_compared(swapped):
+    """It keeps the weight in the text's configuration alone, which its forward reads."""
+    model, ids = qwen().eval(), torch.randint(3, 64, (4, 48))
+    if swapped:
+        replace_routers(model, L2RConfig(rank=2, heads=2))
+    off = found_by_name(model, {"input_ids": ids})
+    assert off["auxiliary loss"].status == "warning" and "off:" in off["auxiliary loss"].found
+    with torch.no_grad():
+        without = model(input_ids=ids, labels=ids).loss
+        model.config.text_config.output_router_logits = True
+        output = model(input_ids=ids, labels=ids)
+    found = found_by_name(model, {"input_ids": ids})
+    weight = model.config.text_config.router_aux_loss_coef
+    torch.testing.assert_close(output.loss, without + weight * output.aux_loss)
+    assert f"on, with router_aux_loss_coef={weight:g}" in found["auxiliary loss"].found
+    assert f"{weight:g} x balance loss {float(output.aux_loss):.4f}" in found["loss"].found
+    for name in ("auxiliary loss", "loss", "padding in the loss", "balance gradient"):
+        assert found[name].status == "ok", found[name]
+    twice = found_by_name(model, {"input_ids": ids}, balance=0.01)["auxiliary loss"]
+    assert twice.status == "warning" and "both count" in twice.remedy
+
+
+def test_a_wrapper_that_adds_no_loss_is_said_to_have_none():
+    """LLaVA around a Mixtral, whose own wrapper would add one."""
+    model = llava().eval()
+    model.config.text_config.output_router_logits = True
+    ids = torch.randint(3, 32, (4, 48))
+    found = found_by_name(model, {"input_ids": ids})
+    assert "no balance loss in transformers" in found["auxiliary loss"].found
+    assert {found[n].status for n in ("loss", "padding in the loss", "balance gradient")} == {
+        "skipped"
+    }
 
 
 def test_what_trains_is_no_fault():

@@ -24,6 +24,7 @@ from l2r.analysis.diagnostics.checks.finding import (
 from l2r.analysis.diagnostics.checks.subject import Subject
 from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
 from l2r.routers import Router
+from l2r.routers.observe import block_bias
 from l2r.routers.selection_rule import Selection
 
 _TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
@@ -106,7 +107,7 @@ def weights(subject: Subject) -> Finding:
                 f"{sums[1]:.3f}; largest difference {gap:.2g}",
                 "something replaced the router's forward: load the model again",
             )
-        share = _other_experts(site, rule, logits, indices)
+        share = _other_experts(subject, site, logits, indices)
         if share > _TIES:
             return fault(
                 f"in {in_layers([site])} {share:.0%} of the tokens chose other experts than the "
@@ -173,7 +174,14 @@ def _values(rule: Selection) -> dict[str, Any]:
 
 def _bias(subject: Subject, site: Site) -> Tensor | None:
     path = site.selection.bias
-    return None if path is None else subject.tensors(site)[path].detach().reshape(-1)
+    if path is not None:
+        return subject.tensors(site)[path].detach().reshape(-1)
+    return next((bias.detach() for bias in _of_block(subject, site) if not bias.is_meta), None)
+
+
+def _of_block(subject: Subject, site: Site) -> tuple[Tensor, ...]:
+    """The selection bias that the block passes to its router, or nothing."""
+    return block_bias(subject.model, site.path) if site.selection.block_bias else ()
 
 
 def _unreachable(site: Site, values: Tensor) -> int:
@@ -184,14 +192,15 @@ def _unreachable(site: Site, values: Tensor) -> int:
     return int((ahead >= top_k).sum())
 
 
-def _other_experts(site: Site, rule: Selection, logits: Tensor, indices: Tensor) -> float:
-    """Share of the tokens whose experts score otherwise than those of the rule, whatever the ties.
+def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor) -> float:
+    """Share of the tokens whose experts score otherwise than the rule's, whatever the ties.
 
-    0 where the block has a say.
+    0 where a bias of the block is elsewhere, or in half precision: sums of it and scores tie often.
     """
-    if rule.block_bias:
+    bias = _of_block(subject, site)
+    if any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias):
         return 0.0
-    _, expected = rule(site.router, logits)
+    _, expected = site.selection(site.router, logits, *bias)
     one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
     return float((one != other).any(dim=1).float().mean())
 

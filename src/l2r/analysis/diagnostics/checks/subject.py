@@ -7,7 +7,8 @@ Shape letters: B sequences or images, S length, T tokens, N experts, K experts c
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.functional import load_balancing_loss
 from l2r.hf.routes import unwrapped_model
 from l2r.hf.swap import Site, running_sites, trainable_parameters
 from l2r.routers import RouterOutput
@@ -35,6 +37,15 @@ class Pass:
     def logits(self) -> list[Tensor]:
         """Logits [T, N] of every router."""
         return [logits for logits, _, _ in self.routed.values()]
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The balance loss that a model adds to its own: its weight, and whether it is on as the model
+    is configured."""
+
+    weight: float
+    is_on: bool
 
 
 class Subject:
@@ -74,15 +85,35 @@ class Subject:
         """Whether the batch holds token ids."""
         return "input_ids" in self.batch
 
-    @property
-    def own_loss(self) -> bool:
-        """Whether the model adds a balance loss to its own loss when its configuration says so."""
-        return hasattr(self.model, "router_aux_loss_coef")
+    @cached_property
+    def own_loss(self) -> OwnLoss | None:
+        """The balance loss that the model adds when its configuration says so, None without one.
+
+        The model is asked, since wrappers differ in where they keep its weight: three passes over
+        a few tokens, with ``output_router_logits`` as it is, off and on. What its attributes say
+        counts for images and for a model that does not run.
+        """
+        weight = getattr(self.model, "router_aux_loss_coef", None)
+        asked = []
+        if self.reads_text:
+            with suppress(Exception):  # of any kind, from the code of any model
+                asked = [self._asked(logits) for logits in (None, False, True)]
+        if not asked:
+            is_on = bool(getattr(self.config, "output_router_logits", False))
+            return None if weight is None else OwnLoss(float(weight), is_on)
+        now, off, on = asked
+        if not _moves(off, on):
+            return None
+        measured = (on[1] - off[1]) / (on[0] or 1)
+        held: Any = self.config if weight is None else self.model
+        return OwnLoss(
+            float(getattr(held, "router_aux_loss_coef", measured)), is_on=_moves(off, now)
+        )
 
     @property
     def loss_is_on(self) -> bool:
         """Whether some balance loss or z-loss trains the routers."""
-        own = self.own_loss and bool(getattr(self.config, "output_router_logits", False))
+        own = self.own_loss is not None and self.own_loss.is_on
         return own or self.balance > 0 or self.z > 0
 
     @property
@@ -114,20 +145,37 @@ class Subject:
     @cached_property
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradient of the task loss alone for every router parameter that trains, by its path."""
-        wanted = {
-            f"{site.path}.{name}": parameter
-            for site in self.sites
-            for name, parameter in trainable_parameters(site).items()
-            if parameter.requires_grad
-        }
-        small = {name: value[:2, :_SMALL] for name, value in self.batch.items() if value.dim() == 2}
-        small = small if self.reads_text else {k: v[:2] for k, v in self.batch.items()}
+        wanted, small = self._trained(), self._small()
+        off = None if self.own_loss is None else False
         with torch.enable_grad(), evaluating(self.model):
-            output = self._call(small, self.labels(small), router_logits=False)
+            output = self._call(small, self.labels(small), router_logits=off)
             loss = (
                 output["loss"] if self.reads_text else output["logits"].float().logsumexp(-1).sum()
             )
             grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return dict(zip(wanted, grads, strict=True))
+
+    @cached_property
+    def balance_gradients(self) -> dict[str, Tensor | None]:
+        """Gradient of the balance loss alone for every router parameter that trains, by its path.
+
+        Of the model's own, or else of what the training would compute from the routers' logits.
+        """
+        wanted, small = self._trained(), self._small()
+        seen: list[RouterOutput] = []
+        routers = {site.path: site.router for site in self.sites}
+        on = None if self.own_loss is None else True
+        with torch.enable_grad(), evaluating(self.model):
+            with watched(routers, lambda x, output, path: seen.append(output)):
+                output = self._call(small, self.labels(small), router_logits=on)
+            loss = getattr(output, "aux_loss", None) if on else None
+            if not isinstance(loss, Tensor):
+                loss = load_balancing_loss(
+                    [each.logits for each in seen], [each.indices for each in seen], variant="hf"
+                )
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            if loss.requires_grad:
+                grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, grads, strict=True))
 
     def weights_of_gradients(self, site: Site) -> Tensor:
@@ -151,16 +199,41 @@ class Subject:
 
         routers = {site.path: site.router for site in self.sites}
         with torch.no_grad(), evaluating(self.model), watched(routers, keep):
-            output = self._call(batch, labels, router_logits=self.own_loss)
+            on = None if self.own_loss is None else True
+            output = self._call(batch, labels, router_logits=on)
         return Pass(output, seen)
 
+    def _asked(self, router_logits: bool | None) -> tuple[float | None, float]:
+        """The balance loss that the model returns for a few tokens, if any, and its whole loss."""
+        small = self._small()
+        with torch.no_grad(), evaluating(self.model):
+            output = self._call(small, self.labels(small), router_logits=router_logits)
+        aux = getattr(output, "aux_loss", None)
+        return None if aux is None else float(aux), float(output["loss"])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Router parameters that train, by their path."""
+        return {
+            f"{site.path}.{name}": parameter
+            for site in self.sites
+            for name, parameter in trainable_parameters(site).items()
+            if parameter.requires_grad
+        }
+
+    def _small(self) -> dict[str, Tensor]:
+        """Two rows of the batch, cut where they are text."""
+        if not self.reads_text:
+            return {name: value[:2] for name, value in self.batch.items()}
+        return {name: v[:2, :_SMALL] for name, v in self.batch.items() if v.dim() == 2}
+
     def _call(
-        self, batch: Mapping[str, Tensor], labels: Tensor | None, *, router_logits: bool
+        self, batch: Mapping[str, Tensor], labels: Tensor | None, *, router_logits: bool | None
     ) -> Any:
+        """``router_logits`` None: as the model is configured."""
         options: dict[str, Any] = {}
         if labels is not None:
             options = {"labels": labels, "use_cache": False}
-        if self.own_loss:
+        if router_logits is not None:
             options["output_router_logits"] = router_logits
         return self.model(**batch, **options)
 
@@ -180,3 +253,9 @@ class Subject:
         high, wide = (size, size) if isinstance(size, int) else size
         channels = getattr(self.config, "num_channels", 3)
         return {"pixel_values": torch.randn(2, channels, high, wide, generator=generator)}
+
+
+def _moves(off: tuple[float | None, float], other: tuple[float | None, float]) -> bool:
+    """Whether a pass has a balance loss that the one without has not, or another whole loss."""
+    rounding = 16 * torch.finfo(torch.float32).eps * abs(off[1])
+    return other[0] != off[0] or abs(other[1] - off[1]) > rounding

@@ -12,7 +12,7 @@ from l2r.analysis.diagnostics.checks.subject import Subject
 
 Check = Callable[[Subject], Finding]
 
-# Of weights and settings alone.
+# Of weights and settings; that of the loss asks the model, and does without where it does not run.
 AT_REST: Mapping[str, Check] = {
     "finite": weights.finite,
     "dtype": weights.dtype,
@@ -32,6 +32,7 @@ RUNNING: Mapping[str, Check] = {
     "padding in the loss": losses.padding_in_loss,
     "loads": loads,
     "gradient": gradients.gradient,
+    "balance gradient": gradients.balance_gradient,
 }
 CHECKS = 1 + len(AT_REST) + len(RUNNING)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     AsJson,
@@ -79,7 +79,6 @@ def swap(
         checkpoint_folder,
         load_model,
         load_tokenizer,
-        processor_files,
         save_model,
     )
     from l2r.hf.models import check_parts, check_source, check_whole
@@ -101,7 +100,7 @@ def swap(
         model, tokenizer = load_model(
             folder, placement=placement, trust_remote_code=trust_remote_code
         )
-        save = partial(save_model, model, unchanged=source if dtype == "auto" else None)
+        save = partial(save_model, model, source=source, unchanged=dtype == "auto")
     before, sites = router_sites(model), select_sites(model, chosen)
     replaced = [site.path for site in sites]
     if on_disk is not None:
@@ -123,9 +122,9 @@ def swap(
     card = f"## How it was made\n\n`l2r swap` put {text.format(named, others)}"
     with progress_bars() as bars:
         watched = {} if on_disk is None else {"report": partial(bars, "files")}
-        files = processor_files(folder)
-        save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
+        save(out, tokenizer=tokenizer, sections=[card], **watched)
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
+    say_left_out(checkpoint, source, out)
     typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 

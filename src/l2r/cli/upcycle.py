@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     AsJson,
@@ -79,7 +79,6 @@ def upcycle(
     from l2r.hf.checkpoints import (
         checkpoint_folder,
         load_causal_lm,
-        processor_files,
         save_model,
     )
     from l2r.hf.models import check_source, check_whole
@@ -123,6 +122,7 @@ def upcycle(
             f"--tokens {tokens} --updates {updates} --train-steps {train_steps}` put new routers "
             "into it and fitted them to the decisions of its own."
         )
-        files = processor_files(folder)
-        save_model(model, out, tokenizer=tokenizer, files=files, sections=[card])
+        more: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "sections": [card]}
+        save_model(model, out, **more)
+        say_left_out(checkpoint, source, out)
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)

@@ -76,7 +76,7 @@ def test_log_probabilities_of_a_chat_are_read_and_what_is_not_is_named(tmp_path)
 
 def sglang(model, tokens):
     """What /generate answers with logprob_start_len=0, by the form of SGLang's documentation."""
-    objects, routes = answers(model, tokens)
+    _, routes = answers(model, tokens)
     texts = to_sglang(routes.extended(1))
     return [
         {
@@ -100,10 +100,8 @@ def sglang(model, tokens):
 def test_answers_of_sglang_are_read_as_those_of_vllm(tmp_path):
     model, tokens = ours(), batches(1)[0]["input_ids"]
     paths = [tmp_path / name for name in ("vllm.json", "sglang.json")]
-    for path, objects in zip(
-        paths, (answers(model, tokens)[0], sglang(model, tokens)), strict=True
-    ):
-        path.write_text(json.dumps(objects))
+    paths[0].write_text(json.dumps(answers(model, tokens)[0]))
+    paths[1].write_text(json.dumps(sglang(model, tokens)))
     one, other = (read_answers(path, fingerprint_of(model)) for path in paths)
     assert torch.equal(torch.stack(one.rows), torch.stack(other.rows))
     assert one.routes == other.routes and other.unread == ()
@@ -137,7 +135,7 @@ def test_routes_of_fewer_tokens_are_refused_with_their_place(tmp_path):
     objects[1]["choices"][0]["routed_experts"] = to_vllm(routes.truncated(7))[0]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, objects)))
-    with pytest.raises(ValueError, match="answer 1: routes .* 9 are due; got 6 from token 0"):
+    with pytest.raises(ValueError, match=r"answer 1: routes .* 9 are due; got 6 from token 0"):
         read_answers(path, fingerprint_of(model))
 
 

@@ -90,7 +90,8 @@ def _vllm(answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int) -
 def _sglang(
     answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int
 ) -> Iterator[_Choice]:
-    meta, tokens = answer["meta_info"], answer.get("output_ids")
+    meta: Any = answer["meta_info"]
+    tokens: Any = answer.get("output_ids")
     before = _field(meta, "input_token_logprobs") or []
     after = _field(meta, "output_token_logprobs") or []
     prompt: Any = [_item(entry, 1) for entry in before]

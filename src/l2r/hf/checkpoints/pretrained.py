@@ -66,6 +66,10 @@ def load_pretrained(
         config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
+        if swaps and "config" in options:
+            raise ValueError(
+                "config of a swapped model is that of its folder; pass fields of it by their names"
+            )
         if swaps:
             for name in [n for n in options if n in config.to_dict() and n not in _OF_LOADING]:
                 setattr(config, name, options.pop(name))

@@ -21,7 +21,6 @@ from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.fingerprint import Fingerprint
 from l2r.hf.routes.routes import Routes, Side
 
-
 _TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
 

@@ -35,7 +35,6 @@ from l2r.routers.zoo.product_top_k import (
     product_top_k,
 )
 
-
 _ROUNDING = 1e-6  # relative error of a weight that ``choose`` may leave
 
 

@@ -17,6 +17,7 @@ _OWN = ("l2r_olmoe", "l2r_vit")
 _REGISTRY = "l2r.hf.swap.class_registry"
 _RESUME = "l2r.hf.checkpoints.resume"
 _DTYPES = "l2r.hf.models.router_dtypes"
+_OPENING = "l2r.hf.models.opening"
 
 
 def type_name(model_type: str) -> str:
@@ -43,6 +44,7 @@ def register() -> None:
     after_import("transformers.models.auto.configuration_auto", _extend)
     after_import("transformers.trainer", _load_whole)
     after_import("transformers.trainer", _keep_dtypes)
+    after_import("transformers.modeling_utils", _check_given_config)
     after_import("peft.auto", _allow)
 
 
@@ -50,6 +52,22 @@ def _extend(module: Any) -> None:
     mapping = module.CONFIG_MAPPING
     if not isinstance(mapping._extra_content, _Types):
         mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
+
+
+def _check_given_config(module: Any) -> None:
+    """Refuse a configuration object that builds other routers than a folder of ours holds.
+
+    transformers then does not read the folder's config.json, and draws what is missing.
+    """
+    usual = module.PreTrainedModel.from_pretrained.__func__
+
+    @wraps(usual)
+    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+        if config is not None and path is not None and options.get("state_dict") is None:
+            import_module(_OPENING).check_given_config(path, config, options)
+        return usual(cls, path, *args, config=config, **options)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 def _load_whole(module: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.swap import swap_routers
@@ -73,11 +74,36 @@ def test_what_prepares_a_checkpoints_inputs_is_kept(
     if "--fit" in options:
         options += ["--data", text_folder, "--tokens", 64, "--held-out", 64, "--length", 8]
     text = json.dumps({"image_processor_type": "ViTImageProcessor", "image_mean": [0.5, 0.4, 0.3]})
-    files = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    files = (
+        *(f"{name}_config.json" for name in ("preprocessor", "processor", "video_preprocessor")),
+        *("old.tiktoken", "sentencepiece.bpe.model", "merges.txt", "special_tokens_map.json"),
+        "LICENSE",
+    )
     for file in files:
         (old / file).write_text(text)
-    assert l2r(name, old, *options, "--out", new).code == 0
+    for file in ("consolidated.00.pth", "modeling_mine.py", "trainer_state.json", ".gitattributes"):
+        (old / file).write_text("{}")
+    (old / "assets").mkdir()
+    ended = l2r(name, old, *options, "--out", new)
+    assert ended.code == 0
     assert {(new / file).read_text() for file in files} == {text}
+    left_out = "assets/, consolidated.00.pth, modeling_mine.py, trainer_state.json"
+    assert f"not copied from {old}: {left_out}" in ended.err.splitlines()
+    assert not any(path.name in left_out for path in new.iterdir())
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16")], ids=["by file", "loaded"])
+def test_a_tokenizer_of_vocabulary_and_merges_is_kept(l2r, checkpoint, tmp_path, options):
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(checkpoint, old)
+    for file in old.glob("*token*.json"):
+        file.unlink()
+    vocabulary = {letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    (old / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": 256, "he": 257}))
+    (old / "merges.txt").write_text("#version: 0.2\nh e\n")
+    assert l2r("swap", old, "rank=2", *options, "--out", new).code == 0
+    before, after = (AutoTokenizer.from_pretrained(path)("hello").input_ids for path in (old, new))
+    assert before == after and 257 in before
 
 
 @pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])

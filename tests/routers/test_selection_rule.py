@@ -262,6 +262,7 @@ def test_a_selection_without_scores_to_rank_is_refused_a_margin(selection, messa
         ({"group_best": -1}, "group_best must be >= 1"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"norm_eps": -1e-6}, "norm_eps >= 0"),
+        ({"norm_min": float("inf")}, "norm_min must be finite"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

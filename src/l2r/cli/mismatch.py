@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints import Placement
     from l2r.runs.mismatch import Mismatch
 
+_ENGINES = ("vllm", "sglang")
+
 
 def mismatch(
     checkpoint: Checkpoint,
@@ -48,7 +50,7 @@ def mismatch(
     answers: Annotated[
         Path | None,
         typer.Option(
-            help="With --against vllm: completions with routed_experts, one a line.",
+            help="With --against vllm or sglang: answers with routed_experts, one a line.",
             callback=must_exist,
         ),
     ] = None,
@@ -143,9 +145,9 @@ def _check(against: str | None, answers: Path | None, record: Path | None) -> No
         raise ValueError("against must say what to compare with, or record where routes go")
     if record is not None and record.exists():
         raise ValueError(f"record must be a new file; {record} exists")
-    if (against == "vllm") != (answers is not None):
+    if (against in _ENGINES) != (answers is not None):
         raise ValueError(
-            "answers, a file of completions with routed_experts, go with --against vllm alone"
+            "answers, a file of completions with routed_experts, go with --against vllm or sglang"
         )
 
 
@@ -154,13 +156,13 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
     from l2r.hf.checkpoints import check_is_language_model, local_checkpoint
     from l2r.runs.mismatch import ARITHMETICS
 
-    if against in (None, "vllm", *ARITHMETICS) or Path(str(against)).is_file():
+    if against in (None, *_ENGINES, *ARITHMETICS) or Path(str(against)).is_file():
         return None
     try:
         folder = local_checkpoint(str(against), code=code)
     except ValueError as error:
         raise ValueError(
-            f"against must be one of {', '.join(ARITHMETICS)}, vllm, a file of routes or a "
+            f"against must be one of {', '.join((*ARITHMETICS, *_ENGINES))}, a file of routes or a "
             f"checkpoint; {error}"
         ) from error
     check_is_language_model(folder, str(against))
@@ -216,6 +218,8 @@ def _compare(
     with progress_bars() as bars:
         if answers is not None:
             served = read_answers(answers, fingerprint_of(model))
+            if served.unread:
+                say(f"not read of {answers}: {', '.join(served.unread)}")
             progress = partial(bars, against, total=len(served.rows))
             rows = [row.to(subject.device) for row in served.rows]
             compared = compare_routes(model, served.routes, rows, served.log_probs, report=progress)

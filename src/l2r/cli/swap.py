@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     AsJson,
@@ -114,7 +114,7 @@ def swap(
 
     from l2r.cli.console import progress_bars
     from l2r.cli.fitting import fit_to_old
-    from l2r.hf.checkpoints import processor_files
+    from l2r.hf.checkpoints import checkpoint_folder
     from l2r.hf.swap import preferred_router, replace_routers, router_sites, select_sites
 
     opening = {"kept": out is not None, "by_file": not fit, "trained": train_steps > 0}
@@ -132,10 +132,10 @@ def swap(
     if out is not None:
         card = _card(Path(checkpoint).resolve().name, done, dtype, train_steps)
         with progress_bars() as bars:
-            files, report = processor_files(folder), partial(bars, "files")
-            save(out, report, tokenizer=tokenizer, files=files, sections=[card])
+            save(out, partial(bars, "files"), tokenizer=tokenizer, sections=[card])
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
     if out is not None:
+        say_left_out(checkpoint, checkpoint_folder(folder), out)
         typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
 
 
@@ -194,10 +194,10 @@ def _open(
     replaced = [site.path for site in select_sites(model, chosen)]
     if kept:
         check_whole(model, source, checkpoint, replaced=replaced, rounded=rounded)
-    unchanged = None if rounded or trained else source
+    how: Any = {"source": source, "unchanged": not (rounded or trained)}
 
     def save(out: Path, report: Any, **more: Any) -> None:
-        save_model(model, out, unchanged=unchanged, **more)
+        save_model(model, out, **how, **more)
 
     return model, tokenizer, save
 

@@ -11,7 +11,13 @@ from l2r.report.tables import Table
 from l2r.runs.mismatch import LARGE, NO_STATEMENT, Mismatch
 
 _SHOWN = 1024  # tokens of the page's text
-_NAMES = {"bf16": "bf16", "int8": "int8 weights", "fp8": "fp8 weights", "vllm": "vLLM"}
+_NAMES = {
+    "bf16": "bf16",
+    "int8": "int8 weights",
+    "fp8": "fp8 weights",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+}
 
 
 def verdict(result: Mismatch, against: str) -> str:

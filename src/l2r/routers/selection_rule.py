@@ -21,7 +21,8 @@ class Selection:
     """Score all experts, take the k best, weigh them by their scores; softmax top-k by default.
 
     gate: softmax over experts, Eq. 2, or a sigmoid for each. normalize: make the weights sum
-    to 1, with ``norm_eps`` added to the sum. scale: multiplies the weights.
+    to 1, with ``norm_eps`` added to the sum, or a sum below ``norm_min`` raised to it. scale:
+    multiplies the weights.
     groups, kept_groups: experts outside the ``kept_groups`` best of ``groups`` equal groups are
     not chosen; a group is as good as the sum of its ``group_best`` best experts.
     bias: path inside the router of a selection bias [N], added to the scores when experts are
@@ -38,6 +39,7 @@ class Selection:
     gate: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False
     norm_eps: float = 0.0
+    norm_min: float = 0.0
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
@@ -56,8 +58,14 @@ class Selection:
             raise ValueError(
                 f"scale must be finite and norm_eps >= 0; got {self.scale} and {self.norm_eps}"
             )
+        if not 0 <= self.norm_min < math.inf:
+            raise ValueError(f"norm_min must be finite and >= 0; got {self.norm_min}")
         by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
-        plain = by_score and self.gate == "softmax" and (self.norm_eps, self.scale) == (0, 1)
+        plain = (
+            by_score
+            and self.gate == "softmax"
+            and (self.norm_eps, self.norm_min, self.scale) == (0, 0, 1)
+        )
         # Stored, since a property would cost a decoded token a microsecond.
         object.__setattr__(self, "by_score", by_score)
         object.__setattr__(self, "fused", plain and type(self) is Selection)
@@ -106,10 +114,11 @@ class Selection:
         return logits if self.by_score else self._ranking(router, self._scores(logits), None)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
-        if self.gate == "softmax" and self.normalize and not self.norm_eps:
+        if self.gate == "softmax" and self.normalize and not (self.norm_eps or self.norm_min):
             return softmax_weights(logits, indices, normalize=True) * self.scale
         scores = self._scores(logits) if scores is None else scores
-        weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
+        summed = {"norm_eps": self.norm_eps, "norm_min": self.norm_min}
+        weights = expert_weights(scores, indices, normalize=self.normalize, **summed)
         return weights * self.scale
 
     def held_bias(self, router: nn.Module) -> Tensor | None:

@@ -11,7 +11,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from l2r import L2RConfig, record, replay
 from l2r.analysis.certificates.attack import exact
 from l2r.analysis.certificates.certify import certify, holds_within
-from l2r.analysis.routes.mismatch import Comparison, compare_models, compare_routes
+from l2r.analysis.routes.mismatch import Comparison, _divergence, compare_models, compare_routes
 from l2r.analysis.routes.model_reading import Reading
 from l2r.hf.swap import running_sites
 from l2r.hf.swap.families import FAMILIES
@@ -267,3 +267,15 @@ def test_models_of_other_tokens_are_refused():
             compare_models(*pair, tokens)
     with pytest.raises(ValueError, match=f"sequence 0 has {vocabulary - 1} to {vocabulary - 1}"):
         compare_models(other, other, tokens)
+
+
+def test_words_without_a_probability_add_nothing_to_a_divergence():
+    """Logits of padded vocabularies are -inf: the divergence is that of the other words."""
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(2, 3, 8, generator=draw) for _ in range(2))
+    words = torch.tensor([True] * 6 + [False] * 2)
+    masked = [logits.masked_fill(~words, -torch.inf) for logits in (one, other)]
+    wide = [logits[..., words].double().log_softmax(-1) for logits in (other, one)]
+    expected = kl_div(*wide, log_target=True, reduction="none").sum(-1).flatten()
+    torch.testing.assert_close(_divergence(*masked).double(), expected, atol=1e-7, rtol=1e-6)
+    assert _divergence(one, masked[1]).isposinf().all()

@@ -45,6 +45,25 @@ def settings_of(router: nn.Module) -> list[dict[str, object]]:
     return [{}, scaled, *[{name: value} for name, values in there.items() for value in values]]
 
 
+def test_a_family_that_bounds_a_sum_from_below_is_bounded_and_not_added_to():
+    """ERNIE divides by max(sum, 1e-12); a bias chooses experts whose sum is of that size."""
+    site = router_sites(tiny_model(FAMILIES["ernie4_5_moe"]))[0]
+    with torch.no_grad():
+        old_weight(site).copy_(torch.eye(EXPERTS, TINY["hidden_size"]))
+        site.router.moe_statics.e_score_correction_bias[0, :2] = 2.0  # alone decides
+        x = torch.zeros(TOKENS, TINY["hidden_size"])
+        x[:, 2] = torch.linspace(20, 35, TOKENS)  # probabilities of the chosen: e^-20 to e^-35
+        ours = new_router(site, LinearConfig())
+        ours.weight.copy_(old_weight(site))
+        theirs, swapped = table(site.router(x)), table(ours(x))
+        _, _, indices = site.router(x)
+        replayed = ours.selection.weigh(ours, ours(x)[0], indices)
+    sums = theirs.sum(dim=1)
+    assert (sums < 0.9).any() and (sums > 0.99).any()  # on both sides of the bound
+    torch.testing.assert_close(swapped, theirs, atol=0, rtol=1e-5)
+    torch.testing.assert_close(replayed, theirs.gather(1, indices), atol=0, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", few_families(FAMILIES))
 def test_a_family_keeps_its_choice_and_its_weights(name):
     model = tiny_model(FAMILIES[name])

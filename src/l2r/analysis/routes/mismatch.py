@@ -243,7 +243,12 @@ def _log_probs(logits: Float[Tensor, "B S V"], ids: Int[Tensor, "B S"]) -> Float
 def _divergence(
     logits: Float[Tensor, "B S V"], other: Float[Tensor, "B S V"]
 ) -> Float[Tensor, " T"]:
-    """KL(reference, other) of the next token's distribution, in nats."""
+    """KL(reference, other) of the next token's distribution, in nats.
+
+    A word that the reference gives no probability adds none; one that the other gives none, where
+    the reference gives some, makes it infinite.
+    """
     first = logits.double().log_softmax(dim=-1)
     second = other.to(logits.device).double().log_softmax(dim=-1)
-    return (first.exp() * (first - second)).sum(dim=-1).flatten().float().cpu()
+    parts = torch.where(first.isneginf(), 0.0, first.exp() * (first - second))
+    return parts.sum(dim=-1).flatten().float().cpu()

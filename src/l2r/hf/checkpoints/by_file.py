@@ -59,14 +59,13 @@ class CheckpointOnDisk:
         out: Path,
         *,
         tokenizer: Any = None,
-        files: Mapping[str, str] | None = None,
         sections: Sequence[str] = (),
         report: Report = lambda done, total, file: None,
     ) -> None:
         """Write ``model`` as ``save_model`` does. Raises ValueError as it and ``write``."""
-        write = partial(self.write, report=report)
-        more: dict[str, Any] = {"tokenizer": tokenizer, "files": files, "sections": sections}
-        save_model(self.model, out, write=write, unchanged=self._folder, **more)
+        more: dict[str, Any] = {"tokenizer": tokenizer, "sections": sections}
+        more["write"] = partial(self.write, report=report)
+        save_model(self.model, out, source=self._folder, unchanged=True, **more)
 
     def write(
         self, model: Any, out: Path, *, report: Report = lambda done, total, file: None

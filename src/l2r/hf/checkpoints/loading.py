@@ -21,12 +21,6 @@ from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
 from l2r.hf.models.weight_files import read_weights
 
 FLOAT32 = Placement("float32")
-_PROCESSORS = (
-    "audio_tokenizer_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 
 
 def load_causal_lm(
@@ -65,12 +59,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     if not has_tokenizer(path):
         return None
     return _tokenizer(checkpoint_folder(path), trust_remote_code=trust_remote_code)
-
-
-def processor_files(path: str | Path) -> dict[str, str]:
-    """Text of the files of a folder or run folder that prepare images, video or sound, by name."""
-    files = (checkpoint_folder(path) / name for name in _PROCESSORS)
-    return {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
 
 
 def load_image_classifier(

@@ -1,5 +1,6 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
+import shutil
 import tempfile
 import warnings
 import weakref
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from l2r.hf.checkpoints.folders import checkpoint_folder, classifies_images
+from l2r.hf.checkpoints.folders import (
+    checkpoint_folder,
+    classifies_images,
+    kept_files,
+)
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
@@ -61,6 +66,10 @@ def load_pretrained(
         config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
+        if swaps and "config" in options:
+            raise ValueError(
+                "config of a swapped model is that of its folder; pass fields of it by their names"
+            )
         if swaps:
             for name in [n for n in options if n in config.to_dict() and n not in _OF_LOADING]:
                 setattr(config, name, options.pop(name))
@@ -109,25 +118,31 @@ def save_model(
     files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
-    unchanged: Path | None = None,
+    source: Path | None = None,
+    unchanged: bool = False,
 ) -> None:
     """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
-    ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``unchanged`` is a
-    folder whose tensors, besides those of routers, the new one must hold byte for byte.
+    ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``source`` is the
+    folder that the model came from: files of its tokenizer, its processors and its license that
+    nothing writes are copied. ``unchanged``: its tensors, besides those of routers, must be in the
+    new folder byte for byte.
     Raises ValueError when ``out`` holds something already, a weight is not finite, or one that
     must not has changed.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
-        if unchanged is not None:
-            check_unchanged(model, unchanged, part, renamed=write is None)
+        if source is not None and unchanged:
+            check_unchanged(model, source, part, renamed=write is None)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
+        for file in () if source is None else kept_files(source):
+            if not (part / file.name).exists():
+                shutil.copyfile(file, part / file.name)
         write_card(part, model, sections)
 
 

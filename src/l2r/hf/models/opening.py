@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 _PACKAGE = (
     "The routers of this checkpoint need the Python package l2r-moe (pip install 'l2r-moe[lm]', "
     "then import l2r)"
@@ -53,3 +55,34 @@ class NeedsPackage:
         if values.get("auto_map") == _AUTO_MAP:
             del values["auto_map"]
         return super().from_dict(values, **options)  # type: ignore[misc]
+
+
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> None:
+    """Compare a configuration object that is given for a folder or hub id with the one there.
+
+    ``options`` are those of ``from_pretrained``. Raises ValueError where the folder is of a model
+    type of ours and the object of another, or of swaps in other layers: its routers would be drawn.
+    """
+    if not isinstance(config, PreTrainedConfig) or config.name_or_path == str(path):
+        return  # read there
+    hub = {name: options[name] for name in _OF_THE_HUB if name in options}
+    try:
+        there, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except (OSError, ValueError):
+        return  # no config.json, of which loading goes on without
+    given = {"model_type": config.model_type, "l2r_swap": getattr(config, "l2r_swap", None)}
+    ours = str(there.get("model_type", "")).startswith("l2r_") or there.get("l2r_swap")
+    if ours and _routers(there) != _routers(given):
+        raise ValueError(
+            f"{path} holds a model of type {there.get('model_type')} with routers of l2r, which "
+            f"the given config, of type {config.model_type}, does not build: they would be drawn "
+            f"at random; leave config out, or take AutoConfig.from_pretrained({str(path)!r})"
+        )
+
+
+def _routers(values: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """Model type and, of each swap, the layers."""
+    return values.get("model_type"), [swap.get("layers") for swap in values.get("l2r_swap") or ()]

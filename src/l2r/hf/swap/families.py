@@ -115,8 +115,7 @@ def _rule(read: Mapping[str, str], **fixed: Any) -> Callable[[Any], Selection]:
 # transformers' Mixtral and its like renormalize whatever their configuration says. So do families
 # whose softmax is over the k chosen logits only: the same weights.
 _always_normalized = _rule({}, normalize=True)
-# The original bounds the sum from below by the same constant instead of adding it.
-_ernie = _rule({"norm_eps": "norm_min"}, normalize=True, bias="moe_statics.e_score_correction_bias")
+_ernie = _rule({"norm_min": "norm_min"}, normalize=True, bias="moe_statics.e_score_correction_bias")
 _SCALED = {"normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 _V3 = _rule(
     {**_SCALED, "groups": "num_group", "kept_groups": "topk_group"},

@@ -9,7 +9,7 @@ from l2r import L2RConfig
 from l2r.analysis.diagnostics.checks import check_model
 from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
-from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.hf.families import tiny_model
 from tests.hf.swap.test_composite_models import llava, qwen
@@ -178,3 +178,41 @@ def test_a_swapped_model_that_was_trained_without_a_fit_is_trained():
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     assert statuses(model)["trained"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "mixtral"])
+def test_scores_that_saturate_are_a_warning_and_no_replaced_forward(name):
+    """Equal scores are ties, which a family's topk breaks in another order than the rule."""
+    model = tiny_model(FAMILIES[name]).eval()
+    healthy = findings(model)["weights"]
+    assert healthy.status == "ok"
+    with torch.no_grad():
+        for site in router_sites(model):
+            old_weight(site).mul_(3000 / old_weight(site).std())
+    found = findings(model)["weights"]
+    assert found.status == "warning" and "are saturated" in found.found
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
+def test_a_selection_bias_that_was_rounded_to_bfloat16_is_a_warning(name):
+    model = tiny_model(FAMILIES[name]).eval()
+    draw = torch.Generator().manual_seed(0)
+    for stored, status in ((torch.float32, "ok"), (torch.bfloat16, "warning")):
+        for site in router_sites(model):
+            bias = site.selection.held_bias(site.router)
+            values = 6.8 + 0.25 * torch.rand(bias.shape, generator=draw)
+            with torch.no_grad():
+                bias.copy_(values.to(stored))
+        assert findings(model)["selection bias"].status == status
+    assert "in steps of 0.031 at" in findings(model)["selection bias"].found
+    with torch.no_grad():  # one step of updates: bfloat16 has numbers so near to 0
+        for site in router_sites(model):
+            site.selection.held_bias(site.router).uniform_(-1e-3, 1e-3).copy_(
+                site.selection.held_bias(site.router).bfloat16()
+            )
+    assert findings(model)["selection bias"].status == "ok"
+
+
+def findings(model):
+    batch = {"input_ids": torch.randint(3, 64, (4, 64), generator=torch.Generator().manual_seed(1))}
+    return {finding.check: finding for finding in check_model(model, batch)}

@@ -27,6 +27,7 @@ from l2r.routers import Router
 from l2r.routers.observe import block_bias
 from l2r.routers.selection_rule import Selection
 
+_BIAS_UPDATE = 0.001  # by which a step of loss-free balancing moves a bias
 _TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
 
 
@@ -84,6 +85,15 @@ def bias(subject: Subject) -> Finding:
             "updates of 0.001 are lost",
             "keep it in float32",
         )
+    for site, tensor in biased.items():
+        step = _bf16_step(tensor)
+        if step >= _BIAS_UPDATE:
+            return warning(
+                f"the selection bias in {in_layers([site])} holds bfloat16 numbers, in steps of "
+                f"{step:.2g} at {float(tensor.abs().max()):.2g}: {len(tensor.unique())} values for "
+                f"{counted(len(tensor), 'expert')}",
+                "it was rounded when it was saved: take it from a checkpoint that has it in float32",
+            )
     spread = max(float(tensor.max() - tensor.min()) for tensor in biased.values())
     return ok(f"the selection biases of {len(biased)} layers span at most {spread:.2f} of a score")
 
@@ -114,10 +124,27 @@ def weights(subject: Subject) -> Finding:
                 f"rule {rule} gives",
                 "something replaced the router's forward: load the model again",
             )
+    for site in subject.sites:
+        share = _saturated(site, subject.plain.routed[site.path][0])
+        if share > _TIES:
+            return warning(
+                f"in {in_layers([site])} the scores of {share:.0%} of the tokens are saturated: "
+                "the last expert chosen and the next have the same, 0 or 1, and the order of the "
+                "experts decides",
+                "the router's logits are too large: train with a z-loss or a lower learning rate",
+            )
     _, returned, _ = subject.plain.routed[subject.sites[0].path]
     return ok(
         f"the k weights sum to {float(returned.float().sum(dim=1).mean()):.3f}, as the rule gives"
     )
+
+
+def _bf16_step(bias: Tensor) -> float:
+    """Distance of neighbors in bfloat16 at the largest bias, 0 where others than these are held."""
+    wide = bias.float()
+    if not torch.equal(wide, wide.bfloat16().float()) or len(wide.unique()) < 3:
+        return 0.0
+    return float(torch.finfo(torch.bfloat16).eps * 2 ** wide.abs().max().log2().floor())
 
 
 def _impossible(site: Site) -> str:
@@ -195,14 +222,45 @@ def _unreachable(site: Site, values: Tensor) -> int:
 def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor) -> float:
     """Share of the tokens whose experts score otherwise than the rule's, whatever the ties.
 
-    0 where a bias of the block is elsewhere, or in half precision: sums of it and scores tie often.
+    Scores that are equal when rounded are ties, though their logits differ; so are the sums of
+    groups. 0 where a bias of the block is elsewhere, or in half precision: sums of it and scores
+    tie often.
     """
-    bias = _of_block(subject, site)
+    rule, bias = site.selection, _of_block(subject, site)
     if any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias):
         return 0.0
-    _, expected = site.selection(site.router, logits, *bias)
-    one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
-    return float((one != other).any(dim=1).float().mean())
+    _, expected = rule(site.router, logits, *bias)
+    scores = _ranking(site, rule, logits, *bias)
+    pairs = [[part.gather(1, i).sort(dim=1).values for i in (indices, expected)] for part in scores]
+    differs = torch.stack([(one != other).any(dim=1) for one, other in pairs]).all(dim=0)
+    if rule.kept_groups < rule.groups:
+        grouped = scores[1].view(len(logits), rule.groups, -1)
+        quality = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
+        best = quality.topk(rule.kept_groups + 1, dim=-1).values
+        differs &= best[:, -1] != best[:, -2]
+    return float(differs.float().mean())
+
+
+def _ranking(
+    site: Site, rule: Selection, logits: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits, and the scores with their bias that a selection compares, groups left out."""
+    wide = logits.float()
+    scores = torch.sigmoid(wide) if rule.gate == "sigmoid" else wide.softmax(dim=-1)
+    bias = rule.held_bias(site.router) if bias is None else bias
+    return logits, scores if bias is None else scores + bias
+
+
+def _saturated(site: Site, logits: Tensor) -> float:
+    """Share of the tokens whose k-th and next score are both 0 or both 1, in float32."""
+    rule, top_k = site.selection, site.sizes["top_k"]
+    if top_k == logits.shape[1] or type(rule) is not Selection:
+        return 0.0
+    wide = logits.float()
+    scores = torch.sigmoid(wide) if rule.gate == "sigmoid" else wide.softmax(dim=-1)
+    last, following = scores.topk(top_k + 1, dim=1).values[:, -2:].unbind(dim=1)
+    tied = (last == following) & ((last == 0) | (last == 1))
+    return float(tied.float().mean())
 
 
 def _tolerance(*tensors: Tensor) -> float:

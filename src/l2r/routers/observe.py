@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,12 @@ def block_bias(model: nn.Module, path: str) -> tuple[Tensor, ...]:
         if isinstance(bias, Tensor):
             return (bias,)
     return ()
+
+
+def more_inputs(router: nn.Module) -> list[str]:
+    """Names of what a router must be given besides the hidden states."""
+    _, *others = inspect.signature(router.forward).parameters.values()
+    return [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 @contextmanager

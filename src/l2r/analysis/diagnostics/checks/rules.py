@@ -22,11 +22,11 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
+from l2r.hf.swap import FAMILIES, Site
 from l2r.routers import Router
 from l2r.routers.selection_rule import Selection
 
-_TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
+_TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a rounding
 
 
 def selection(subject: Subject) -> Finding:
@@ -136,7 +136,8 @@ def _impossible(site: Site) -> str:
 
 def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | None:
     """Rule and sizes of the family's own router, built from the configuration without storage."""
-    entry = FAMILIES.get(family)
+    stock = not isinstance(site.router, Router)
+    entry = site.family if stock else FAMILIES.get(family)
     modules = [sys.modules[base.__module__] for base in type(subject.model).__mro__]
     modules += [sys.modules[type(site.router).__module__]]
     kinds = [
@@ -150,7 +151,7 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     try:
         with torch.device("meta"):
             router = kinds[0](*arguments)
-        rule = FAMILY_OF_ROUTER[entry.router].selection(router)
+        rule = entry.selection(router)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
@@ -177,7 +178,12 @@ def _bias(subject: Subject, site: Site) -> Tensor | None:
 
 
 def _unreachable(site: Site, values: Tensor) -> int:
-    """Experts that k others of their group outdo by more than scores can differ."""
+    """Experts that k others of their group outdo by more than scores can differ.
+
+    0 where the bias is added to what has no bounds.
+    """
+    if site.selection.gate == "sqrtsoftplus" or site.selection.biased == "logits":
+        return 0
     top_k, groups = site.sizes["top_k"], site.selection.groups
     grouped = values.float().view(groups, -1)
     ahead = (grouped[:, :, None] > grouped[:, None, :] + 1).sum(dim=1)
@@ -187,12 +193,17 @@ def _unreachable(site: Site, values: Tensor) -> int:
 def _other_experts(site: Site, rule: Selection, logits: Tensor, indices: Tensor) -> float:
     """Share of the tokens whose experts score otherwise than those of the rule, whatever the ties.
 
-    0 where the block has a say.
+    0 where the block or a token's id has a say.
     """
-    if rule.block_bias:
+    if rule.block_bias or site.by_token:
         return 0.0
     _, expected = rule(site.router, logits)
-    one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
+    order = (
+        logits
+        if type(rule).__call__ is not Selection.__call__
+        else rule.standing(site.router, logits)
+    )
+    one, other = (order.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
     return float((one != other).any(dim=1).float().mean())
 
 

@@ -40,7 +40,11 @@ def tiny_model(family: Family, **sizes: Any) -> Any:
                     bias.zero_()
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    value.normal_(0, 0.3)
+                    value.normal_(0, 0.3).clamp_(
+                        -0.45, 0.45
+                    )  # no expert is out of reach of sigmoids
+                if name.endswith("tid2eid"):  # a token's experts differ from each other
+                    value.copy_(torch.rand(len(value), 8).argsort(dim=1)[:, : value.shape[1]])
     return model
 
 

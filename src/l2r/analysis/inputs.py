@@ -98,7 +98,7 @@ def open_subject(
         data,
         tokenizer,
         checkpoint=checkpoint,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.config.get_text_config().vocab_size,
         instances=instances,
         length=length,
         report=report,

@@ -5,7 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -35,6 +35,8 @@ class Selection:
     ``ranking`` for a margin loss. Raises ValueError for another gate, a number of groups or of
     kept ones below 1, and a scale that is not finite.
     """
+
+    by_token: ClassVar[bool] = False  # whether ids of tokens choose, and not logits
 
     gate: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     normalize: bool = False

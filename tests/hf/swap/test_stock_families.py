@@ -19,15 +19,13 @@ from tests.tiers import few_families
 
 # Their layers run several times in a call, so a token has several routes in a layer.
 LOOPED = ("inkling2_loop_text",)
+# DeepSeek-V4 compresses keys of neighbouring tokens, those under the mask too.
+FAULTS = {"deepseek_v4": ("padding",)}
 
 
 def from_folder(name: str, folder: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A small model of a family, as transformers opens it from a folder."""
     model = tiny_model(FAMILIES[name])
-    for site in find_sites(model):
-        if site.by_token:
-            experts = torch.stack([torch.randperm(8)[:2] for _ in range(64)])
-            site.router.tid2eid.copy_(experts)
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder, dtype=dtype).eval()
 
@@ -47,9 +45,7 @@ def test_a_stock_model_in_bf16_replays_its_routes_to_the_bit(name, tmp_path):
 def test_a_stock_model_in_bf16_is_checked_and_diagnosed(name, tmp_path):
     model, ids = from_folder(name, tmp_path), sample_tokens()
     faults = [f for f in check_model(model, {"input_ids": ids}) if f.status == "fault"]
-    assert [
-        f for f in faults if f.check != "selection bias"
-    ] == []  # biases are drawn: some bar one
+    assert [f for f in faults if f.check not in FAULTS.get(name, ())] == []
     records = collect_records(model, [{"input_ids": ids}])
     diagnosis = diagnose_layers(records, settings=DiagnosisSettings(certify=4))
     assert all("entropy" in layer for layer in diagnosis.layers)

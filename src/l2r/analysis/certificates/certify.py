@@ -138,6 +138,10 @@ def _check_rule(router: nn.Module) -> None:
     what, family = "", family_of(router)
     if isinstance(router, Router) or family is not None:
         rule = router.selection if isinstance(router, Router) else family.selection(router)
+        if rule.by_token:
+            raise ValueError(
+                f"{type(router).__name__} chooses by the ids of tokens; no certificate is known"
+            )
         if needed := [] if rule.block_bias else more_inputs(router):
             what = f"{', '.join(needed)} of its block"
         elif type(rule).__call__ is not Selection.__call__:

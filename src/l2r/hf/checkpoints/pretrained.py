@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
 
 from l2r.hf.checkpoints.folders import checkpoint_folder, classifies_images
 from l2r.hf.checkpoints.hub import local_checkpoint
@@ -27,6 +33,12 @@ _SIZES = (
     "intermediate_size", "num_experts", "num_experts_per_tok", "rms_norm_eps",
 )  # fmt: skip
 _OF_LOADING = ("dtype",)  # fields of a configuration that from_pretrained takes itself
+_READS_TEXT = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
@@ -170,14 +182,19 @@ def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class of what a configuration describes.
+    """The Auto class of what a configuration describes: that of the class which wrote the folder.
 
-    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    So a wrapper opens whole, although some open as their language model alone too. Raises
+    ValueError for another kind of model, which transformers answers with all that it has.
     """
     if classifies_images(config.architectures):
         return AutoModelForImageClassification
-    registered = type(config) in AutoModelForCausalLM._model_mapping
-    if registered or getattr(config, "auto_map", None):
+    known = [kind for kind in _READS_TEXT if type(config) in kind._model_mapping]
+    names = config.architectures if isinstance(config.architectures, list) else []
+    wrote = [k for k in known if k._model_mapping[type(config)].__name__ in names]
+    if known:
+        return (wrote or known)[0]
+    if getattr(config, "auto_map", None):
         return AutoModelForCausalLM
     raise ValueError(
         f"neither a causal language model nor an image classifier: model_type "

@@ -41,6 +41,7 @@ from l2r.hf.swap.rules import (
     openai_privacy_filter,
     phimoe,
 )
+from l2r.routers.observe import reads_text
 from l2r.routers.selection_rule import Selection
 
 
@@ -49,7 +50,6 @@ class Family:
     """A model family, by transformers' model type and the class name of its router.
 
     rule: function from an old router to its selection. weight: path of the router's [N, D] matrix.
-    apart: part of a path whose routers of the same class see no text, and stay as they are.
     recorded: whether ``output_router_logits`` reads the router, and not the block around it.
     """
 
@@ -57,7 +57,6 @@ class Family:
     router: str
     rule: Callable[[Any], Selection]
     weight: str = "weight"
-    apart: str | None = None
     recorded: bool = True
 
     def selection(self, old: Any) -> Selection:
@@ -107,9 +106,7 @@ _TABLE = (
     Family("openai_privacy_filter", "OpenAIPrivacyFilterTopKRouter", openai_privacy_filter),
     Family("mistral4", "Mistral4TopkRouter", mistral4),
     Family("mistral_large4", "MistralLarge4TextTopkRouter", mistral_large4),
-    Family(
-        "ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeTopKRouter", ernie, apart="vision_moe", recorded=False
-    ),
+    Family("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeTopKRouter", ernie, recorded=False),
     Family("unlimited_ocr", "UnlimitedOcrTextTopkRouter", deepseek_v2),
     Family("deepseek_ocr2", "DeepseekOcr2TextTopkRouter", deepseek_v2),
     Family("deepseek_v4", "DeepseekV4TopKRouter", deepseek_v4),
@@ -162,8 +159,7 @@ def family_of(router: Any) -> Family | None:
 
 def is_of_family(router: Any, path: str) -> bool:
     """Whether a module, at a path of its model, is a family's router of text."""
-    family = family_of(router)
-    return family is not None and (family.apart is None or family.apart not in path.split("."))
+    return family_of(router) is not None and reads_text(path)
 
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"

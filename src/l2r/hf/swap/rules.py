@@ -8,7 +8,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ class SparseMixer(Selection):
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TokenTable(Selection):
     """DeepSeek-V4's hash layers: experts by a table of token ids, weighed by the gate."""
+
+    by_token: ClassVar[bool] = True
 
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None

@@ -11,7 +11,6 @@ from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
 from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
-from l2r.hf.swap.rules import TokenTable
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
 from l2r.routers.offload import device_of, onloaded
@@ -46,7 +45,7 @@ class Site:
     @property
     def by_token(self) -> bool:
         """Whether token ids choose the experts here: such a router is not replaced."""
-        return isinstance(self.selection, TokenTable)
+        return self.selection.by_token
 
     @property
     def sizes(self) -> dict[str, int]:

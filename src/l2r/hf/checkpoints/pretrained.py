@@ -54,7 +54,8 @@ def load_pretrained(
     ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
     names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
     swapped before the weights are read. Every tensor must be there, have its place in the model
-    and be finite.
+    and be finite. A wrapper is opened whole, but for omni models, whose thinker is the one part
+    that reads.
     ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, fields of the configuration,
     ...); what a ``device_map`` leaves on disk lies in a temporary folder that is gone with the
     model, unless ``offload_folder`` names one.
@@ -79,6 +80,8 @@ def load_pretrained(
             model = read_weights(_swapped_class(config), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
+            if hasattr(config, "thinker_config"):  # the whole generates alone, without a forward
+                config = options["config"] = config.thinker_config
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
         if offloaded is not None:

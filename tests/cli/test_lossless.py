@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from l2r.hf.checkpoints import by_file, load_pretrained
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import tiny_model
+from tests.hf.omni import omni
 from tests.hf.swap.test_composite_models import qwen
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
@@ -148,16 +149,35 @@ def test_a_base_with_an_adapter_beside_it_is_refused(
     assert f"{folder} holds an adapter beside the weights" in line and "merge_and_unload" in line
 
 
+@pytest.mark.parametrize("command", ["swap", "swap --dtype float32"])
+def test_a_wrapper_is_swapped_whole(wrapper, l2r, tmp_path, command):
+    """Every byte of its vision tower and of all else, by file and from memory."""
+    new = tmp_path / "new"
+    ended = l2r(*words(command, wrapper, None), "--out", new)
+    assert ended.code == 0, ended.err
+    assert_kept(wrapper, new)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (wrapper, new))
+    assert after["vision_config"] | before["vision_config"] == after["vision_config"]
+    assert any("visual" in name for name in stored(new))
+    assert l2r("export", new, "--out", tmp_path / "export").code == 0
+    assert_kept(wrapper, tmp_path / "export")
+
+
 @pytest.mark.parametrize("command", ["swap", "swap --fit"])
-def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(wrapper, text_folder, refusal, command):
-    line = refusal(*words(command, wrapper, text_folder))
-    assert f"{wrapper} is a wrapper, and Qwen3_5MoeForCausalLM is one part of it" in line
-    assert "vision_config" in line
+def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(text_folder, refusal, tmp_path, command):
+    folder = tmp_path / "speaks-moe"
+    omni().save_pretrained(folder)
+    add_tokenizer(folder)
+    line = refusal(*words(command, folder, text_folder))
+    part = "Qwen3OmniMoeThinkerForConditionalGeneration"
+    assert f"{folder} is a wrapper, and {part} is one part of it" in line
+    assert "talker_config" in line and f"{part}.from_pretrained" in line
 
 
-def test_a_copy_of_the_part_is_swapped_as_the_line_says(wrapper, l2r, tmp_path):
-    copy, new = tmp_path / "copy", tmp_path / "new"
-    AutoModelForCausalLM.from_pretrained(wrapper).save_pretrained(copy)
+def test_a_copy_of_the_part_is_swapped_as_the_line_says(l2r, tmp_path):
+    folder, copy, new = (tmp_path / name for name in ("speaks-moe", "copy", "new"))
+    omni().save_pretrained(folder)
+    Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(folder).save_pretrained(copy)
     assert l2r("swap", copy, "--out", new).code == 0
     assert_kept(copy, new)
 

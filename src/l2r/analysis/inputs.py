@@ -104,7 +104,7 @@ def open_subject(
         tokenizer,
         text=text,
         checkpoint=checkpoint,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.config.get_text_config().vocab_size,
         instances=instances,
         length=length,
         report=report,

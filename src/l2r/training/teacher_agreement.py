@@ -20,8 +20,8 @@ def divergence(
 ) -> Float[Tensor, ""]:
     """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
 
-    ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
-    own probability.
+    Another gate than ``softmax``: the sum over experts of the divergence of two coins, since each
+    expert has a gate of its own.
     """
     if gate == "softmax":
         p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)

@@ -134,9 +134,10 @@ def as_l2r_olmoe(model: Any) -> Any:
 
     The weights are copies, or none where they are on torch's meta device.
     """
+    if not isinstance(model, OlmoeForCausalLM):
+        return model
     swaps = getattr(model.config, "l2r_swap", None) or []
-    alike = len(swaps) == 1 and len(swaps[0]["layers"]) == model.config.num_hidden_layers
-    if not isinstance(model, OlmoeForCausalLM) or not alike:
+    if len(swaps) != 1 or len(swaps[0]["layers"]) != model.config.num_hidden_layers:
         return model
     router = RouterConfig.from_dict(swaps[0]["router"])
     if swaps[0]["selection"] == "family":

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
 
 from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
@@ -32,6 +38,12 @@ _SIZES = (
     "intermediate_size", "num_experts", "num_experts_per_tok", "rms_norm_eps",
 )  # fmt: skip
 _OF_LOADING = ("dtype",)  # fields of a configuration that from_pretrained takes itself
+_READS_TEXT = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
@@ -47,7 +59,8 @@ def load_pretrained(
     ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
     names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
     swapped before the weights are read. Every tensor must be there, have its place in the model
-    and be finite.
+    and be finite. A wrapper is opened whole, but for omni models, whose thinker is the one part
+    that reads.
     ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, fields of the configuration,
     ...); what a ``device_map`` leaves on disk lies in a temporary folder that is gone with the
     model, unless ``offload_folder`` names one.
@@ -76,6 +89,8 @@ def load_pretrained(
             model = read_weights(_swapped_class(config), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
+            if hasattr(config, "thinker_config"):  # the whole generates alone, without a forward
+                config = options["config"] = config.thinker_config
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
         if offloaded is not None:
@@ -185,14 +200,19 @@ def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class of what a configuration describes.
+    """The Auto class of what a configuration describes: that of the class which wrote the folder.
 
-    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    So a wrapper opens whole, although some open as their language model alone too. Raises
+    ValueError for another kind of model, which transformers answers with all that it has.
     """
     if classifies_images(config.architectures):
         return AutoModelForImageClassification
-    registered = type(config) in AutoModelForCausalLM._model_mapping
-    if registered or getattr(config, "auto_map", None):
+    known = [kind for kind in _READS_TEXT if type(config) in kind._model_mapping]
+    names = config.architectures if isinstance(config.architectures, list) else []
+    wrote = [k for k in known if k._model_mapping[type(config)].__name__ in names]
+    if known:
+        return (wrote or known)[0]
+    if getattr(config, "auto_map", None):
         return AutoModelForCausalLM
     raise ValueError(
         f"neither a causal language model nor an image classifier: model_type "

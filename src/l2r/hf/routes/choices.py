@@ -105,7 +105,8 @@ class Choices:
                 _, weights, indices = routed(router, output)
                 if chosen.indices is not None:
                     raise ValueError(
-                        f"the router of layer {layer.layer} was called twice in a call"
+                        f"the router of layer {layer.layer} was called twice in a call: its layers "
+                        "run in a loop, and a token has no single route"
                     )
                 chosen.indices = indices.detach()
                 if self._notes_weights:

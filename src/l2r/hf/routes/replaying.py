@@ -52,6 +52,7 @@ class Replay:
             (site.router, "forward"): self._replaying(place, layer, site, weights)
             for place, layer in enumerate(layers)
             for site in layer.sites
+            if not site.by_token  # the same tokens have the same experts
         }
         self._checkpoints = {
             (module, name): self._carrying(vars(module)[name])

@@ -9,7 +9,7 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.hf.swap.families import FAMILIES as FAMILIES
-    from l2r.hf.swap.families import FAMILY_OF_ROUTER as FAMILY_OF_ROUTER
+    from l2r.hf.swap.families import family_of as family_of
     from l2r.hf.swap.preferred import preferred_router as preferred_router
     from l2r.hf.swap.sites import Site as Site
     from l2r.hf.swap.sites import layer_index as layer_index

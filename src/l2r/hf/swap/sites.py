@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
-from l2r.hf.swap.families import FAMILIES, FAMILY_OF_ROUTER, REFUSED
+from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
 from l2r.routers.observe import block_bias
@@ -34,7 +34,19 @@ class Site:
         """Selection in force here."""
         if isinstance(self.router, Router):
             return self.router.selection
-        return FAMILY_OF_ROUTER[type(self.router).__name__].selection(self.router)
+        return self.family.selection(self.router)
+
+    @property
+    def family(self) -> Family:
+        """Family of a stock router."""
+        family = family_of(self.router)
+        assert family is not None, self.path
+        return family
+
+    @property
+    def by_token(self) -> bool:
+        """Whether token ids choose the experts here: such a router is not replaced."""
+        return self.selection.by_token
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,9 +62,13 @@ class Site:
 def router_sites(model: nn.Module) -> list[Site]:
     """The routers of a supported family, or ours in their place, in the order of the layers.
 
-    Raises ValueError where there is none, with the reason for families known not to fit, and
-    where PEFT has put adapters on them.
+    Without those that choose by token ids. Raises ValueError where there is none, with the reason
+    for families known not to fit, and where PEFT has put adapters on them.
     """
+    return [site for site in _all_sites(model) if not site.by_token]
+
+
+def _all_sites(model: nn.Module) -> list[Site]:
     sites = find_sites(model)
     adapted = [site.path for site in sites if site.path.endswith(".base_layer")]
     if adapted:
@@ -76,7 +92,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return [
         Site(path, layer_index(path), module)
         for path, module in modules_by_path(model)
-        if type(module).__name__ in FAMILY_OF_ROUTER or isinstance(module, Router)
+        if isinstance(module, Router) or is_of_family(module, path)
     ]
 
 
@@ -100,9 +116,9 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def running_sites(model: nn.Module) -> list[Site]:
     """The sites of routers that run: besides each copy that PEFT trains it keeps an original.
 
-    Raises ValueError as ``router_sites``.
+    With those that choose by token ids. Raises ValueError as ``router_sites``.
     """
-    sites = router_sites(model)
+    sites = _all_sites(model)
     return [site for site in sites if "original_module" not in site.path.split(".")] or sites
 
 
@@ -144,7 +160,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 def old_weight(site: Site) -> Tensor:
     """The [N, D] matrix of a family's own router."""
-    weight: Tensor = attrgetter(FAMILY_OF_ROUTER[type(site.router).__name__].weight)(site.router)
+    weight: Tensor = attrgetter(site.family.weight)(site.router)
     return weight
 
 
@@ -167,7 +183,8 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             router.selection = site.selection
             if router.selection.bias is not None:
                 _carry(site.router, router, router.selection.bias.partition(".")[0])
-    if not isinstance(site.router, Router) or _is_recorded(site.router):
+    ours = isinstance(site.router, Router)
+    if _is_recorded(site.router) if ours else site.family.recorded:
         # transformers looks for the old class, so the new module brings the hook itself.
         router.register_forward_hook(_record_logits)
     return router.train(site.router.training)

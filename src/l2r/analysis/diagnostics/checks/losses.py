@@ -143,8 +143,11 @@ def _auxiliary(done: Pass) -> float:
 
 
 def _by_hand(subject: Subject, done: Pass, mask: Tensor | None) -> float:
-    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers."""
-    logits = done.logits()
+    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers.
+
+    Layers that choose by token ids have nothing to balance and do not count.
+    """
+    logits = [done.routed[site.path].logits for site in subject.sites if not site.by_token]
     top_k = subject.sites[0].sizes["top_k"]
     best = [layer.topk(top_k, dim=-1).indices for layer in logits]
     flat = mask if mask is not None and mask.numel() == len(logits[0]) else None

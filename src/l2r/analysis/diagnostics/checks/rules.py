@@ -5,7 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import inspect
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,13 +22,13 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
+from l2r.hf.swap import FAMILIES, Site
 from l2r.routers import Router
 from l2r.routers.observe import block_bias
 from l2r.routers.selection_rule import Selection
 
 _BIAS_UPDATE = 0.001  # by which a step of loss-free balancing moves a bias
-_TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
+_TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a rounding
 
 
 def selection(subject: Subject) -> Finding:
@@ -164,7 +164,8 @@ def _impossible(site: Site) -> str:
 
 def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | None:
     """Rule and sizes of the family's own router, built from the configuration without storage."""
-    entry = FAMILIES.get(family)
+    stock = not isinstance(site.router, Router)
+    entry = site.family if stock else FAMILIES.get(family)
     modules = [sys.modules[base.__module__] for base in type(subject.model).__mro__]
     modules += [sys.modules[type(site.router).__module__]]
     kinds = [
@@ -178,7 +179,7 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     try:
         with torch.device("meta"):
             router = kinds[0](*arguments)
-        rule = FAMILY_OF_ROUTER[entry.router].selection(router)
+        rule = entry.selection(router)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
@@ -212,7 +213,12 @@ def _of_block(subject: Subject, site: Site) -> tuple[Tensor, ...]:
 
 
 def _unreachable(site: Site, values: Tensor) -> int:
-    """Experts that k others of their group outdo by more than scores can differ."""
+    """Experts that k others of their group outdo by more than scores can differ.
+
+    0 where the bias is added to what has no bounds.
+    """
+    if site.selection.gate == "sqrtsoftplus" or site.selection.biased == "logits":
+        return 0
     top_k, groups = site.sizes["top_k"], site.selection.groups
     grouped = values.float().view(groups, -1)
     ahead = (grouped[:, :, None] > grouped[:, None, :] + 1).sum(dim=1)
@@ -223,41 +229,33 @@ def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor
     """Share of the tokens whose experts score otherwise than the rule's, whatever the ties.
 
     Scores that are equal when rounded are ties, though their logits differ; so are the sums of
-    groups. 0 where a bias of the block is elsewhere, or in half precision: sums of it and scores
-    tie often.
+    groups. 0 where a token's id chooses, or a bias of the block that is elsewhere or in half
+    precision: sums of it and scores tie often.
     """
     rule, bias = site.selection, _of_block(subject, site)
-    if any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias):
+    narrow = any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias)
+    if narrow or site.by_token:
         return 0.0
     _, expected = rule(site.router, logits, *bias)
-    scores = _ranking(site, rule, logits, *bias)
-    pairs = [[part.gather(1, i).sort(dim=1).values for i in (indices, expected)] for part in scores]
+    orders = [logits]
+    if type(rule).__call__ is Selection.__call__:
+        orders.append(rule.scores(site.router, logits, *bias))
+    pairs = [[part.gather(1, i).sort(dim=1).values for i in (indices, expected)] for part in orders]
     differs = torch.stack([(one != other).any(dim=1) for one, other in pairs]).all(dim=0)
     if rule.kept_groups < rule.groups:
-        grouped = scores[1].view(len(logits), rule.groups, -1)
+        grouped = orders[1].view(len(logits), rule.groups, -1)
         quality = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
         best = quality.topk(rule.kept_groups + 1, dim=-1).values
         differs &= best[:, -1] != best[:, -2]
     return float(differs.float().mean())
 
 
-def _ranking(
-    site: Site, rule: Selection, logits: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Logits, and the scores with their bias that a selection compares, groups left out."""
-    wide = logits.float()
-    scores = torch.sigmoid(wide) if rule.gate == "sigmoid" else wide.softmax(dim=-1)
-    bias = rule.held_bias(site.router) if bias is None else bias
-    return logits, scores if bias is None else scores + bias
-
-
 def _saturated(site: Site, logits: Tensor) -> float:
     """Share of the tokens whose k-th and next score are both 0 or both 1, in float32."""
     rule, top_k = site.selection, site.sizes["top_k"]
-    if top_k == logits.shape[1] or type(rule) is not Selection:
+    if top_k == logits.shape[1] or type(rule) is not Selection or rule.biased == "logits":
         return 0.0
-    wide = logits.float()
-    scores = torch.sigmoid(wide) if rule.gate == "sigmoid" else wide.softmax(dim=-1)
+    scores = replace(rule, bias=None, block_bias=False).scores(site.router, logits.float())
     last, following = scores.topk(top_k + 1, dim=1).values[:, -2:].unbind(dim=1)
     tied = (last == following) & ((last == 0) | (last == 1))
     return float(tied.float().mean())

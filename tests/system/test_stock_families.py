@@ -272,7 +272,7 @@ def test_layers_in_a_loop_are_counted_and_have_no_routes(l2r, text, tmp_path):
     for command in (
         ("diagnose", folder, "--data", text.file, *READ, "--out", tmp_path / "a"),
         ("diagnose", folder, "--text", text.sentence, "--out", tmp_path / "b", "--device", "cpu"),
-        ("mismatch", folder, "--text", text.file, *READ, "--against", "bf16", "--out", tmp_path),
+        ("mismatch", folder, "--data", text.file, *READ, "--against", "bf16", "--out", tmp_path),
     ):
         assert "was called twice in a call" in l2r(*command).refusal()
     options = ("--certify", 0, "--text-tokens", 0, "--out", tmp_path / "c")

@@ -119,7 +119,6 @@ eval my-moe --text my-text | --data my-text
 eval my-moe --text my-text --text file | --data
 data prepare tokens --data my-text | --out OUT
 data prepare --data my-text --out tokens --workers 2 | --processes
-data prepare --data hub --plan file --out tokens | --data
 data tokenizer my-text --out new | --data FOLDER
 bench router --compare file | --against
 params --layers 32 | --num-layers

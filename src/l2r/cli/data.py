@@ -53,6 +53,10 @@ def plan(
         typer.echo(f"wrote {out}", err=True)
 
 
+def _hub_or_path(param: typer.CallbackParam, source: str) -> str:
+    return source if source == "hub" else str(must_exist(param, source))
+
+
 @data.command()
 def prepare(
     *,
@@ -61,13 +65,13 @@ def prepare(
         Path | None, typer.Option(help="Plan from l2r data plan --out.", callback=must_exist)
     ] = None,
     data: Annotated[
-        Path | None,
+        str,
         data_option(
-            "a folder of text, *.txt, *.jsonl, *.json.gz, *.parquet (default: the hub's shards of "
-            "--plan)",
-            must_exist,
+            "a folder of text, *.txt, *.jsonl, *.json.gz, *.parquet, or hub for the shards of "
+            "--plan",
+            _hub_or_path,
         ),
-    ] = None,
+    ] = "hub",
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="tokenizer.json or its folder; OLMoE's by default.", callback=must_exist),
@@ -103,7 +107,7 @@ def prepare(
     split = Split(hold_out=hold_out, share=share)
     check_place(out)
     chosen = read_plan(plan) if plan is not None else None
-    shards = shard_source("hub" if data is None else str(data), chosen)
+    shards = shard_source(data, chosen)
     from l2r.cli.console import print_table
     from l2r.training.data import TRAIN_PART, prepare_tokens, shard_tasks
 

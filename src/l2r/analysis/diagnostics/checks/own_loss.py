@@ -28,7 +28,7 @@ def own_loss_of(model: Any, config: Any, asked: Sequence[Asked]) -> OwnLoss | No
     asked: passes with ``output_router_logits`` as the model has it, off and on; empty for a model
     that cannot be asked, whose attributes then count.
     """
-    weight = getattr(model, "router_aux_loss_coef", None)
+    weight: Any = getattr(model, "router_aux_loss_coef", None)
     if not asked:
         is_on = bool(getattr(config, "output_router_logits", False))
         return None if weight is None else OwnLoss(float(weight), is_on)

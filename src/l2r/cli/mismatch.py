@@ -77,8 +77,6 @@ def mismatch(
     Compares experts by layer, margin, position and kind of token, the log-probabilities with own
     and with the same experts, and counts decisions that are certified not to change.
 
-    Of a checkpoint and its swap it says what the swap changed.
-
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """
     from l2r.hf.checkpoints import (

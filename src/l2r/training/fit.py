@@ -23,6 +23,7 @@ from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.training.fit_batches import Cut, perplexity
+from l2r.training.fit_conditions import check_trainable
 from l2r.training.fit_options import FitOptions
 from l2r.training.teacher_agreement import agreement, compare, divergence, observe
 
@@ -89,7 +90,7 @@ def fit_routers(
     sites, students = [site for site, _ in pairs], [student for _, student in pairs]
     options = options or FitOptions()
     if options.updates:
-        _check_trainable(sites, students)
+        check_trainable(sites, students)
     if isinstance(data, str) or isinstance(held_out, str):
         raise ValueError("data and held_out must be sequences of texts or batches; got one str")
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
@@ -122,7 +123,7 @@ def fit_sites(
     frozen routers and where gradients are off.
     """
     if options.updates:
-        _check_trainable(sites, students)
+        check_trainable(sites, students)
     for name, value in (("batches", batches), ("held_out", held_out)):
         if len(value) == 0:
             raise ValueError(f"{name} must hold at least one batch; got none")
@@ -148,27 +149,6 @@ def fit_sites(
         for site, old, new in zip(sites, before, after, strict=True)
     ]
     return result
-
-
-def check_gradients() -> None:
-    """Raise ValueError where torch records no gradients."""
-    if not torch.is_grad_enabled():  # off in inference mode, too
-        raise ValueError(
-            "routers are fitted by gradients, which are off here; call it outside of "
-            "torch.no_grad() and torch.inference_mode()"
-        )
-
-
-def _check_trainable(sites: Sequence[Site], students: Sequence[Router]) -> None:
-    """Raise ValueError where gradients are off, or a new router has no parameter that trains."""
-    check_gradients()
-    pairs = zip(sites, students, strict=True)
-    frozen = [s.layer for s, new in pairs if not any(p.requires_grad for p in new.parameters())]
-    if frozen:
-        raise ValueError(
-            f"the new routers must train to be fitted; those of layers {frozen!s:.60} are frozen: "
-            "set requires_grad_(True) on them, and freeze after the fit"
-        )
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from l2r.hf.swap import Site, new_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
 from l2r.routers.observe import evaluating
 from l2r.training.evaluation.perplexity import token_losses
-from l2r.training.fit import FitReport, Report, check_gradients, cosine, fit_sites
+from l2r.training.fit import FitReport, Report, cosine, fit_sites
 from l2r.training.fit_batches import perplexity
+from l2r.training.fit_conditions import check_gradients
 from l2r.training.fit_options import FitOptions, JointOptions
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped, warning
-from l2r.analysis.diagnostics.checks.subject import OwnLoss, Pass, Subject
+from l2r.analysis.diagnostics.checks.own_loss import OwnLoss
+from l2r.analysis.diagnostics.checks.subject import Pass, Subject
 from l2r.functional import load_balancing_loss
 from l2r.hf.swap import selection_biases
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.analysis.diagnostics.checks.own_loss import Asked, OwnLoss, own_loss_of
 from l2r.functional import load_balancing_loss
 from l2r.hf.routes import unwrapped_model
 from l2r.hf.swap import Site, running_sites, trainable_parameters
@@ -37,15 +38,6 @@ class Pass:
     def logits(self) -> list[Tensor]:
         """Logits [T, N] of every router."""
         return [logits for logits, _, _ in self.routed.values()]
-
-
-@dataclass(frozen=True)
-class OwnLoss:
-    """The balance loss that a model adds to its own: its weight, and whether it is on as the model
-    is configured."""
-
-    weight: float
-    is_on: bool
 
 
 class Subject:
@@ -93,22 +85,11 @@ class Subject:
         a few tokens, with ``output_router_logits`` as it is, off and on. What its attributes say
         counts for images and for a model that does not run.
         """
-        weight = getattr(self.model, "router_aux_loss_coef", None)
-        asked = []
+        asked: list[Asked] = []
         if self.reads_text:
             with suppress(Exception):  # of any kind, from the code of any model
                 asked = [self._asked(logits) for logits in (None, False, True)]
-        if not asked:
-            is_on = bool(getattr(self.config, "output_router_logits", False))
-            return None if weight is None else OwnLoss(float(weight), is_on)
-        now, off, on = asked
-        if not _moves(off, on):
-            return None
-        measured = (on[1] - off[1]) / (on[0] or 1)
-        held: Any = self.config if weight is None else self.model
-        return OwnLoss(
-            float(getattr(held, "router_aux_loss_coef", measured)), is_on=_moves(off, now)
-        )
+        return own_loss_of(self.model, self.config, asked)
 
     @property
     def loss_is_on(self) -> bool:
@@ -203,13 +184,13 @@ class Subject:
             output = self._call(batch, labels, router_logits=on)
         return Pass(output, seen)
 
-    def _asked(self, router_logits: bool | None) -> tuple[float | None, float]:
+    def _asked(self, router_logits: bool | None) -> Asked:
         """The balance loss that the model returns for a few tokens, if any, and its whole loss."""
         small = self._small()
         with torch.no_grad(), evaluating(self.model):
             output = self._call(small, self.labels(small), router_logits=router_logits)
         aux = getattr(output, "aux_loss", None)
-        return None if aux is None else float(aux), float(output["loss"])
+        return Asked(None if aux is None else float(aux), float(output["loss"]))
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Router parameters that train, by their path."""
@@ -253,9 +234,3 @@ class Subject:
         high, wide = (size, size) if isinstance(size, int) else size
         channels = getattr(self.config, "num_channels", 3)
         return {"pixel_values": torch.randn(2, channels, high, wide, generator=generator)}
-
-
-def _moves(off: tuple[float | None, float], other: tuple[float | None, float]) -> bool:
-    """Whether a pass has a balance loss that the one without has not, or another whole loss."""
-    rounding = 16 * torch.finfo(torch.float32).eps * abs(off[1])
-    return other[0] != off[0] or abs(other[1] - off[1]) > rounding

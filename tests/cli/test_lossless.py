@@ -202,6 +202,33 @@ def test_tensors_that_transformers_leaves_aside_are_kept_file_by_file(mtp, l2r, 
     assert_kept(mtp, tmp_path / "export")
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_block_after_the_last_layer_is_left_aside_and_kept_at_any_depth(
+    family, l2r, tmp_path, refusal
+):
+    """transformers knows the depth of the published checkpoints alone, 61 of DeepSeek-V3."""
+    folder, new = tmp_path / "short-moe", tmp_path / "new"
+    model = tiny_model(FAMILIES[family])
+    depth = model.config.num_hidden_layers
+    model.save_pretrained(folder)
+    last = {n: t for n, t in stored(folder).items() if f".{depth - 1}." in n}
+    block = {n.replace(f".{depth - 1}.", f".{depth}.", 1): t.clone() for n, t in last.items()}
+    add(folder, **block)
+    with pytest.raises(ValueError, match="not in the model"):  # a layer that config.json lacks
+        load_pretrained(folder)
+    add(folder, **block, **{f"model.layers.{depth}.eh_proj.weight": torch.randn(32, 64)})
+    ids = torch.arange(8)[None]
+    wanted = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert torch.equal(load_pretrained(folder)(ids).logits, wanted)
+    assert l2r("swap", folder, "--out", new).code == 0
+    assert_kept(folder, new)
+    assert load_pretrained(new)(ids).logits.shape == wanted.shape
+    assert "leaves aside" in refusal("swap", folder, "--dtype", "bfloat16")
+    set_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="not in the model"):
+        load_pretrained(folder)
+
+
 @pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16"])
 def test_a_save_of_the_whole_model_without_them_is_refused_before_the_fit(
     mtp, text_folder, monkeypatch, refusal, command

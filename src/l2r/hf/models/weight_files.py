@@ -75,7 +75,9 @@ def read_weights(
     refuse(
         {
             "missing": _needed(info["missing_keys"], optional),
-            "not in the model of config.json": _needed(info["unexpected_keys"], optional),
+            "not in the model of config.json": _needed(
+                _without_mtp(info["unexpected_keys"], model.config), optional
+            ),
             "of another shape": [
                 f"{name} is {list(stored)} in the files and {list(built)} in the model"
                 for name, stored, built in sorted(info["mismatched_keys"])
@@ -204,6 +206,23 @@ def _numbers(shapes: Shapes) -> int:
 
 def _needed(names: Iterable[str], optional: tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if not any(part in name for part in optional))
+
+
+def _without_mtp(names: Iterable[str], config: Any) -> list[str]:
+    """Names outside of the blocks after the last layer that predict further tokens (MTP).
+
+    transformers leaves them aside at the depth of the published checkpoints alone. A layer that
+    config.json does not count is none of them: they have a projection of two hidden states.
+    """
+    text = config.get_text_config()
+    layers, blocks = (getattr(text, n, None) for n in ("num_hidden_layers", "num_mtp_layers"))
+    blocks = getattr(text, "num_nextn_predict_layers", None) if blocks is None else blocks
+    every = list(names)
+    for number in range(layers or 0, (layers or 0) + (blocks or 0)):
+        block = [name for name in every if f".layers.{number}." in f".{name}"]
+        if any(name.endswith(".eh_proj.weight") for name in block):
+            every = [name for name in every if name not in block]
+    return every
 
 
 def uneven_experts(shapes: Shapes) -> list[str]:

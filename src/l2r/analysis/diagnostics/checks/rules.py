@@ -92,7 +92,7 @@ def bias(subject: Subject) -> Finding:
                 f"the selection bias in {in_layers([site])} holds bfloat16 numbers, in steps of "
                 f"{step:.2g} at {float(tensor.abs().max()):.2g}: {len(tensor.unique())} values for "
                 f"{counted(len(tensor), 'expert')}",
-                "it was rounded when it was saved: take it from a checkpoint that has it in float32",
+                "it was rounded when it was saved: take it from a checkpoint with float32",
             )
     spread = max(float(tensor.max() - tensor.min()) for tensor in biased.values())
     return ok(f"the selection biases of {len(biased)} layers span at most {spread:.2f} of a score")

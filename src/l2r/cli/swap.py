@@ -85,6 +85,7 @@ def swap(
     from l2r.hf.models import check_parts, check_source, check_whole
     from l2r.hf.swap import (
         preferred_router,
+        recognition_note,
         replace_routers,
         router_sites,
         select_sites,
@@ -97,6 +98,8 @@ def swap(
     on_disk = CheckpointOnDisk.open(folder) if as_stored else None
     if on_disk is not None:
         model, tokenizer, save = on_disk.model, load_tokenizer(folder), on_disk.save
+        if note := recognition_note(model):
+            say(note)
     else:
         model, tokenizer = load_model(
             folder, placement=placement, trust_remote_code=trust_remote_code

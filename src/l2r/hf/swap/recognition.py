@@ -9,6 +9,7 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, V
 """
 
 import inspect
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,25 +148,39 @@ def _refusing(reason: str) -> Callable[[Any], Selection]:
 
 def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None = None) -> Match:
     """The first rule of the table that gives what a router gives, or what differs of the nearest."""
-    draws = [(draw, case) for draw, case in _draws(router, contract, embeddings)]
+    draws = list(_draws(router, contract, embeddings))
     tokens = sum(len(case.output.indices) for _, case in draws)
-    nearest: tuple[Any, ...] | None = None
-    seen = set()
-    for family in TABLE:
-        if family.rule in seen:
-            continue
-        seen.add(family.rule)
-        rule = _with_configuration(family.rule)
-        gaps = [_gap(rule, case) for _, case in draws]
-        failed = [draw for (draw, _), gap in zip(draws, gaps, strict=True) if not gap.closed]
-        if not failed:
-            return Match(family, tokens, max(gap.error for gap in gaps))
-        other = sum(gap.other + min(gap.error, 1.0) for gap in gaps)
-        if nearest is None or (len(failed), other) < nearest[:2]:
-            nearest = (len(failed), other, family, failed)
-    assert nearest is not None
-    _, _, family, failed = nearest
-    return Match(None, tokens, 0.0, _difference(router, contract, family, failed))
+    rules = {family.rule: family for family in reversed(TABLE)}  # the first of each rule
+    families = sorted(rules.values(), key=TABLE.index)
+    for family in families:
+        error = _worst_error(family, draws)
+        if error is not None:
+            return Match(family, tokens, error)
+    failures = {family: _failures(family, draws) for family in families}
+    nearest = min(families, key=lambda family: failures[family][0])
+    differs = _difference(router, contract, nearest, failures[nearest][1])
+    return Match(None, tokens, math.inf, differs)
+
+
+def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float | None:
+    """Largest relative difference of weights; None where the rule of a family is another."""
+    rule, worst = _with_configuration(family.rule), 0.0
+    for _, case in draws:
+        gap = _gap(rule, case)
+        if not gap.closed:
+            return None
+        worst = max(worst, gap.error)
+    return worst
+
+
+def _failures(
+    family: Family, draws: Sequence[tuple[_Draw, _Case]]
+) -> tuple[tuple[int, float], list[_Draw]]:
+    """How far the rule of a family is from a router: draws that differ, by how much, and which."""
+    rule = _with_configuration(family.rule)
+    gaps = [_gap(rule, case) for _, case in draws]
+    failed = [draw for (draw, _), gap in zip(draws, gaps, strict=True) if not gap.closed]
+    return (len(failed), sum(gap.other + min(gap.error, 1.0) for gap in gaps)), failed
 
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
@@ -397,14 +412,14 @@ def _gap(rule: Callable[[Any], Selection], case: _Case) -> _Gap:
         same = (chosen.sort(dim=1).values == indices.sort(dim=1).values).all(dim=1)
         tied = same | _ties(selection, case, chosen, bound)
     except Exception:  # noqa: BLE001  # a rule reads what the router may not have
-        return _Gap(1.0, float("inf"), bound)
+        return _Gap(1.0, math.inf, bound)
     other = float((~tied).float().mean())
     theirs, ours = (
         torch.zeros(len(logits), count).scatter(1, at, value.float())[same]
         for at, value in ((indices, weights), (chosen, given))
     )
     if not len(ours):
-        return _Gap(other, 0.0 if other else 0.0, bound)
+        return _Gap(other, 0.0, bound)
     scale = torch.maximum(theirs.abs(), ours.abs())
     error = float(((theirs - ours).abs() / scale.clamp_min(1e-30)).max())
     ratio = None

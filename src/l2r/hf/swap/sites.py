@@ -142,6 +142,14 @@ def _recognized(
     ]
 
 
+def recognition_note(model: nn.Module) -> str:
+    """A line on routers that are in no table, and what they were recognized as; else nothing."""
+    for site in find_sites(model):
+        if not isinstance(site.router, Router) and site.family.note:
+            return f"routers of {_kind(model)}: {site.family.note}"
+    return ""
+
+
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Paths and modules in the order of ``named_modules``, without its nested generators.
 

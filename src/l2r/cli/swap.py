@@ -129,7 +129,9 @@ def swap(
         files = processor_files(folder)
         save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
-    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
+    with_code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    call = f"l2r.load_pretrained({str(out)!r}{with_code})"
+    typer.echo(f"saved: {out}; load it with {call}", err=as_json)
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:

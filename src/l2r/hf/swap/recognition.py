@@ -185,8 +185,9 @@ def _failures(
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
     """How a router is called; None where no call gives logits, weights and indices."""
-    needed = more_inputs(router)
-    optional = [name for name in inspect.signature(router.forward).parameters if "bias" in name]
+    named = inspect.signature(router.forward).parameters
+    needed = more_inputs(router) if named else []
+    optional = [name for name in named if "bias" in name]
     takes_bias = bool(needed or (optional and _has_bias(block, optional)))
     if len(needed) > 1:
         return None
@@ -230,7 +231,8 @@ def _draws(
     real = 0
     if _fits(embeddings, contract) and _has_values(router):
         step = max(1, len(embeddings) // _REAL)
-        rows = embeddings[::step][:_REAL].detach().cpu().float()
+        rows = embeddings[::step][: min(_REAL, len(embeddings) // _TOKENS * _TOKENS)]
+        rows = rows.detach().cpu().float()
         rows = rows / rows.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-12)
         wanted.append(_Draw(len(wanted), real=rows))
         real = len(rows)
@@ -274,6 +276,7 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
 def _fits(embeddings: Tensor | None, contract: _Contract) -> bool:
     return (
         embeddings is not None
+        and len(embeddings) >= _TOKENS
         and not embeddings.is_meta
         and embeddings.is_floating_point()
         and embeddings.shape[1:] == (contract.hidden,)

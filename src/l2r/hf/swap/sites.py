@@ -19,6 +19,7 @@ from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
 SELECTIONS = ("family", "router")
+_NO_TEXT = ("vision", "visual", "audio")  # in paths of towers, whose routers see no text
 _INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
 
 
@@ -138,7 +139,8 @@ def _recognized(
     return [
         site
         for site in sites
-        if recognize(site.router, kind, blocks[site.path], embeddings) is not None
+        if not any(word in site.path for word in _NO_TEXT)
+        and recognize(site.router, kind, blocks[site.path], embeddings) is not None
     ]
 
 

@@ -14,7 +14,8 @@ from l2r.hf.swap import families, recognition, sites
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import find_sites, router_sites, running_sites
-from l2r.routers import L2RConfig, Router, capture
+from l2r.routers import L2RConfig, Router
+from l2r.routers.observe import find_routers, watched
 from tests.hf.families import tiny_model
 from tests.hf.family_sizes import TINY
 from tests.hf.swap.made_up import TYPES, write_folder
@@ -39,7 +40,6 @@ def taken_out(monkeypatch):
         for router, family in list(families.FAMILY_OF_ROUTER.items()):
             if family.model_type == name:
                 monkeypatch.delitem(families.FAMILY_OF_ROUTER, router)
-                families.RECOGNIZED.clear()
         if rule:
             gone = next(f.rule for f in families.TABLE if f.model_type == name)
             left = tuple(f for f in families.TABLE if f.rule is not gone)
@@ -230,16 +230,20 @@ def test_swap_of_the_one_that_has_a_rule_is_saved_and_loads_again(
 def test_routes_of_a_recognized_router_are_recorded_and_replayed_to_the_bit(folders):
     model, ids = opened(folders["plum"]), torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
-        with record(model) as recorder, capture(model) as captured:
+        chosen, moved = {}, {}
+        seen = watched(find_routers(model), lambda x, output, name: chosen.update({name: output}))
+        with record(model) as recorder, seen:
             expected = model(ids).logits
-        for layer, chosen in enumerate(captured.indices()):
-            assert (recorder.routes().experts[:, layer] == chosen.numpy()).all()
+        for layer, output in enumerate(chosen.values()):
+            assert (recorder.routes().experts[:, layer] == output.indices.numpy()).all()
         for site in router_sites(model):
             site.router.weight += 0.1 * torch.randn_like(site.router.weight)
-        with capture(model) as moved, replay(model, recorder.routes()):
+        seen = watched(find_routers(model), lambda x, output, name: moved.update({name: output}))
+        with replay(model, recorder.routes()), seen:
             model(ids)
-        for ours, theirs in zip(moved.indices(), captured.indices(), strict=True):
-            assert torch.equal(ours.sort().values, theirs.sort().values)
+        for name, output in moved.items():
+            assert torch.equal(output.indices, chosen[name].indices)
+            assert not torch.equal(output.weights, chosen[name].weights)
         with record(model) as again:
             live = model(ids).logits
         with replay(model, again.routes()):

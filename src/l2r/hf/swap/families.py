@@ -160,9 +160,8 @@ FAMILY_OF_ROUTER: Mapping[str, Family] = {
     family.router: family for family in (*FAMILIES.values(), *_BY_TOKEN)
 }
 
-# What recognition.py found, by the router's class and its settings; None for no router.
-Settings = tuple[tuple[str, Any], ...]
-RECOGNIZED: WeakKeyDictionary[type, dict[Settings, Family | None]] = WeakKeyDictionary()
+# What recognition.py found, by router; None for no router.
+RECOGNIZED: WeakKeyDictionary[Any, Family | None] = WeakKeyDictionary()
 
 
 def family_of(router: Any) -> Family | None:
@@ -170,22 +169,7 @@ def family_of(router: Any) -> Family | None:
 
     In no table are those that ``find_sites`` has recognized before.
     """
-    family = FAMILY_OF_ROUTER.get(type(router).__name__)
-    if family is None and type(router) in RECOGNIZED:
-        family = RECOGNIZED[type(router)].get(settings_of(router))
-    return family
-
-
-def settings_of(router: Any) -> Settings:
-    """Names and values of a router's own numbers, flags and words; no layer's number."""
-    return tuple(
-        (name, value)
-        for name, value in vars(router).items()
-        if isinstance(value, int | float | str | None)
-        and not name.startswith("_")
-        and name != "training"
-        and "layer" not in name
-    )
+    return FAMILY_OF_ROUTER.get(type(router).__name__) or RECOGNIZED.get(router)
 
 
 def is_of_family(router: Any, path: str) -> bool:

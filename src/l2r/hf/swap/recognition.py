@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.swap.families import RECOGNIZED, TABLE, Family, settings_of
+from l2r.hf.swap.families import RECOGNIZED, TABLE, Family
 from l2r.hf.swap.rules import Unmatched
 from l2r.routers import RouterOutput
 from l2r.routers.observe import more_inputs, routed
@@ -112,27 +112,45 @@ class Match:
         return f"not in our table; behaves as {self.like.model_type} on {self.tokens:,} tokens"
 
 
-def recognize(router: nn.Module, kind: str, block: nn.Module, embeddings: Tensor | None) -> Any:
+def recognize(
+    router: nn.Module,
+    kind: str,
+    block: nn.Module,
+    embeddings: Tensor | None,
+    alike: dict[Any, Family | None],
+) -> Family | None:
     """Family of a router that is in no table; None for a module that breaks the contract.
 
     ``kind`` is the type of its model, ``block`` the module that calls it, ``embeddings`` [V, D]
-    the input embeddings of the model, or None. What is found is kept for the router's class and
-    settings.
+    the input embeddings of the model, or None. ``alike`` holds what was found in other layers of
+    the model, by the class and the settings of their routers.
     """
-    if type(router).forward is nn.Module.forward:
-        return None
-    known = RECOGNIZED.setdefault(type(router), {})
-    key = settings_of(router)
-    if key not in known:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            known[key] = _family(router, kind, block, embeddings)
-    return known[key]
+    if router not in RECOGNIZED:
+        key = type(router), settings_of(router)
+        if key not in alike:
+            with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                alike[key] = _family(router, kind, block, embeddings)
+        RECOGNIZED[router] = alike[key]
+    return RECOGNIZED[router]
+
+
+def settings_of(router: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and values of a router's own numbers, flags and words; no layer's number."""
+    return tuple(
+        (name, value)
+        for name, value in vars(router).items()
+        if isinstance(value, int | float | str | None)
+        and not name.startswith("_")
+        and name != "training"
+        and "layer" not in name
+    )
 
 
 def _family(
     router: nn.Module, kind: str, block: nn.Module, embeddings: Tensor | None
 ) -> Family | None:
-    contract = _contract(router, block)
+    unable = type(router).forward is nn.Module.forward
+    contract = None if unable else _contract(router, block)
     if contract is None:
         return None
     match = match_rule(router, contract, embeddings)

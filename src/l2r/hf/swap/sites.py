@@ -136,11 +136,12 @@ def _recognized(
     except NotImplementedError:  # of a model without
         embeddings = None
     kind = _kind(model)
+    alike: dict[Any, Family | None] = {}
     return [
         site
         for site in sites
         if not any(word in site.path for word in _NO_TEXT)
-        and recognize(site.router, kind, blocks[site.path], embeddings) is not None
+        and recognize(site.router, kind, blocks[site.path], embeddings, alike) is not None
     ]
 
 

@@ -85,7 +85,6 @@ def swap(
     from l2r.hf.models import check_parts, check_source, check_whole
     from l2r.hf.swap import (
         preferred_router,
-        recognition_note,
         replace_routers,
         router_sites,
         select_sites,
@@ -95,11 +94,9 @@ def swap(
     check_source(source, checkpoint)
     placement = placement.here()
     as_stored = fit is None and dtype == "auto" and not trust_remote_code
-    on_disk = CheckpointOnDisk.open(folder) if as_stored else None
+    on_disk = CheckpointOnDisk.open(folder, say) if as_stored else None
     if on_disk is not None:
         model, tokenizer, save = on_disk.model, load_tokenizer(folder), on_disk.save
-        if note := recognition_note(model):
-            say(note)
     else:
         model, tokenizer = load_model(
             folder, placement=placement, trust_remote_code=trust_remote_code
@@ -129,9 +126,13 @@ def swap(
         files = processor_files(folder)
         save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
-    with_code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
-    call = f"l2r.load_pretrained({str(out)!r}{with_code})"
-    typer.echo(f"saved: {out}; load it with {call}", err=as_json)
+    typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
+
+
+def _opening(model: Any, out: Path) -> str:
+    """The call that opens a model in a folder, which may have brought its code."""
+    code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    return f"l2r.load_pretrained({str(out)!r}{code})"
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:

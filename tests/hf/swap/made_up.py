@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.hf.family_sizes import TINY
 
-_CODE = '''
+_CODE = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ class {name}ForCausalLM(MixtralForCausalLM):
         super().__init__(config)
         self.model = {name}Model(config)
         self.post_init()
-'''
+"""
 _SCALE = " * self.routed_scaling_factor"
 TYPES = ("plum", "quince")
 

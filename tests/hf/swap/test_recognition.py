@@ -77,7 +77,7 @@ def test_without_its_rule_a_family_is_refused_and_not_given_another(name, taken_
     for site in found:
         assert isinstance(site.selection, Unmatched)
         assert "not in our table; observed only: " in site.selection.reason
-    with pytest.raises(ValueError, match="cannot swap the routers of .*observed only: "):
+    with pytest.raises(ValueError, match=r"cannot swap the routers of .*observed only: "):
         swap_routers(model, CONFIG)
 
 
@@ -141,8 +141,9 @@ def test_a_difference_that_defaults_hide_is_found_and_named(change, words):
         swap_routers(model, CONFIG)
     with record(model) as recorder:
         model(ids)
-    with pytest.raises(ValueError, match="cannot replay Unfamiliar"), replay(
-        model, recorder.routes()
+    with (
+        pytest.raises(ValueError, match="cannot replay Unfamiliar"),
+        replay(model, recorder.routes()),
     ):
         model(ids)
 
@@ -216,7 +217,9 @@ def test_swap_of_the_one_that_has_a_rule_is_saved_and_loads_again(
     old = opened(folders["plum"])
     for site, other in zip(router_sites(model), router_sites(old), strict=True):
         assert isinstance(site.router, Router) and site.selection == other.selection
-        assert torch.equal(site.router.e_score_correction_bias, other.router.e_score_correction_bias)
+        assert torch.equal(
+            site.router.e_score_correction_bias, other.router.e_score_correction_bias
+        )
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(opened(tmp_path / "again")(ids).logits, model(ids).logits)
     monkeypatch.setattr("builtins.input", lambda *_: "n")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from l2r.hf.swap.sites import layer_index as layer_index
     from l2r.hf.swap.sites import new_router as new_router
     from l2r.hf.swap.sites import place_router as place_router
-    from l2r.hf.swap.sites import recognition_note as recognition_note
     from l2r.hf.swap.sites import router_sites as router_sites
     from l2r.hf.swap.sites import running_sites as running_sites
     from l2r.hf.swap.sites import select_sites as select_sites

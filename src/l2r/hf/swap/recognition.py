@@ -28,6 +28,7 @@ from l2r.routers.selection_rule import Selection
 
 _TOKENS = 64  # of a draw
 _ALL, _REAL = 4096, 2048  # tokens in all, at least, and token embeddings among them
+_FEW = 24  # draws that tell which rule is the nearest
 _SHARE = 0.7  # of the settings, which a draw changes at once
 _SPREADS = (0.3, 1.0)  # standard deviations of random logits
 _SHIFT = 15.0  # some tokens' logits are all lower by up to this, where sigmoids are tiny
@@ -165,7 +166,7 @@ def _refusing(reason: str) -> Callable[[Any], Selection]:
 
 
 def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None = None) -> Match:
-    """The first rule of the table that gives what a router gives, or what differs of the nearest."""
+    """The first rule of the table that gives what a router gives, or what the nearest lacks."""
     draws = list(_draws(router, contract, embeddings))
     tokens = sum(len(case.output.indices) for _, case in draws)
     rules = {family.rule: family for family in reversed(TABLE)}  # the first of each rule
@@ -174,10 +175,11 @@ def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None
         error = _worst_error(family, draws)
         if error is not None:
             return Match(family, tokens, error)
-    failures = {family: _failures(family, draws) for family in families}
-    nearest = min(families, key=lambda family: failures[family][0])
-    differs = _difference(router, contract, nearest, failures[nearest][1])
-    return Match(None, tokens, math.inf, differs)
+    few = draws[:_FEW]
+    nearest = min(families, key=lambda family: _distance(family, few))
+    rule = _with_configuration(nearest.rule)
+    failed = [draw for draw, case in draws if not _gap(rule, case).closed]
+    return Match(None, tokens, math.inf, _difference(router, contract, nearest, failed))
 
 
 def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float | None:
@@ -191,14 +193,12 @@ def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float 
     return worst
 
 
-def _failures(
-    family: Family, draws: Sequence[tuple[_Draw, _Case]]
-) -> tuple[tuple[int, float], list[_Draw]]:
-    """How far the rule of a family is from a router: draws that differ, by how much, and which."""
+def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[int, float]:
+    """How far the rule of a family is from a router: draws that differ, and by how much."""
     rule = _with_configuration(family.rule)
     gaps = [_gap(rule, case) for _, case in draws]
-    failed = [draw for (draw, _), gap in zip(draws, gaps, strict=True) if not gap.closed]
-    return (len(failed), sum(gap.other + min(gap.error, 1.0) for gap in gaps)), failed
+    size = sum(gap.other + min(gap.error, 1.0) for gap in gaps)
+    return sum(not gap.closed for gap in gaps), size
 
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
@@ -242,18 +242,14 @@ def _draws(
     """Draws for which the router works: of its own settings, of others, and its own weights."""
     own = {**dict(settings_of(router)), **_read_from_config(router, contract)}
     free = {name: value for name, value in own.items() if _is_free(name, value, contract)}
-    chance = random.Random(0)  # noqa: S311  # no secret
+    chance = random.Random(0)  # no secret
     wanted = [_Draw(0), _Draw(1), _Draw(2, bias=False), _Draw(3, training=True)]
-    for name in free:
-        wanted += [_Draw(len(wanted), changed={name: _other(free[name], contract, chance)})]
-    real = 0
-    if _fits(embeddings, contract) and _has_values(router):
-        step = max(1, len(embeddings) // _REAL)
-        rows = embeddings[::step][: min(_REAL, len(embeddings) // _TOKENS * _TOKENS)]
-        rows = rows.detach().cpu().float()
-        rows = rows / rows.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-12)
+    for name, value in free.items():
+        wanted += [_Draw(len(wanted), changed={name: _other(value, contract, chance)})]
+    rows = _embedding_rows(embeddings, contract) if _has_values(router) else None
+    if rows is not None:
         wanted.append(_Draw(len(wanted), real=rows))
-        real = len(rows)
+    real = 0 if rows is None else len(rows)
     # Half of the draws, or more, change several settings at once.
     enough = max(-(-(_ALL - real) // _TOKENS), 2 * len(wanted))
     played = 0
@@ -291,14 +287,15 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
     return chance.choice(sorted(counts))
 
 
-def _fits(embeddings: Tensor | None, contract: _Contract) -> bool:
-    return (
-        embeddings is not None
-        and len(embeddings) >= _TOKENS
-        and not embeddings.is_meta
-        and embeddings.is_floating_point()
-        and embeddings.shape[1:] == (contract.hidden,)
-    )
+def _embedding_rows(embeddings: Tensor | None, contract: _Contract) -> Tensor | None:
+    """Some token embeddings [T, D] of unit mean square, as norms give them to routers; or None."""
+    if embeddings is None or embeddings.is_meta or not embeddings.is_floating_point():
+        return None
+    if len(embeddings) < _TOKENS or embeddings.shape[1:] != (contract.hidden,):
+        return None
+    count = min(_REAL, len(embeddings) // _TOKENS * _TOKENS)
+    rows = embeddings[:: len(embeddings) // count][:count].detach().cpu().float()
+    return rows / rows.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
 def _read_from_config(router: Any, contract: _Contract) -> dict[str, Any]:
@@ -345,7 +342,7 @@ def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
         inputs = x.clone() if contract.flat else x.clone().unsqueeze(0)
         output = bare(inputs) if bias is None else bare(inputs, bias)
         logits, weights, indices = routed(bare, tuple(output))
-    except Exception:  # noqa: BLE001  # of code that nobody here has read
+    except Exception:  # of code that nobody here has read
         return None
     if not (logits.isfinite().all() and weights.isfinite().all()):
         return None
@@ -353,9 +350,7 @@ def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
     return _Case(bare, bias, RouterOutput(logits.float(), weights.float(), indices), draw.seed)
 
 
-def _drawn(
-    tensor: Tensor, contract: _Contract, draw: _Draw, generator: torch.Generator
-) -> Tensor:
+def _drawn(tensor: Tensor, contract: _Contract, draw: _Draw, generator: torch.Generator) -> Tensor:
     """Random values for a tensor of a router: its matrix, whose first input shifts all logits
     alike, and vectors such as biases. Integers stay.
     """
@@ -370,9 +365,11 @@ def _drawn(
 
 
 def _bare_copy(module: nn.Module, values: Callable[[Tensor], Tensor]) -> Any:
-    """A copy with other tensors, without hooks and replaced forwards; what else it has is shared."""
+    """A copy with other tensors, without hooks and replaced forwards; the rest is shared."""
     bare: Any = object.__new__(type(module))
-    own = {n: v for n, v in vars(module).items() if n not in ("forward", "_hf_hook", "_old_forward")}
+    own = {
+        n: v for n, v in vars(module).items() if n not in ("forward", "_hf_hook", "_old_forward")
+    }
     bare.__dict__.update(own)
     for name in own:
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
@@ -431,8 +428,8 @@ def _gap(rule: Callable[[Any], Selection], case: _Case) -> _Gap:
         torch.manual_seed(case.seed)
         given, chosen = selection(case.router, logits, case.bias)
         same = (chosen.sort(dim=1).values == indices.sort(dim=1).values).all(dim=1)
-        tied = same | _ties(selection, case, chosen, bound)
-    except Exception:  # noqa: BLE001  # a rule reads what the router may not have
+        tied = same if bool(same.all()) else same | _ties(selection, case, chosen, bound)
+    except Exception:  # a rule reads what the router may not have
         return _Gap(1.0, math.inf, bound)
     other = float((~tied).float().mean())
     theirs, ours = (

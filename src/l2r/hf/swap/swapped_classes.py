@@ -136,7 +136,7 @@ def mark(model: nn.Module) -> None:
 
 def mark_config(config: Any) -> None:
     """Change the class of a configuration, transformers' or ours, to that of swapped models."""
-    base = type(config)
+    base: Any = type(config)
     if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)

@@ -58,10 +58,11 @@ def selection(subject: Subject) -> Finding:
             )
     first, rule = subject.sites[0], subject.sites[0].selection
     top_k, experts = (first.sizes[name] for name in ("top_k", "num_experts"))
+    whose = f"by the rule of {rule.family}" if rule.family else "by the rule of the router itself"
+    where = ", as config.json says"
     if not isinstance(first.router, Router) and first.family.note:
-        return ok(f"{top_k} of {experts} experts; {rule.family} is {first.family.note}")
-    whose = f"of {rule.family}" if rule.family else "of the router itself"
-    return ok(f"{top_k} of {experts} experts by the rule {whose}, as config.json says")
+        whose, where = f"as config.json says; {rule.family} is", f" {first.family.note}"
+    return ok(f"{top_k} of {experts} experts {whose}{where}")
 
 
 def bias(subject: Subject) -> Finding:
@@ -167,7 +168,11 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
-    sizes = {"num_experts": shape[0], "hidden_size": shape[1], "top_k": int(attrgetter(entry.top_k)(router))}
+    sizes = {
+        "num_experts": shape[0],
+        "hidden_size": shape[1],
+        "top_k": int(attrgetter(entry.top_k)(router)),
+    }
     return {**sizes, **_values(rule)}
 
 

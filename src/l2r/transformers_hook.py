@@ -67,7 +67,8 @@ def _check_given_config(module: Any) -> None:
             import_module(_OPENING).check_given_config(path, config, options)
         return usual(cls, path, *args, config=config, **options)
 
-    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    checked: Any = from_pretrained
+    module.PreTrainedModel.from_pretrained = classmethod(checked)
 
 
 def _load_whole(module: Any) -> None:

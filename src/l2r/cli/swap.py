@@ -136,7 +136,7 @@ def swap(
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
     if out is not None:
         say_left_out(checkpoint, checkpoint_folder(folder), out)
-        typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
+        typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
 
 
 def _check(context: typer.Context, changes: Sequence[str], *, fit: bool, out: Path | None) -> None:
@@ -180,7 +180,7 @@ def _open(
     source, rounded = checkpoint_folder(folder), placement.dtype != "auto"
     if kept:
         check_source(source, checkpoint)
-    on_disk = CheckpointOnDisk.open(folder) if by_file and not (rounded or code) else None
+    on_disk = CheckpointOnDisk.open(folder, say) if by_file and not (rounded or code) else None
     if on_disk is not None:
         select_sites(on_disk.model, chosen)
         check_parts(on_disk.model, source, checkpoint)
@@ -210,6 +210,12 @@ def _card(named: str, options: str, dtype: str, train_steps: int) -> str:
     fitted = f"new routers into {named} and fitted them to its own; its other weights are {others}."
     drawn = f"untrained routers into {named}; its other weights are {others}. Train it before use."
     return f"## How it was made\n\n`l2r swap{options}` put {fitted if options else drawn}"
+
+
+def _opening(model: Any, out: Path) -> str:
+    """The call that opens a model in a folder, which may have brought its code."""
+    code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    return f"l2r.load_pretrained({str(out)!r}{code})"
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:

@@ -19,7 +19,7 @@ _COPIES = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)$")
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
 Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its output, its name
 # Parts of a model that see images or make sound: their routers are not the text model's.
-_OTHER_PARTS = {"vision_moe", "vision_tower", "vision_model", "visual", "talker"}
+_OTHER_PARTS = ("vision", "visual", "audio", "talker")  # words in their names
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -48,7 +48,7 @@ def other_routers(model: nn.Module) -> list[str]:
 
 def reads_text(path: str) -> bool:
     """Whether a module at a path is of a text model, and not of a vision tower or a talker."""
-    return _OTHER_PARTS.isdisjoint(path.split("."))
+    return not any(word in path for word in _OTHER_PARTS)
 
 
 def _beside_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

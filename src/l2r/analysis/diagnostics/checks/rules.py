@@ -22,7 +22,7 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, Site
+from l2r.hf.swap import FAMILIES, Site, Unmatched
 from l2r.routers import Router
 from l2r.routers.observe import block_bias
 from l2r.routers.selection_rule import Selection
@@ -33,6 +33,8 @@ _TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a
 
 def selection(subject: Subject) -> Finding:
     """The rule in force, experts per token and groups, against config.json and against itself."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if impossible := _impossible(site):
             return fault(f"{in_layers([site])}: {impossible}", "correct config.json")
@@ -56,10 +58,13 @@ def selection(subject: Subject) -> Finding:
                 f"{in_layers([site])} differs from config.json: {', '.join(differs)}",
                 "change config.json and load the model again: routers read it when they are built",
             )
-    rule = subject.sites[0].selection
-    top_k, experts = (subject.sites[0].sizes[name] for name in ("top_k", "num_experts"))
-    whose = f"of {rule.family}" if rule.family else "of the router itself"
-    return ok(f"{top_k} of {experts} experts by the rule {whose}, as config.json says")
+    first, rule = subject.sites[0], subject.sites[0].selection
+    top_k, experts = (first.sizes[name] for name in ("top_k", "num_experts"))
+    whose = f"by the rule of {rule.family}" if rule.family else "by the rule of the router itself"
+    where = ", as config.json says"
+    if not isinstance(first.router, Router) and first.family.note:
+        whose, where = f"as config.json says; {rule.family} is", f" {first.family.note}"
+    return ok(f"{top_k} of {experts} experts {whose}{where}")
 
 
 def bias(subject: Subject) -> Finding:
@@ -90,7 +95,7 @@ def bias(subject: Subject) -> Finding:
         if step >= _BIAS_UPDATE:
             return warning(
                 f"the selection bias in {in_layers([site])} holds bfloat16 numbers, in steps of "
-                f"{step:.2g} at {float(tensor.abs().max()):.2g}: {len(tensor.unique())} values for "
+                f"{step:.2g} at {float(tensor.abs().max()):.2g}: {_values_of(tensor)} values for "
                 f"{counted(len(tensor), 'expert')}",
                 "it was rounded when it was saved: take it from a checkpoint with float32",
             )
@@ -100,6 +105,8 @@ def bias(subject: Subject) -> Finding:
 
 def weights(subject: Subject) -> Finding:
     """Experts and weights that a router returned, against those that its rule gives."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if site.path not in subject.plain.routed:
             return fault(
@@ -142,9 +149,19 @@ def weights(subject: Subject) -> Finding:
 def _bf16_step(bias: Tensor) -> float:
     """Distance of neighbors in bfloat16 at the largest bias, 0 where others than these are held."""
     wide = bias.float()
-    if not torch.equal(wide, wide.bfloat16().float()) or len(wide.unique()) < 3:
+    if not torch.equal(wide, wide.bfloat16().float()) or _values_of(wide) < 3:
         return 0.0
     return float(torch.finfo(torch.bfloat16).eps * 2 ** wide.abs().max().log2().floor())
+
+
+def _values_of(bias: Tensor) -> int:
+    return len(set(bias.tolist()))
+
+
+def _unmatched(subject: Subject) -> str:
+    """What is known of routers that follow no rule of the table; nothing where all do."""
+    notes = (s.family.note for s in subject.sites if isinstance(s.selection, Unmatched))
+    return next(notes, "")
 
 
 def _impossible(site: Site) -> str:
@@ -183,7 +200,11 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
-    sizes = {"num_experts": shape[0], "hidden_size": shape[1], "top_k": int(router.top_k)}
+    sizes = {
+        "num_experts": shape[0],
+        "hidden_size": shape[1],
+        "top_k": int(attrgetter(entry.top_k)(router)),
+    }
     return {**sizes, **_values(rule)}
 
 

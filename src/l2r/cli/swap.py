@@ -94,7 +94,7 @@ def swap(
     check_source(source, checkpoint)
     placement = placement.here()
     as_stored = fit is None and dtype == "auto" and not trust_remote_code
-    on_disk = CheckpointOnDisk.open(folder) if as_stored else None
+    on_disk = CheckpointOnDisk.open(folder, say) if as_stored else None
     if on_disk is not None:
         model, tokenizer, save = on_disk.model, load_tokenizer(folder), on_disk.save
     else:
@@ -126,7 +126,13 @@ def swap(
         files = processor_files(folder)
         save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
-    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
+    typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
+
+
+def _opening(model: Any, out: Path) -> str:
+    """The call that opens a model in a folder, which may have brought its code."""
+    code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    return f"l2r.load_pretrained({str(out)!r}{code})"
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:

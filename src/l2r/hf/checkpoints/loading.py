@@ -19,6 +19,7 @@ from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
 from l2r.hf.models.weight_files import read_weights
+from l2r.hf.swap.sites import recognition_note
 
 FLOAT32 = Placement("float32")
 _PROCESSORS = (
@@ -50,9 +51,14 @@ def load_causal_lm(
 def load_model(
     folder: Path, *, placement: Placement, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """Load a language model or an image classifier, and its tokenizer or None, from a folder."""
+    """Load a language model or an image classifier, and its tokenizer or None, from a folder.
+
+    ``placement.report`` takes a line on routers that are in no table.
+    """
     options = placement.options(checkpoint_folder(folder))
     model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    if note := recognition_note(model):
+        placement.report(note)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return placement.place(model).eval(), tokenizer
 

@@ -16,16 +16,18 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForTokenClassification,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from l2r.hf.checkpoints.folders import checkpoint_folder, classifies_images
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
+from l2r.hf.models.opening import NeedsPackageAndCode
 from l2r.hf.models.stored_tensors import check_unchanged
 from l2r.hf.models.weight_files import check_finite, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
-from l2r.hf.swap.swapped_classes import mark_config
+from l2r.hf.swap.swapped_classes import mark_config, swapped_model
 from l2r.runs.atomic import check_new_folder, naming
 
 _SIZES = (
@@ -77,7 +79,7 @@ def load_pretrained(
         if swaps:
             for name in [n for n in options if n in config.to_dict() and n not in _OF_LOADING]:
                 setattr(config, name, options.pop(name))
-            model = read_weights(_swapped_class(config), folder, config=config, **options)
+            model = read_weights(_swapped_class(config, folder), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
             if hasattr(config, "thinker_config"):  # the whole generates alone, without a forward
@@ -216,11 +218,14 @@ def _check_choices(model: Any) -> None:
             )
 
 
-def _swapped_class(config: Any) -> Any:
+def _swapped_class(config: Any, folder: Path) -> Any:
     """The class of a model whose routers were swapped; its configuration gets its class too.
 
-    Folders of 0.2 have the names of the model before the swap.
+    Folders of 0.2 have the names of the model before the swap; those with code name it.
     """
+    if isinstance(config, NeedsPackageAndCode):
+        code = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], folder)
+        return swapped_model(code)
     names = config.architectures if isinstance(config.architectures, list) else []
     architecture = class_registry.swapped_architecture(str(names[0]) if names else "")
     mark_config(config)

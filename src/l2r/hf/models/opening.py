@@ -6,6 +6,7 @@ transformers builds a family's own class from any folder of weights, and draws w
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _PACKAGE = (
 _AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
 _FIELDS = ("initializer_range", "tie_word_embeddings")
 _SAVED = "l2r_"  # before the name of the field, for its value
+CODE = f"{_SAVED}auto_map"  # the folder's own code, which builds the model without its routers
 _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pretrained"
 
 
@@ -53,3 +55,33 @@ class NeedsPackage:
         if values.get("auto_map") == _AUTO_MAP:
             del values["auto_map"]
         return super().from_dict(values, **options)  # type: ignore[misc]
+
+
+class NeedsPackageAndCode(NeedsPackage):
+    """Mixin of configurations whose models need this package and the code in their folder."""
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
+        """Write config.json as transformers does, the note in the place of the code's names."""
+        super().to_json_file(json_file_path, use_diff=use_diff)
+        path = Path(json_file_path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.get("auto_map") != _AUTO_MAP:
+            values |= {CODE: values.get("auto_map"), "auto_map": _AUTO_MAP}
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        """Read config.json as transformers does, with the code's names in their place."""
+        values = dict(config_dict)
+        if CODE in values:
+            values["auto_map"] = values.pop(CODE)
+        return super().from_dict(values, **options)
+
+
+@cache
+def config_with_code(base: Any) -> Any:
+    """The configuration class, from a folder's code, of models whose routers were replaced."""
+    if issubclass(base, NeedsPackageAndCode):
+        return base
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (NeedsPackageAndCode, base), body)

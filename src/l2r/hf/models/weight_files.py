@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,6 +25,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from l2r.hf.models.opening import CODE, config_with_code
 from l2r.runs.reading import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -96,6 +98,13 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     shapes = _stored_shapes(folder)
     if shapes is not None:
         _check_fields(folder, shapes)
+    code = read_json(folder / "config.json", strict=False).get(CODE)
+    if code is not None:
+        if not trust_remote_code:
+            raise ValueError("trust_remote_code is off")
+        kind = get_class_from_dynamic_module(code["AutoConfig"], folder)
+        kind.register_for_auto_class()
+        return config_with_code(kind).from_pretrained(folder)
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
+from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import Site, find_sites, router_sites
 from l2r.routers.selection_rule import Selection
 
@@ -79,6 +80,8 @@ def fingerprint_of(
 def check_weighable(site: Site) -> Selection:
     """Selection of a site. Raises ValueError where it cannot weigh experts of another's choice."""
     selection = site.selection
+    if isinstance(selection, Unmatched):
+        raise ValueError(f"cannot replay {type(site.router).__name__}: {selection.reason}")
     kind = type(selection)
     if kind.__call__ is not Selection.__call__ and kind.weigh is Selection.weigh:
         raise ValueError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")

@@ -4,13 +4,15 @@ A family is recognized by the class name of its router, so that models built aro
 decoder (vision-language models, classifiers) are recognized too. Every router here returns
 (logits [T, N], weights [T, K], indices [T, K]); selections are read from the router being replaced.
 
-A new family is a line of _TABLE, with a rule of rules.py, and its tiny sizes in
+A new family is a line of TABLE, with a rule of rules.py, and its tiny sizes in
 tests/hf/family_sizes.py; its tests then run, and ``make families`` writes it into docs/swap.md.
+recognition.py looks at the routers of families that are not in it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import transformers
 from packaging.version import Version
@@ -51,6 +53,8 @@ class Family:
 
     rule: function from an old router to its selection. weight: path of the router's [N, D] matrix.
     recorded: whether ``output_router_logits`` reads the router, and not the block around it.
+    top_k: path of the number of experts per token. note: what was seen of a router that is in no
+    table, in words.
     """
 
     model_type: str
@@ -58,13 +62,15 @@ class Family:
     rule: Callable[[Any], Selection]
     weight: str = "weight"
     recorded: bool = True
+    top_k: str = "top_k"
+    note: str = ""
 
     def selection(self, old: Any) -> Selection:
         """Selection of an old router of this family."""
         return replace(self.rule(old), family=self.model_type)
 
 
-_TABLE = (
+TABLE = (
     Family("olmoe", "OlmoeTopKRouter", normalized_by_flag),
     Family("flex_olmo", "FlexOlmoTopKRouter", normalized_by_flag),
     Family("qwen2_moe", "Qwen2MoeTopKRouter", normalized_by_flag),
@@ -144,22 +150,28 @@ _TOO_NEW = {
 }
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in _TABLE
+    for family in TABLE
     if family.model_type in CONFIG_MAPPING and family.model_type not in _TOO_NEW
 }
 FAMILY_OF_ROUTER: Mapping[str, Family] = {
     family.router: family for family in (*FAMILIES.values(), *_BY_TOKEN)
 }
 
+# What recognition.py found, by router; None for no router.
+RECOGNIZED: WeakKeyDictionary[Any, Family | None] = WeakKeyDictionary()
+
 
 def family_of(router: Any) -> Family | None:
-    """The family whose rule a stock router follows; None for another module."""
-    return FAMILY_OF_ROUTER.get(type(router).__name__)
+    """The family whose rule a stock router follows; None for another module.
+
+    In no table are those that ``find_sites`` has recognized before.
+    """
+    return FAMILY_OF_ROUTER.get(type(router).__name__) or RECOGNIZED.get(router)
 
 
 def is_of_family(router: Any, path: str) -> bool:
-    """Whether a module, at a path of its model, is a family's router of text."""
-    return family_of(router) is not None and reads_text(path)
+    """Whether a module, at a path of its model, is a router of text of a family in the table."""
+    return type(router).__name__ in FAMILY_OF_ROUTER and reads_text(path)
 
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"

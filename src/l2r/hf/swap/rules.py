@@ -76,6 +76,27 @@ class TokenTable(Selection):
         raise ValueError(f"{type(router).__name__} chooses by token ids: there is no margin")
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Unmatched(Selection):
+    """The rule of a router that no rule of the table reproduces: it is seen, and no more.
+
+    reason: what differs, in words.
+    """
+
+    reason: str
+
+    def __call__(
+        self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        raise ValueError(self.reason)
+
+    def weigh(self, router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+        raise ValueError(self.reason)
+
+    def ranking(self, router: nn.Module, logits: Tensor) -> Tensor:
+        raise ValueError(self.reason)
+
+
 def normalized_by_flag(old: Any) -> Selection:
     """Softmax over all experts, top-k, weights as they are or renormalized by a flag."""
     return Selection(normalize=getattr(old, "norm_topk_prob", False))

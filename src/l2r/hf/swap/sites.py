@@ -11,8 +11,11 @@ from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
 from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
+from l2r.hf.swap.recognition import recognize
+from l2r.hf.swap.rules import Unmatched
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
+from l2r.routers.observe import reads_text
 from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
@@ -52,19 +55,25 @@ class Site:
         """hidden_size, num_experts and top_k of the router here."""
         if isinstance(self.router, Router):
             shape: Sequence[int] = (self.router.num_experts, self.router.hidden_size)
+            top_k = int(self.router.top_k)
         else:
             shape = old_weight(self).shape
-        top_k = int(self.router.top_k)
+            top_k = int(attrgetter(self.family.top_k)(self.router))
         return {"num_experts": shape[0], "hidden_size": shape[1], "top_k": top_k}
 
 
 def router_sites(model: nn.Module) -> list[Site]:
-    """The routers of a supported family, or ours in their place, in the order of the layers.
+    """The routers that can be replaced, or ours in their place, in the order of the layers.
 
     Without those that choose by token ids. Raises ValueError where there is none, with the reason
-    for families known not to fit, and where PEFT has put adapters on them.
+    for families known not to fit and for routers that follow no rule of the table, and where PEFT
+    has put adapters on them.
     """
-    return [site for site in _all_sites(model) if not site.by_token]
+    sites = _all_sites(model)
+    for site in sites:
+        if isinstance(site.selection, Unmatched):
+            raise ValueError(f"cannot swap the routers of {_kind(model)!r}: {site.family.note}")
+    return [site for site in sites if not site.by_token]
 
 
 def _all_sites(model: nn.Module) -> list[Site]:
@@ -77,8 +86,7 @@ def _all_sites(model: nn.Module) -> list[Site]:
         )
     if sites:
         return sites
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    reason = REFUSED.get(kind.removesuffix("_text"))
+    kind, reason = _kind(model), _refusal(model)
     if reason:
         raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
     raise ValueError(
@@ -86,13 +94,63 @@ def _all_sites(model: nn.Module) -> list[Site]:
     )
 
 
+def _kind(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+
+
+def _refusal(model: nn.Module) -> str | None:
+    return REFUSED.get(_kind(model).removesuffix("_text"))
+
+
 def find_sites(model: nn.Module) -> list[Site]:
-    """Sites of all routers in ``model``, in module order; an empty list where there are none."""
+    """Sites of all routers in ``model``, in module order; an empty list where there are none.
+
+    Where no router is of a family of the table, those that stand beside ``experts`` are looked at:
+    see recognition.py.
+    """
+    sites: list[Site] = []
+    unknown: list[Site] = []
+    blocks: dict[str, nn.Module] = {}  # that hold experts, by the path of what stands beside them
+    for path, module in modules_by_path(model):
+        if isinstance(module, Router) or is_of_family(module, path):
+            sites.append(Site(path, layer_index(path), module))
+        elif path in blocks:
+            unknown.append(Site(path, layer_index(path), module))
+        elif "experts" in module._modules:
+            prefix = f"{path}." if path else ""
+            blocks.update({f"{prefix}{name}": module for name in ("gate", "router")})
+    if not unknown or _refusal(model) or any(not isinstance(s.router, Router) for s in sites):
+        return sites
+    found = _recognized(model, unknown, blocks)
+    order = {path: place for place, (path, _) in enumerate(modules_by_path(model))}
+    return sorted([*sites, *found], key=lambda site: order[site.path])
+
+
+def _recognized(
+    model: nn.Module, sites: Sequence[Site], blocks: Mapping[str, nn.Module]
+) -> list[Site]:
+    """Those whose routers, which are in no table, follow transformers' contract."""
+    embed = getattr(model, "get_input_embeddings", lambda: None)
+    try:
+        embeddings = getattr(embed(), "weight", None)
+    except NotImplementedError:  # of a model without
+        embeddings = None
+    kind = _kind(model)
+    alike: dict[Any, Family | None] = {}
     return [
-        Site(path, layer_index(path), module)
-        for path, module in modules_by_path(model)
-        if isinstance(module, Router) or is_of_family(module, path)
+        site
+        for site in sites
+        if reads_text(site.path)
+        and recognize(site.router, kind, blocks[site.path], embeddings, alike) is not None
     ]
+
+
+def recognition_note(model: nn.Module) -> str:
+    """A line on routers that are in no table, and what they were recognized as; else nothing."""
+    for site in find_sites(model):
+        if not isinstance(site.router, Router) and site.family.note:
+            return f"routers of {_kind(model)}: {site.family.note}"
+    return ""
 
 
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, Site
+from l2r.hf.swap import FAMILIES, Site, Unmatched
 from l2r.routers import Router
 from l2r.routers.selection_rule import Selection
 
@@ -31,6 +31,8 @@ _TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a
 
 def selection(subject: Subject) -> Finding:
     """The rule in force, experts per token and groups, against config.json and against itself."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if impossible := _impossible(site):
             return fault(f"{in_layers([site])}: {impossible}", "correct config.json")
@@ -54,10 +56,13 @@ def selection(subject: Subject) -> Finding:
                 f"{in_layers([site])} differs from config.json: {', '.join(differs)}",
                 "change config.json and load the model again: routers read it when they are built",
             )
-    rule = subject.sites[0].selection
-    top_k, experts = (subject.sites[0].sizes[name] for name in ("top_k", "num_experts"))
-    whose = f"of {rule.family}" if rule.family else "of the router itself"
-    return ok(f"{top_k} of {experts} experts by the rule {whose}, as config.json says")
+    first, rule = subject.sites[0], subject.sites[0].selection
+    top_k, experts = (first.sizes[name] for name in ("top_k", "num_experts"))
+    whose = f"by the rule of {rule.family}" if rule.family else "by the rule of the router itself"
+    where = ", as config.json says"
+    if not isinstance(first.router, Router) and first.family.note:
+        whose, where = f"as config.json says; {rule.family} is", f" {first.family.note}"
+    return ok(f"{top_k} of {experts} experts {whose}{where}")
 
 
 def bias(subject: Subject) -> Finding:
@@ -89,6 +94,8 @@ def bias(subject: Subject) -> Finding:
 
 def weights(subject: Subject) -> Finding:
     """Experts and weights that a router returned, against those that its rule gives."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if site.path not in subject.plain.routed:
             return fault(
@@ -117,6 +124,12 @@ def weights(subject: Subject) -> Finding:
     return ok(
         f"the k weights sum to {float(returned.float().sum(dim=1).mean()):.3f}, as the rule gives"
     )
+
+
+def _unmatched(subject: Subject) -> str:
+    """What is known of routers that follow no rule of the table; nothing where all do."""
+    notes = (s.family.note for s in subject.sites if isinstance(s.selection, Unmatched))
+    return next(notes, "")
 
 
 def _impossible(site: Site) -> str:
@@ -155,7 +168,11 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
-    sizes = {"num_experts": shape[0], "hidden_size": shape[1], "top_k": int(router.top_k)}
+    sizes = {
+        "num_experts": shape[0],
+        "hidden_size": shape[1],
+        "top_k": int(attrgetter(entry.top_k)(router)),
+    }
     return {**sizes, **_values(rule)}
 
 

@@ -29,7 +29,7 @@ from l2r.routers.selection_rule import Selection
 _TOKENS = 64  # of a draw
 _ALL, _REAL = 4096, 2048  # tokens in all, at least, and token embeddings among them
 _FEW = 24  # draws that tell which rule is the nearest
-_SHARE = 0.7  # of the settings, which a draw changes at once
+_SHARES = (0.3, 0.7)  # of the settings, which a draw changes at once
 _SPREADS = (0.3, 1.0)  # standard deviations of random logits
 _SHIFT = 15.0  # some tokens' logits are all lower by up to this, where sigmoids are tiny
 _ROUNDINGS = 16  # of a gate, a product and a quotient, with room to spare
@@ -175,6 +175,9 @@ def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None
         error = _worst_error(family, draws)
         if error is not None:
             return Match(family, tokens, error)
+    logits = draws[0][1].output.logits
+    if (logits >= 0).all() and torch.allclose(logits.sum(dim=1), torch.ones(len(logits))):
+        return Match(None, tokens, math.inf, "its first output is probabilities, not logits")
     few = draws[:_FEW]
     nearest = min(families, key=lambda family: _distance(family, few))
     rule = _with_configuration(nearest.rule)
@@ -258,7 +261,8 @@ def _draws(
             draw = wanted[number]
         elif played < enough:
             changed = {name: _other(value, contract, chance) for name, value in free.items()}
-            kept = {name: v for name, v in changed.items() if chance.random() < _SHARE}
+            share = chance.choice(_SHARES)
+            kept = {name: v for name, v in changed.items() if chance.random() < share}
             draw = _Draw(number, changed=kept)
         else:
             return
@@ -485,7 +489,8 @@ def _difference(
     needs_bias = draw.real is None and gap_of(without) is None
     draw = draw if needs_bias else without
     gap = gap_of(draw)
-    assert gap is not None
+    if gap is None:  # it draws from streams of its own
+        return f"it differs from {family.model_type} in some calls only"
     given = [f"{name}={value!r}" for name, value in draw.changed.items()]
     given += ["a selection bias"] if needs_bias else []
     given += ["training"] if draw.training else []

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from l2r.hf.swap.families import RECOGNIZED, TABLE, Family
 from l2r.hf.swap.rules import Unmatched
@@ -286,7 +287,7 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
     if isinstance(value, str):
         return chance.choice(_WORDS)
     if isinstance(value, float):
-        return round((value or 1.0) * chance.choice((0.4, 0.6, 1.6, 2.5)), 12)
+        return float(f"{(value or 1.0) * chance.choice((0.4, 0.6, 1.6, 2.5)):.6g}")
     counts = {1, 2, 3, 4, contract.experts // 2, contract.experts // 4} - {0, value}
     return chance.choice(sorted(counts))
 
@@ -294,6 +295,8 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
 def _embedding_rows(embeddings: Tensor | None, contract: _Contract) -> Tensor | None:
     """Some token embeddings [T, D] of unit mean square, as norms give them to routers; or None."""
     if embeddings is None or embeddings.is_meta or not embeddings.is_floating_point():
+        return None
+    if isinstance(embeddings, DTensor):  # a part of them is here
         return None
     if len(embeddings) < _TOKENS or embeddings.shape[1:] != (contract.hidden,):
         return None
@@ -314,7 +317,14 @@ def _read_from_config(router: Any, contract: _Contract) -> dict[str, Any]:
 
 
 def _has_values(router: nn.Module) -> bool:
-    return not any(tensor.is_meta for tensor in materialized(router).state_dict().values())
+    """Whether the tensors of a router are here, whole."""
+    tensors = materialized(router).state_dict().values()
+    return not any(tensor.is_meta or isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    value = tensor.detach().cpu()
+    return value.float() if value.is_floating_point() else value
 
 
 def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
@@ -328,7 +338,7 @@ def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
         x[::2, 0] = -torch.rand(len(x[::2]), generator=generator, dtype=torch.float32) * _SHIFT
     else:
         whole = materialized(router)
-        bare = _bare_copy(whole, lambda tensor: tensor.detach().cpu().float())
+        bare = _bare_copy(whole, _whole)
         x = draw.real
     bare.train(draw.training)
     ours = {name: value for name, value in draw.changed.items() if "." not in name}

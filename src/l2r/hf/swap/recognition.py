@@ -179,8 +179,7 @@ def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None
     logits = draws[0][1].output.logits
     if (logits >= 0).all() and torch.allclose(logits.sum(dim=1), torch.ones(len(logits))):
         return Match(None, tokens, math.inf, "its first output is probabilities, not logits")
-    few = draws[:_FEW]
-    nearest = min(families, key=lambda family: _distance(family, few))
+    nearest = min(families, key=lambda family: _distance(family, draws[:_FEW]))
     rule = _with_configuration(nearest.rule)
     failed = [draw for draw, case in draws if not _gap(rule, case).closed]
     return Match(None, tokens, math.inf, _difference(router, contract, nearest, failed))
@@ -197,12 +196,18 @@ def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float 
     return worst
 
 
-def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[int, float]:
-    """How far the rule of a family is from a router: draws that differ, and by how much."""
-    rule = _with_configuration(family.rule)
-    gaps = [_gap(rule, case) for _, case in draws]
+def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[bool, int, int, float]:
+    """How far the rule of a family is from a router.
+
+    Whether it differs with the router's own settings; how few settings it reads; draws that
+    differ, and by how much.
+    """
+    read: set[str] = set()
+    gaps = [_gap(_with_configuration(family.rule, read), case) for _, case in draws]
+    pairs = list(zip(draws, gaps, strict=True))
+    own = any(not gap.closed for (draw, _), gap in pairs if not draw.changed)
     size = sum(gap.other + min(gap.error, 1.0) for gap in gaps)
-    return sum(not gap.closed for gap in gaps), size
+    return own, -len(read), sum(not gap.closed for gap in gaps), size
 
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
@@ -415,20 +420,24 @@ class _Configuration:
 
 
 class _WithConfiguration:
-    """A router whose settings may stand in its configuration instead."""
+    """A router whose settings may stand in its configuration instead; notes what is read."""
 
-    def __init__(self, router: Any) -> None:
-        self._router = router
+    def __init__(self, router: Any, read: set[str]) -> None:
+        self._router, self._read = router, read
 
     def __getattr__(self, name: str) -> Any:
         router = self._router
-        if hasattr(router, name) or not hasattr(router, "config"):
-            return getattr(router, name)
-        return getattr(router.config, name)
+        here = hasattr(router, name) or not hasattr(router, "config")
+        value = getattr(router if here else router.config, name)
+        self._read.add(name)
+        return value
 
 
-def _with_configuration(rule: Callable[[Any], Selection]) -> Callable[[Any], Selection]:
-    return lambda old: rule(_WithConfiguration(old))
+def _with_configuration(
+    rule: Callable[[Any], Selection], read: set[str] | None = None
+) -> Callable[[Any], Selection]:
+    noted = set() if read is None else read
+    return lambda old: rule(_WithConfiguration(old, noted))
 
 
 def _gap(rule: Callable[[Any], Selection], case: _Case) -> _Gap:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from l2r.hf.swap.families import RECOGNIZED, TABLE, Family
 from l2r.hf.swap.rules import Unmatched
@@ -29,7 +30,7 @@ from l2r.routers.selection_rule import Selection
 _TOKENS = 64  # of a draw
 _ALL, _REAL = 4096, 2048  # tokens in all, at least, and token embeddings among them
 _FEW = 24  # draws that tell which rule is the nearest
-_SHARE = 0.7  # of the settings, which a draw changes at once
+_SHARES = (0.3, 0.7)  # of the settings, which a draw changes at once
 _SPREADS = (0.3, 1.0)  # standard deviations of random logits
 _SHIFT = 15.0  # some tokens' logits are all lower by up to this, where sigmoids are tiny
 _ROUNDINGS = 16  # of a gate, a product and a quotient, with room to spare
@@ -175,8 +176,10 @@ def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None
         error = _worst_error(family, draws)
         if error is not None:
             return Match(family, tokens, error)
-    few = draws[:_FEW]
-    nearest = min(families, key=lambda family: _distance(family, few))
+    logits = draws[0][1].output.logits
+    if (logits >= 0).all() and torch.allclose(logits.sum(dim=1), torch.ones(len(logits))):
+        return Match(None, tokens, math.inf, "its first output is probabilities, not logits")
+    nearest = min(families, key=lambda family: _distance(family, draws[:_FEW]))
     rule = _with_configuration(nearest.rule)
     failed = [draw for draw, case in draws if not _gap(rule, case).closed]
     return Match(None, tokens, math.inf, _difference(router, contract, nearest, failed))
@@ -193,12 +196,18 @@ def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float 
     return worst
 
 
-def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[int, float]:
-    """How far the rule of a family is from a router: draws that differ, and by how much."""
-    rule = _with_configuration(family.rule)
-    gaps = [_gap(rule, case) for _, case in draws]
+def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[bool, int, int, float]:
+    """How far the rule of a family is from a router.
+
+    Whether it differs with the router's own settings; how few settings it reads; draws that
+    differ, and by how much.
+    """
+    read: set[str] = set()
+    gaps = [_gap(_with_configuration(family.rule, read), case) for _, case in draws]
+    pairs = list(zip(draws, gaps, strict=True))
+    own = any(not gap.closed for (draw, _), gap in pairs if not draw.changed)
     size = sum(gap.other + min(gap.error, 1.0) for gap in gaps)
-    return sum(not gap.closed for gap in gaps), size
+    return own, -len(read), sum(not gap.closed for gap in gaps), size
 
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
@@ -258,7 +267,8 @@ def _draws(
             draw = wanted[number]
         elif played < enough:
             changed = {name: _other(value, contract, chance) for name, value in free.items()}
-            kept = {name: v for name, v in changed.items() if chance.random() < _SHARE}
+            share = chance.choice(_SHARES)
+            kept = {name: v for name, v in changed.items() if chance.random() < share}
             draw = _Draw(number, changed=kept)
         else:
             return
@@ -282,7 +292,7 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
     if isinstance(value, str):
         return chance.choice(_WORDS)
     if isinstance(value, float):
-        return round((value or 1.0) * chance.choice((0.4, 0.6, 1.6, 2.5)), 12)
+        return float(f"{(value or 1.0) * chance.choice((0.4, 0.6, 1.6, 2.5)):.6g}")
     counts = {1, 2, 3, 4, contract.experts // 2, contract.experts // 4} - {0, value}
     return chance.choice(sorted(counts))
 
@@ -290,6 +300,8 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
 def _embedding_rows(embeddings: Tensor | None, contract: _Contract) -> Tensor | None:
     """Some token embeddings [T, D] of unit mean square, as norms give them to routers; or None."""
     if embeddings is None or embeddings.is_meta or not embeddings.is_floating_point():
+        return None
+    if isinstance(embeddings, DTensor):  # a part of them is here
         return None
     if len(embeddings) < _TOKENS or embeddings.shape[1:] != (contract.hidden,):
         return None
@@ -310,7 +322,14 @@ def _read_from_config(router: Any, contract: _Contract) -> dict[str, Any]:
 
 
 def _has_values(router: nn.Module) -> bool:
-    return not any(tensor.is_meta for tensor in materialized(router).state_dict().values())
+    """Whether the tensors of a router are here, whole."""
+    tensors = materialized(router).state_dict().values()
+    return not any(tensor.is_meta or isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    value = tensor.detach().cpu()
+    return value.float() if value.is_floating_point() else value
 
 
 def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
@@ -324,7 +343,7 @@ def _play(router: nn.Module, contract: _Contract, draw: _Draw) -> _Case | None:
         x[::2, 0] = -torch.rand(len(x[::2]), generator=generator, dtype=torch.float32) * _SHIFT
     else:
         whole = materialized(router)
-        bare = _bare_copy(whole, lambda tensor: tensor.detach().cpu().float())
+        bare = _bare_copy(whole, _whole)
         x = draw.real
     bare.train(draw.training)
     ours = {name: value for name, value in draw.changed.items() if "." not in name}
@@ -401,20 +420,24 @@ class _Configuration:
 
 
 class _WithConfiguration:
-    """A router whose settings may stand in its configuration instead."""
+    """A router whose settings may stand in its configuration instead; notes what is read."""
 
-    def __init__(self, router: Any) -> None:
-        self._router = router
+    def __init__(self, router: Any, read: set[str]) -> None:
+        self._router, self._read = router, read
 
     def __getattr__(self, name: str) -> Any:
         router = self._router
-        if hasattr(router, name) or not hasattr(router, "config"):
-            return getattr(router, name)
-        return getattr(router.config, name)
+        here = hasattr(router, name) or not hasattr(router, "config")
+        value = getattr(router if here else router.config, name)
+        self._read.add(name)
+        return value
 
 
-def _with_configuration(rule: Callable[[Any], Selection]) -> Callable[[Any], Selection]:
-    return lambda old: rule(_WithConfiguration(old))
+def _with_configuration(
+    rule: Callable[[Any], Selection], read: set[str] | None = None
+) -> Callable[[Any], Selection]:
+    noted = set() if read is None else read
+    return lambda old: rule(_WithConfiguration(old, noted))
 
 
 def _gap(rule: Callable[[Any], Selection], case: _Case) -> _Gap:
@@ -485,7 +508,8 @@ def _difference(
     needs_bias = draw.real is None and gap_of(without) is None
     draw = draw if needs_bias else without
     gap = gap_of(draw)
-    assert gap is not None
+    if gap is None:  # it draws from streams of its own
+        return f"it differs from {family.model_type} in some calls only"
     given = [f"{name}={value!r}" for name, value in draw.changed.items()]
     given += ["a selection bias"] if needs_bias else []
     given += ["training"] if draw.training else []

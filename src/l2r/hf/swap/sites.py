@@ -119,11 +119,18 @@ def find_sites(model: nn.Module) -> list[Site]:
         elif "experts" in module._modules:
             prefix = f"{path}." if path else ""
             blocks.update({f"{prefix}{name}": module for name in ("gate", "router")})
+    unknown = [site for site in unknown if not _is_wrapper(site, sites)]
     if not unknown or _refusal(model) or any(not isinstance(s.router, Router) for s in sites):
         return sites
     found = _recognized(model, unknown, blocks)
     order = {path: place for place, (path, _) in enumerate(modules_by_path(model))}
     return sorted([*sites, *found], key=lambda site: order[site.path])
+
+
+def _is_wrapper(site: Site, inside: Sequence[Site]) -> bool:
+    """Whether PEFT has put a module around a router."""
+    around = any(other.path.startswith(f"{site.path}.") for other in inside)
+    return around or type(site.router).__module__.startswith("peft.")
 
 
 def _recognized(

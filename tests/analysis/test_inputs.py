@@ -23,7 +23,9 @@ class Letters:
 @pytest.fixture
 def read(monkeypatch):
     """What a checkpoint with a vocabulary of 200 reads."""
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=200))
+    config = SimpleNamespace(vocab_size=200)
+    config.get_text_config = lambda: config
+    model = SimpleNamespace(config=config)
     monkeypatch.setattr(inputs, "is_image_classifier", lambda path: False)
     monkeypatch.setattr(inputs, "load_causal_lm", lambda path, **_: (model, Letters()))
 

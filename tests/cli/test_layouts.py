@@ -82,12 +82,12 @@ def test_every_command_answers_for_every_layout(laid_out, l2r, text_folder, tmp_
         "check": ("check", laid_out, "--data", text_folder),
         "diagnose": ("diagnose", laid_out, "--data", text_folder, *sizes, "--out", tmp_path / "d"),
         "mismatch": (
-            "mismatch", laid_out, "--against", "bf16", "--text", text_folder, *sizes,
+            "mismatch", laid_out, "--against", "bf16", "--data", text_folder, *sizes,
             "--out", tmp_path / "m",
         ),
-        "eval": ("eval", laid_out, "--text", text_folder, "--out", tmp_path / "e.json"),
+        "eval": ("eval", laid_out, "--data", text_folder, "--out", tmp_path / "e.json"),
         "swap": ("swap", laid_out, "--out", swapped),
-        "swap --fit": ("swap", laid_out, "--fit", text_folder, "--out", fitted),
+        "swap --fit": ("swap", laid_out, "--fit", "--data", text_folder, "--out", fitted),
         "export": ("export", swapped, "--out", exported),
     }  # fmt: skip
     ended = {name: l2r(*words) for name, words in table.items()}

@@ -7,7 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from l2r.hf.checkpoints import by_file, load_pretrained
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk

@@ -172,7 +172,7 @@ def test_a_checkpoint_against_its_swap_says_what_the_swap_changed(l2r, root, tmp
     other = replace_routers(copy.deepcopy(plain), L2RConfig(rank=4, heads=2))
     for name, model in (("plain", plain), ("swapped", other)):
         model.save_pretrained(tmp_path / name)
-    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path / "out"]
     code, out, err = l2r(
         "mismatch", tmp_path / "plain", *text, "--against", tmp_path / "swapped", "--json"
     )
@@ -198,9 +198,12 @@ def test_a_checkpoint_against_its_swap_says_what_the_swap_changed(l2r, root, tmp
     ("arguments", "message"),
     [
         ([], "against must say what to compare with"),
-        (["--against", "vllm"], "go with --against vllm alone"),
-        (["--against", "bf16", "--answers", "{stock}"], "go with --against vllm alone"),
-        (["--against", "fp4"], "--against must be one of bf16, int8, fp8, vllm, a file of routes"),
+        (["--against", "vllm"], "go with --against vllm or sglang"),
+        (["--against", "bf16", "--answers", "{stock}"], "go with --against vllm or sglang"),
+        (
+            ["--against", "fp4"],
+            "--against must be one of bf16, int8, fp8, vllm, sglang, a file",
+        ),
         (["--against", "{stock}"], "same model_type"),
         (["--against", "bf16", "--batch-size", "0"], "batch-size must be >= 1; got 0"),
         (["--against", "bf16", "--length", "1"], "--length must be >= 2; got 1"),

@@ -208,7 +208,7 @@ def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, 
     for name in ("train", "train/receipts", "tokenizer", "validation"):
         out = tmp_path / f"linked {name}".replace("/", " ")
         link(out / name, victim)
-        assert f"{out / name} is a link" in l2r(*command[:2], out, *command[3:]).refusal()
+        assert f"{out / name} is a link" in l2r(*command[:2], "--out", out, *command[4:]).refusal()
 
 
 def test_claims_of_a_study_are_not_emptied(victim, tmp_path):

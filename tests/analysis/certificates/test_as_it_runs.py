@@ -42,7 +42,7 @@ def gate(family, dtype, *, common=0.0, spread=1.0, **sizes):
 
 def tokens(dtype, count=40):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, TINY["hidden_size"], generator=generator).to(dtype)
+    return torch.randn(count, tiny_config("olmoe").hidden_size, generator=generator).to(dtype)
 
 
 def decided(router, x):

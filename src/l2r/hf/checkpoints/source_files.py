@@ -57,6 +57,11 @@ def check_save(model, **options):
     "l2r.hf.models.opening": """
 class NeedsPackage:
     \"\"\"In l2r-moe this notes in config.json that the package is needed.\"\"\"
+
+
+def config_with_code(base):
+    \"\"\"In l2r-moe this notes that the package and the folder's code are needed.\"\"\"
+    return base
 """,
 }
 

@@ -1,7 +1,4 @@
-"""The fields of a recipe, their defaults and their limits. Unknown fields are refused.
-
-Longer than 250 lines: every field of a language recipe on one page.
-"""
+"""The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

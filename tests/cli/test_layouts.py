@@ -94,9 +94,7 @@ def test_every_command_answers_for_every_layout(laid_out, l2r, text_folder, tmp_
     findings = [line.split() for line in ended["check"].out.splitlines()]
     faults = [line[1] for line in findings if line and line[0] == "fault"]
     # Of a random model and eight words: experts without tokens, no text that is learned from.
-    assert ended["check"].code in (0, 1) and set(faults) <= {"loads:", "gradient:"}, ended[
-        "check"
-    ].out
+    assert ended["check"].code in (0, 1) and set(faults) <= {"loads:"}, ended["check"].out
     del ended["check"]
     assert {name: (e.code, e.err[-300:]) for name, e in ended.items() if e.code} == {}
     for folder in (swapped, fitted, exported):

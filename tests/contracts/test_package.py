@@ -88,13 +88,6 @@ def test_few_files_share_a_name():
     assert len({name for name in names if names.count(name) > 1}) <= 20
 
 
-def test_files_of_one_name_do_not_hide_each_other(tmp_path):
-    for folder, lines in (("a", 9), ("b", 1), ("c", 2)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").write_text("\n" * lines)
-    assert longer_than(5, tmp_path) == {"a/__init__.py": 9}
-
-
 def test_architecture_names_every_room():
     text = (ROOT / "dev" / "architecture.md").read_text()
     top = [p for p in (ROOT / "src" / "l2r").iterdir() if (p / "__init__.py").is_file()]

@@ -31,8 +31,8 @@ READ = ("--instances", ROWS, "--length", LENGTH, "--device", "cpu")
 # Whose page is drawn, which takes longer than all else: with certificates, without for groups and
 # a bias, for a bias of the block, and of layers of two kinds.
 DRAWN = ("olmoe", "deepseek_v3", "afmoe", "jamba")
-# A softmax, renormalized, renormalized over the k alone, a sparse mixer, a bias added to softmax or to
-# sigmoids in groups, a bias of the block, layers of two kinds, a choice by token id, a wrapper.
+# A softmax, renormalized, renormalized over the k alone, a sparse mixer, a bias added to softmax or
+# to sigmoids in groups, a bias of the block, layers of two kinds, a choice by token id, a wrapper.
 OF_EACH_CONTRACT = (
     "olmoe", "mixtral", "gpt_oss", "phimoe", "ernie4_5_moe", "deepseek_v3", "afmoe", "jamba",
     "deepseek_v4", "qwen3_vl_moe",

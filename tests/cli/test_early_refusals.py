@@ -65,7 +65,7 @@ diagnose whole --over-time | --over-time
 diagnose whole empty | got empty
 mismatch whole | --against
 mismatch whole --against int4 | --against must be one of bf16, int8, fp8, vllm
-mismatch whole --against vllm | --against vllm alone
+mismatch whole --against vllm | --against vllm or sglang
 mismatch whole --against bf16 --data none | --data
 mismatch whole --against bf16 --text hi --data file | --text must be given without --data
 mismatch whole --against bf16 --text file | --data file

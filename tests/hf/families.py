@@ -15,7 +15,7 @@ from l2r.hf.swap.families import Family
 from l2r.hf.swap.sites import Site, old_weight, router_sites
 from tests.hf.family_sizes import AROUND, OWN_SIZES, TINY
 
-_AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
+_KINDS = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
 
 
 def tiny_config(name: str, **sizes: Any) -> Any:
@@ -25,13 +25,17 @@ def tiny_config(name: str, **sizes: Any) -> Any:
     return CONFIG_MAPPING[name](**values)
 
 
+def auto_class(config: Any) -> Any:
+    """The Auto class of transformers whose models a configuration builds."""
+    return next(kind for kind in _KINDS if type(config) in kind._model_mapping)
+
+
 def tiny_model(family: Family, **sizes: Any) -> Any:
     """Build a small random model of a family, with routers that prefer some experts clearly."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = tiny_config(family.model_type, **sizes)
-        auto = next(kind for kind in _AUTO if type(config) in kind._model_mapping)
-        model = auto.from_config(config).eval()
+        model = auto_class(config).from_config(config).eval()
         with torch.no_grad():
             for site in router_sites(model):
                 old_weight(site).normal_(0, 0.5)
@@ -40,9 +44,7 @@ def tiny_model(family: Family, **sizes: Any) -> Any:
                     bias.zero_()
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    value.normal_(0, 0.3).clamp_(
-                        -0.45, 0.45
-                    )  # no expert is out of reach of sigmoids
+                    value.normal_(0, 0.3).clamp_(-0.45, 0.45)  # none is out of reach of sigmoids
                 if name.endswith("tid2eid"):  # a token's experts differ from each other
                     value.copy_(torch.rand(len(value), 8).argsort(dim=1)[:, : value.shape[1]])
     return model

@@ -162,10 +162,12 @@ def test_routers_with_other_parameters_get_no_certificate():
     assert (comparison.arrays()["certified"][0] == NO_STATEMENT).all()
 
 
+# A token has no single route where layers run in a loop.
+ROUTED = [name for name in FAMILIES if name != "inkling2_loop_text"]
 SWAPS = ("olmoe", "mixtral", "deepseek_v3", "gpt_oss", "afmoe", "lfm2_moe")
 
 
-@pytest.mark.parametrize("name", few(FAMILIES, SWAPS, "every family"))
+@pytest.mark.parametrize("name", few(ROUTED, SWAPS, "every family"))
 def test_what_a_swap_changed_is_what_two_runs_say(name):
     """Experts, logits and divergences of both sides; a certificate of one router says nothing."""
     model, tokens = tiny_model(FAMILIES[name]), sample_tokens(3)
@@ -183,7 +185,8 @@ def test_what_a_swap_changed_is_what_two_runs_say(name):
     torch.testing.assert_close(torch.from_numpy(got["kl_own"]).double(), kl, atol=1e-9, rtol=1e-3)
     assert (got["experts"] != got["other_experts"]).any()
     assert (got["certified"] == NO_STATEMENT).all()
-    assert all("these are" in each and "L2RRouter" in each for each in comparison.remarks)
+    swapped = [each for each in comparison.remarks if "ids of tokens" not in each]  # or left alone
+    assert swapped and all("these are" in each and "L2RRouter" in each for each in swapped)
 
 
 def read(model, tokens):

@@ -167,16 +167,21 @@ def _rename(model: nn.Module) -> None:
 
 
 def _take_classes(model: nn.Module) -> list[str]:
-    """Change the classes of the Hugging Face models in a model that share its configuration.
+    """Change the classes of the Hugging Face models in a model that hold routers of ours.
 
-    Returns their names, from the outside to the inside.
+    The text model of a wrapper among them: it initializes what a checkpoint lacks. Returns the
+    names of those that share the configuration, from the outside to the inside.
     """
     names = []
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config is not model.config:
+        if not isinstance(module, PreTrainedModel):
             continue
         base: Any = type(module)
+        shares = module.config is model.config
+        if not shares and not any(isinstance(part, Router) for part in module.modules()):
+            continue
         if is_known(base):
             module.__class__ = swapped_model(base)
-        names.append(type(module).__name__)
+        if shares:
+            names.append(type(module).__name__)
     return names

@@ -219,13 +219,12 @@ DIAGNOSE = ("diagnose", "model", "--data", "tokens", "--length", "16", "--instan
 PREPARE = (
     "data",
     "prepare",
-    "--out",
     "out",
     "--data",
     "shards",
     "--tokenizer",
     "tokenizer",
-    "--processes",
+    "--workers",
     "1",
 )
 WATCH = ("report", "run", "--watch")

@@ -23,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test test-slow engines tools matrix lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
+.PHONY: help demo demo-vision test test-slow engines tools matrix families lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,9 @@ tools: .tools/.installed ## PEFT, TRL, accelerate, ... with stock, swapped and o
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into dev/versions.md (hours)
 	$(BIN)/python scripts/machines/matrix.py
+
+families: $(VENV)/.test ## Every MoE architecture of the installed transformers, into docs/swap.md; fails on a new one
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pages.families_page
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
 	$(BIN)/ruff format --check src tests scripts notebooks

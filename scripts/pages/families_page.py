@@ -1,8 +1,11 @@
-"""Write the families of docs/swap.md: swap the routers of a small model of each, and check.
+"""Write the families of docs/swap.md: every MoE architecture of transformers, what we do with it,
+and for each supported family the swap of a small model, checked.
 
-    PYTHONPATH=. python scripts/pages/families_page.py [--only olmoe,mixtral]
+    make families
+    PYTHONPATH=. python scripts/pages/families_page.py [--list | --only olmoe,mixtral]
 
-Takes some minutes. With --only the rows are printed and the page stays.
+Takes some minutes; exits 1 where an architecture was not looked at, or a family fails a check.
+With --list nothing is swapped; with it and with --only, rows are printed and the page stays.
 """
 
 import argparse
@@ -13,16 +16,19 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
 
+from scripts.pages.architectures import NEW, REFUSAL, SUPPORTED, Architecture, architectures
 from scripts.pages.marks import with_section
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
-from l2r.hf.swap.families import FAMILIES, REFUSED
+from l2r.hf.swap import rules
+from l2r.hf.swap.families import FAMILIES
 from l2r.report.tables import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 SECTION = "families"
 TEXT = """
-**{verdict}**
+**{counts}**
+{verdict}
 A small random model of each, on a CPU, with {versions}:
 
 - `same_rule`: our linear router with the old weights gives the old logits to 1e-5.
@@ -35,47 +41,99 @@ A small random model of each, on a CPU, with {versions}:
 ### Supported
 
 {supported}
-{table}
+{table}{exceptions}
 ### Refused
 
 {refused}
 """
 
 
-def section(results: Sequence[FamilyResult]) -> str:
-    """The section as Markdown; families that fail a check stand in a table."""
-    passed = [family for family, *checks in map(astuple, results) if all(checks)]
+def section(results: Sequence[FamilyResult], found: Sequence[Architecture]) -> str:
+    """The section as Markdown; families that fail a check stand in a table of their own."""
+    passed = [result for result in results if _passes(result)]
     rows = [
-        (family, *("yes" if works else "no" for works in checks))
+        (family, *("no" if works is False else "yes" if works else "-" for works in checks))
         for family, *checks in map(astuple, results)
-        if not all(checks)
+        if False in checks
     ]
-    some = (
-        f"{len(passed)} of {len(results)} families pass all six checks; the table has the others."
-    )
-    verdict = some if rows else f"All {len(passed)} families pass all six checks."
-    table = Table("Families that fail a check", COLUMNS, tuple(rows)).to_markdown() if rows else ""
+    verdict = f"All {len(results)} families pass all six checks."
+    if rows:
+        verdict = (
+            f"{len(passed)} of {len(results)} families pass all six checks; the table has the "
+            "others."
+        )
+    failed = Table("Families that fail a check", COLUMNS, tuple(rows)).to_markdown() if rows else ""
     return TEXT.format(
+        counts=_counts(found),
         verdict=verdict,
         versions=f"transformers {version('transformers')}, torch {version('torch')}",
-        supported="\n".join(wrap(", ".join(f"`{family}`" for family in passed) + ".", 100)),
-        table=f"\n{table}" if table else "",
-        refused="".join(f"- `{name}`: {reason}.\n" for name, reason in REFUSED.items()),
+        supported=_by_rule([result.family for result in passed]),
+        table=f"\n{failed}" if failed else "",
+        exceptions=_exceptions(results),
+        refused="".join(f"- `{a.name}`: {a.why}.\n" for a in found if a.state == REFUSAL),
     )
+
+
+def _counts(found: Sequence[Architecture]) -> str:
+    states = [architecture.state for architecture in found]
+    short = ".".join(version("transformers").split(".")[:2])
+    text = (
+        f"transformers {short} has {len(found)} MoE architectures: {states.count(SUPPORTED)} are "
+        f"supported, {states.count(REFUSAL)} refused"
+    )
+    return f"{text}, {states.count(NEW)} not looked at." if NEW in states else f"{text}."
+
+
+def _by_rule(families: Sequence[str]) -> str:
+    """A table of the families that select alike, by the rule's name."""
+    names = {rule: name for name, rule in vars(rules).items() if callable(rule)}
+    groups: dict[str, list[str]] = {}
+    for family in families:
+        groups.setdefault(names[FAMILIES[family].rule], []).append(f"`{family}`")
+    rows = [f"| `{rule}` | {', '.join(members)} |" for rule, members in groups.items()]
+    return "\n".join(("| rule | families |", "|---|---|", *rows)) + "\n"
+
+
+def _exceptions(results: Sequence[FamilyResult]) -> str:
+    """Which checks say nothing for which family."""
+    reasons = {
+        "generate": "it classifies tokens",
+        "compile": "transformers' own model does not compile either",
+    }
+    lines = []
+    for check, reason in reasons.items():
+        names = [f"`{r.family}`" for r in results if getattr(r, check) is None]
+        if names:
+            lines.append(f"No `{check}` for {', '.join(names)}: {reason}.")
+    return "".join("\n" + "\n".join(wrap(line, 100)) + "\n" for line in lines)
+
+
+def _passes(result: FamilyResult) -> bool:
+    return False not in astuple(result)
 
 
 def main() -> int:
     """Check, then write or print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="families by commas")
-    only = parser.parse_args().only
-    results = list(check_families(list(FAMILIES) if only is None else only.split(",")))
-    if only is None:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_section(text, SECTION, section(results)), encoding="utf-8")
-    else:
+    parser.add_argument("--list", action="store_true", help="architectures and their states")
+    options = parser.parse_args()
+    if options.only is not None:
+        results = list(check_families(options.only.split(",")))
         sys.stdout.write("".join(f"{result}\n" for result in results))
-    return 0
+        return 0 if all(map(_passes, results)) else 1
+    found = architectures()
+    new = [architecture for architecture in found if architecture.state == NEW]
+    if options.list:
+        for name, state, families, why in map(astuple, found):
+            sys.stdout.write(f"{name}: {state} {why or ', '.join(families)}\n")
+    else:
+        results = list(check_families(list(FAMILIES)))
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_section(text, SECTION, section(results, found)), encoding="utf-8")
+    for architecture in new:
+        sys.stderr.write(f"not looked at: {architecture.name} ({architecture.why})\n")
+    return 1 if new or not (options.list or all(map(_passes, results))) else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m scripts.proofs.fit_families --families olmoe,qwen3_moe --steps 400 --work FOLDER
 
 Trains a small stock model of each family on the embedded text, saves it with its tokenizer, and
-runs `l2r swap CHECKPOINT rank=8 heads=4 gamma=4 --fit embedded --json`. Neither the training nor
+runs `l2r swap CHECKPOINT rank=8 heads=4 gamma=4 --fit --json`. Neither the training nor
 the fit reads the text that the perplexity is measured on.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
         folder = given.work / name
         if not (folder / "config.json").is_file():
             train_stock(name, folder, given.steps)
-        words = ("swap", folder, *ROUTER, "--fit", "embedded", "--out", given.work / f"{name}-l2r")
+        words = ("swap", folder, *ROUTER, "--fit", "--out", given.work / f"{name}-l2r")
         command = [sys.executable, "-m", "l2r", *map(str, words), "--json"]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         rows.append((name, *stages(done.stdout)))

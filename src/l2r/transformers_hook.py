@@ -1,7 +1,8 @@
 """Model types of ours in transformers' Auto classes, whichever of the two is imported first.
 
 ``import l2r`` imports nothing of transformers. It adds one lookup, by which the classes are made
-when a folder of ours is opened, and lets Trainer load checkpoints of MoE models whole.
+when a folder of ours is opened, and lets Trainer load checkpoints of MoE models whole and evaluate
+them in half precision without rounding their routers.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ PREFIX, SWAPPED = "l2r_", "swapped_"
 _OWN = ("l2r_olmoe", "l2r_vit")
 _REGISTRY = "l2r.hf.swap.class_registry"
 _RESUME = "l2r.hf.checkpoints.resume"
+_DTYPES = "l2r.hf.models.router_dtypes"
+_OPENING = "l2r.hf.models.opening"
 
 
 def type_name(model_type: str) -> str:
@@ -26,10 +29,22 @@ def type_name(model_type: str) -> str:
     return PREFIX + SWAPPED + model_type if ours in _OWN else ours
 
 
+def stock_type(model_type: str) -> str:
+    """Model type from which ``type_name`` made one: ``mixtral`` from ``l2r_mixtral``.
+
+    Every other is its own.
+    """
+    if model_type in _OWN or not model_type.startswith(PREFIX):
+        return model_type
+    return model_type.removeprefix(PREFIX).removeprefix(SWAPPED)
+
+
 def register() -> None:
-    """Add our model types to the Auto classes and our loading to Trainer, now or when imported."""
+    """Add our model types to the Auto classes and what Trainer needs, now or when imported."""
     after_import("transformers.models.auto.configuration_auto", _extend)
     after_import("transformers.trainer", _load_whole)
+    after_import("transformers.trainer", _keep_dtypes)
+    after_import("transformers.modeling_utils", _check_given_config)
     after_import("peft.auto", _allow)
 
 
@@ -37,6 +52,23 @@ def _extend(module: Any) -> None:
     mapping = module.CONFIG_MAPPING
     if not isinstance(mapping._extra_content, _Types):
         mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
+
+
+def _check_given_config(module: Any) -> None:
+    """Refuse a configuration object that builds other routers than a folder of ours holds.
+
+    transformers then does not read the folder's config.json, and draws what is missing.
+    """
+    usual = module.PreTrainedModel.from_pretrained.__func__
+
+    @wraps(usual)
+    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+        if config is not None and path is not None and options.get("state_dict") is None:
+            import_module(_OPENING).check_given_config(path, config, options)
+        return usual(cls, path, *args, config=config, **options)
+
+    checked: Any = from_pretrained
+    module.PreTrainedModel.from_pretrained = classmethod(checked)
 
 
 def _load_whole(module: Any) -> None:
@@ -58,6 +90,21 @@ def _load_whole(module: Any) -> None:
             load_best(self)
 
     trainer._load_from_checkpoint, trainer._load_best_model = load_from_checkpoint, load_best_model
+
+
+def _keep_dtypes(module: Any) -> None:
+    """Evaluate in half precision with routers in the dtype that they have."""
+    trainer: Any = module.Trainer
+    evaluate = trainer.evaluation_loop
+
+    @wraps(evaluate)
+    def evaluation_loop(self: Any, *args: Any, **options: Any) -> Any:
+        if not (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            return evaluate(self, *args, **options)
+        with import_module(_DTYPES).routers_keep_dtype(self.model):
+            return evaluate(self, *args, **options)
+
+    trainer.evaluation_loop = evaluation_loop
 
 
 def _allow(module: Any) -> None:

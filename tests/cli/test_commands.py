@@ -68,7 +68,7 @@ def test_params_prints_the_papers_table(l2r):
 
 def test_params_says_where_a_router_is_larger_than_the_linear_one(l2r):
     """Per layer 8 x 128 + 128 + 16 x 16 x 8 against 16 x 128: the demo's sizes."""
-    demo = ["params", "--hidden-size", 128, "--num-experts", 16, "--layers", 1]
+    demo = ["params", "--hidden-size", 128, "--num-experts", 16, "--num-layers", 1]
     words = "above 100% a router has more parameters than the linear one in its place"
     larger = l2r(*demo, "--ranks", "2,8", "--heads", 16).out
     assert "3.200K (156.25%)" in larger and words in " ".join(larger.split())
@@ -107,7 +107,7 @@ def test_params_prints_the_cost_of_a_token(l2r):
         (["compare", "demo", "--routers", "linear,cubic"], ["'cubic'"]),
         (["report", "nowhere"], ["nowhere is not a run folder"]),
         (["params", "--ranks", "2,x"], ["ranks must be positive integers"]),
-        (["params", "--layers", "0"], ["--layers", "greater than or equal to 1"]),
+        (["params", "--num-layers", "0"], ["--num-layers", "greater than or equal to 1"]),
         (["params", "--hidden-size", "9" * 20], ["must be at most 281,474,976,710,656"]),
         (["params", "--heads", "9" * 20], ["must be at most 281,474,976,710,656"]),
         (["params", "--num-experts", "9" * 20, "--cost"], ["must be at most"]),
@@ -125,13 +125,14 @@ def test_params_prints_the_cost_of_a_token(l2r):
             ["--first-seed", "less than or equal to"],
         ),
         (["evidence", "new", "p.yaml", "--arm", "a", "--arm", "b", "--sd", "inf"], ["sd must be"]),
-        (["upcycle", "nowhere", "--tokens", -5], ["--tokens", "greater than or equal to 1"]),
+        (["swap", "nowhere", "--fit", "--tokens", -5], ["--tokens must look like", "'-5'"]),
+        (["swap", "nowhere", "--fit", "--held-out", 0], ["--held-out", "than or equal to 1"]),
         (
-            ["upcycle", "nowhere", "--data", "none"],
+            ["swap", "nowhere", "--fit", "--data", "none"],
             ["--data must be a file or a folder that exists"],
         ),
-        (["swap", "nowhere", "--fit", "none", "--out", "n"], ["--fit must be a folder of text or"]),
-        (["upcycle", "nowhere", "--layers", "x"], ["--layers must be 'all' or indices"]),
+        (["swap", "nowhere", "--out", "n", "--lr", 1], ["--lr is for a fit; give --fit too"]),
+        (["swap", "nowhere", "--out", "n", "--layers", "x"], ["--layers must be 'all' or indices"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, words, l2r, tmp_path, monkeypatch):

@@ -43,8 +43,8 @@ def test_prepare_reports_tokens_and_skipped_shards(l2r, shard_folder, tokenizer_
     bad = shard_folder / "data/wiki/wiki-0000.json.gz"
     bad.write_bytes(bad.read_bytes()[:-30])
     code, out, err = l2r("data",
-        "prepare", tmp_path / "tokens", "--data", shard_folder, "--tokenizer", tokenizer_file,
-        "--workers", 1, "--on-bad-shard", "skip",
+        "prepare", "--out", tmp_path / "tokens", "--data", shard_folder,
+        "--tokenizer", tokenizer_file, "--processes", 1, "--on-bad-shard", "skip",
     )  # fmt: skip
     assert code == 0, err
     manifest = read_manifest(tmp_path / "tokens")
@@ -59,9 +59,12 @@ def test_prepare_reports_tokens_and_skipped_shards(l2r, shard_folder, tokenizer_
     [
         (["plan", "--tokens", "many"], "tokens must look like 200B"),
         (["plan", "--tokens", "9T"], "tokens must be between 1 and"),
-        (["prepare", "OUT"], "give --plan for the hub's shards, or --data"),
-        (["prepare", "OUT", "--data", "missing"], "text folder must exist; got missing"),
-        (["prepare", "OUT", "--plan", "missing.json"], "missing.json"),
+        (["prepare", "--out", "OUT"], "give --plan for the hub's shards, or --data"),
+        (
+            ["prepare", "--out", "OUT", "--data", "missing"],
+            "--data must be a file or a folder that exists",
+        ),
+        (["prepare", "--out", "OUT", "--plan", "missing.json"], "missing.json"),
     ],
 )
 def test_bad_input_is_one_value_error(l2r, arguments, message, tmp_path):

@@ -155,7 +155,7 @@ def test_a_folder_in_the_place_of_a_page_is_refused_by_name_and_reason(l2r, tmp_
 
 def test_landscape_takes_the_anchors_of_a_layer(l2r, checkpoints, tmp_path):
     out = tmp_path / "page.html"
-    code, _, err = l2r("landscape", checkpoints / "l2r_sips", "--layer", 1, "--out", out)
+    code, _, err = l2r("landscape", checkpoints / "l2r_sips", "--layers", 1, "--out", out)
     assert code == 0, err
     page = out.read_text()
     assert "layer 1: model.layers.1" in page and "layer 0" not in page
@@ -167,7 +167,7 @@ def test_landscape_takes_the_anchors_of_a_layer(l2r, checkpoints, tmp_path):
     [
         (["--reach", "-1"], "reach must be between 0.001 and 1e+06; got -1"),
         (["--seed", "-1"], "seed must be between 0 and 2^63 - 9; got -1"),
-        (["--layer", "1"], "layer is read only with a checkpoint; got layer=1"),
+        (["--layers", "1"], "layers are read only with a checkpoint; got layers=1"),
         (["{stock}"], "routers with anchors of rank 2"),
         (["nowhere"], "checkpoint must be a folder with config.json"),
     ],

@@ -21,7 +21,6 @@ mismatch /no/such --against bf16
 landscape /no/such
 report /no/such
 swap /no/such --out new
-upcycle /no/such
 export /no/such --out new
 serve /no/such
 train /no/such.yaml
@@ -29,12 +28,12 @@ compare whole --out file | unknown recipe folder 'whole'
 sweep /no/such.yaml --grid training.steps=1
 eval /no/such
 data plan --out file/plan.json | cannot use; file: not a directory
-data prepare out --data /no/such
-data tokenizer /no/such --out new
+data prepare --out out --data /no/such
+data tokenizer --out new --data /no/such
 evidence run /no/such
 evidence new file/p.yaml --arm a --arm b --recipe /no/such.yaml
 doctor /no/such
-bench router --compare /no/such
+bench router --against /no/such
 params --recipes /no/such
 plan /no/such.yaml
 """
@@ -45,6 +44,7 @@ check empty
 check bare | no tokenizer to read text with: put its tokenizer.json into bare; --data
 check vit | is no run folder
 check whole --data none | --data
+check vit --data digits --text hi | --text must be given without --data
 check whole --dtype int8 | --dtype
 check whole --device gpu0 | --device
 check whole --device-map gpu0 | --device-map
@@ -65,31 +65,34 @@ diagnose whole --over-time | --over-time
 diagnose whole empty | got empty
 mismatch whole | --against
 mismatch whole --against int4 | --against must be one of bf16, int8, fp8, vllm
-mismatch whole --against vllm | --against vllm alone
-mismatch whole --against bf16 --text none | --text
+mismatch whole --against vllm | --against vllm or sglang
+mismatch whole --against bf16 --data none | --data
+mismatch whole --against bf16 --text hi --data file | --text must be given without --data
+mismatch whole --against bf16 --text file | --data file
 mismatch whole --against bf16 --out file | cannot use; file: not a directory
 mismatch whole --against bf16 --length 1 | --length
 mismatch vit --against bf16 | vit classifies images
-mismatch bare --against bf16 | no tokenizer; --text
+mismatch bare --against bf16 | no tokenizer; --data
 landscape --reach nan | --reach
 landscape --out empty | cannot use empty: is a directory
-landscape --layer 3 | --layer
+landscape --layers 3 | --layers
 report empty
 report empty --bench none | --bench
 report empty --interval 0 | --interval
 swap whole --out whole | --out must be a new or empty folder
 swap whole --out file/new | cannot use; file: not a directory
-swap whole --out new --fit none | --fit
-swap bare --out new --fit embedded | no tokenizer
+swap whole --out new --fit --data none | --data
+swap bare --out new --fit | no tokenizer
+swap whole | --out
 swap whole --out new --layers x | --layers
 swap whole --out new --selection mine | 'family', 'router'
-upcycle whole --data none | --data
-upcycle bare | no tokenizer
-upcycle vit | image classifier
-upcycle whole --lr 0 | --lr
-upcycle whole --tokens -5 | --tokens
-upcycle whole --train-steps -1 | steps must be >= 0
-upcycle whole --out whole | --out
+swap vit --fit | image classifier
+swap whole --fit --lr 0 | --lr
+swap whole --fit --tokens -5 | --tokens
+swap whole --fit --length 1 | --length
+swap whole --fit --train-steps -1 | steps must be >= 0
+swap whole --fit --out whole | --out
+swap whole --out new --data file | --data is for a fit; --fit
 export whole --out new --format x | 'hf', 'onnx'
 export whole --out whole | --out
 export whole --out new --tolerance 1 | --tolerance is for programs
@@ -120,20 +123,20 @@ eval bare | no tokenizer
 eval whole --tasks winogrande | --tasks
 eval whole --split train | --split
 eval whole --limit 0 | --limit
-eval whole --text none | --text
+eval whole --data none | --data
 eval whole --stride 4 | --stride
-eval whole --text file --length 4 --stride 4 | --stride
-eval whole --text file --tasks piqa | --tasks
+eval whole --data file --length 4 --stride 4 | --stride
+eval whole --data file --tasks piqa | --tasks
 eval whole bare --out x | --out
 eval vit --data none | --data
 eval vit --data digits --average | no averaged weights
 data plan --tokens x | --tokens
-data prepare out --plan none | --plan
-data prepare out --data empty --hold-out 2 | --hold-out
-data prepare out --data empty --workers 0 | --workers
-data prepare out --on-bad-shard x | 'refuse', 'skip'
-data tokenizer empty --out empty | --out
-data tokenizer empty --out new --vocab-size 10 | --vocab-size
+data prepare --out out --plan none | --plan
+data prepare --out out --data empty --hold-out 2 | --hold-out
+data prepare --out out --data empty --processes 0 | --processes
+data prepare --out out --on-bad-shard x | 'refuse', 'skip'
+data tokenizer --data empty --out empty | --out
+data tokenizer --data empty --out new --vocab-size 10 | --vocab-size
 evidence paper --judge-only | --judge-only
 evidence paper --out file | cannot use; file: not a directory
 evidence new p --arm a --arm b | .yaml

@@ -143,7 +143,6 @@ def test_results_can_go_elsewhere(l2r, checkpoint, tmp_path):
         (["--split", "train"], "split must be val or test"),
         (["--dtype", "int8"], "dtype must be one of auto"),
         (["--limit", "0"], "limit must be >= 1"),
-        (["--data", "digits"], "--data is for an image classifier; "),
         (["--average"], "--average is for an image classifier; "),
     ],
 )
@@ -163,7 +162,7 @@ def text(tmp_path):
 
 
 def test_loss_on_text_is_printed_by_file_and_in_all_and_kept(l2r, checkpoint, text):
-    command = ("eval", checkpoint, "--text", text[0], "--text", text[1])
+    command = ("eval", checkpoint, "--data", text[0], "--data", text[1])
     code, out, err = l2r(*command)
     assert code == 0, err
     for word in ("a.txt", "b.txt", "in all", "perplexity", "bits/byte"):
@@ -178,10 +177,10 @@ def test_loss_on_text_is_printed_by_file_and_in_all_and_kept(l2r, checkpoint, te
         assert (row["bits/byte"], row["standard error"]) == (bits["value"], bits["error"])
         assert (row["95% from"], row["95% to"]) == (bits["low"], bits["high"])
     assert rows[2]["bytes"] == sum(path.stat().st_size for path in text)
-    alone = json.loads(l2r("eval", checkpoint, "--text", text[0], "--json").out)
+    alone = json.loads(l2r("eval", checkpoint, "--data", text[0], "--json").out)
     assert [row["Text"] for row in alone] == ["a.txt", "in all"]
     assert alone[0]["bits/byte"] == pytest.approx(rows[0]["bits/byte"])
-    assert "in all" not in l2r("eval", checkpoint, "--text", text[0]).out
+    assert "in all" not in l2r("eval", checkpoint, "--data", text[0]).out
 
 
 def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
@@ -197,7 +196,7 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = []
     (retokenized / "tokenizer.json").write_text(json.dumps(tokenizer))
-    command = ("eval", checkpoint, other, retokenized, "--text", tmp_path / "a.txt", "--json")
+    command = ("eval", checkpoint, other, retokenized, "--data", tmp_path / "a.txt", "--json")
     code, out, err = l2r(*command)
     assert code == 0, err
     rows = [row for row in json.loads(out) if row["Text"] == "in all"]
@@ -214,14 +213,17 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "missing"], "text must be a file or a folder"),
-        (["--stride", "4"], "--stride is for text; give --text too"),
-        (["--text", "a.txt", "--tasks", "piqa"], "--tasks is for tasks; leave it out with --text"),
-        (["b.txt", "--text", "a.txt"], "every text needs its own --text; got "),
-        (["--text", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
-        (["--text", "a.txt", "--limit", "0"], "limit must be >= 1"),
-        (["--text", "a.txt", "--batch-size", "0"], "--batch-size must be >= 1"),
-        (["--text", "empty.jsonl"], "text must not be empty; got empty.jsonl"),
+        (["--data", "missing"], "--data must be a file or a folder"),
+        (["--stride", "4"], "--stride is for text; give --data or --text too"),
+        (["--data", "a.txt", "--tasks", "piqa"], "--tasks is for tasks; leave it out with --data"),
+        (["b.txt", "--data", "a.txt"], "every file needs its own --data; got "),
+        (["--data", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
+        (["--data", "a.txt", "--limit", "0"], "limit must be >= 1"),
+        (["--data", "a.txt", "--batch-size", "0"], "--batch-size must be >= 1"),
+        (["--data", "empty.jsonl"], "text must not be empty; got empty.jsonl"),
+        (["--text", ""], "text must not be empty"),
+        (["--text", "a cat", "--data", "a.txt"], "--text must be given without --data"),
+        (["--data", "digits"], "--data must be text for a language model; got digits"),
     ],
 )
 def test_what_does_not_fit_text_is_one_line(
@@ -235,4 +237,4 @@ def test_what_does_not_fit_text_is_one_line(
 def test_text_needs_a_tokenizer(l2r, checkpoint, text):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (checkpoint / name).unlink()
-    assert "the checkpoint has no tokenizer" in l2r("eval", checkpoint, "--text", text[0]).refusal()
+    assert "the checkpoint has no tokenizer" in l2r("eval", checkpoint, "--data", text[0]).refusal()

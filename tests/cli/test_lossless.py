@@ -7,12 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from l2r.hf.checkpoints import by_file, load_pretrained
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import tiny_model
+from tests.hf.omni import omni
 from tests.hf.swap.test_composite_models import qwen
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
@@ -39,7 +44,7 @@ def words(command, folder, text):
     """A command on a folder, with a fit that takes a moment."""
     name, *options = command.split()
     sizes = ("--data", text, "--updates", 0, "--tokens", 600, "--held-out", 300, "--length", 32)
-    more = {"upcycle": sizes, "swap --fit": [text]}.get(command, ())
+    more = sizes if "--fit" in options else ()
     return (name, folder, *options, *more)
 
 
@@ -115,7 +120,7 @@ def refusal(l2r, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle", "export"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantized_folder_is_refused_by_its_method_with_the_way(
     plain, text_folder, tmp_path, refusal, method, command
@@ -137,7 +142,7 @@ def test_quantization_of_a_part_counts_and_an_empty_entry_does_not(plain, l2r, t
     assert_kept(folder, tmp_path / "new")
 
 
-@pytest.mark.parametrize("command", ["swap", "upcycle", "export"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
 def test_a_base_with_an_adapter_beside_it_is_refused(
     plain, text_folder, tmp_path, refusal, command
 ):
@@ -148,16 +153,35 @@ def test_a_base_with_an_adapter_beside_it_is_refused(
     assert f"{folder} holds an adapter beside the weights" in line and "merge_and_unload" in line
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --fit", "upcycle"])
-def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(wrapper, text_folder, refusal, command):
-    line = refusal(*words(command, wrapper, text_folder))
-    assert f"{wrapper} is a wrapper, and Qwen3_5MoeForCausalLM is one part of it" in line
-    assert "vision_config" in line
+@pytest.mark.parametrize("command", ["swap", "swap --dtype float32"])
+def test_a_wrapper_is_swapped_whole(wrapper, l2r, tmp_path, command):
+    """Every byte of its vision tower and of all else, by file and from memory."""
+    new = tmp_path / "new"
+    ended = l2r(*words(command, wrapper, None), "--out", new)
+    assert ended.code == 0, ended.err
+    assert_kept(wrapper, new)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (wrapper, new))
+    assert after["vision_config"] | before["vision_config"] == after["vision_config"]
+    assert any("visual" in name for name in stored(new))
+    assert l2r("export", new, "--out", tmp_path / "export").code == 0
+    assert_kept(wrapper, tmp_path / "export")
 
 
-def test_a_copy_of_the_part_is_swapped_as_the_line_says(wrapper, l2r, tmp_path):
-    copy, new = tmp_path / "copy", tmp_path / "new"
-    AutoModelForCausalLM.from_pretrained(wrapper).save_pretrained(copy)
+@pytest.mark.parametrize("command", ["swap", "swap --fit"])
+def test_a_part_of_a_wrapper_is_refused_by_what_it_lacks(text_folder, refusal, tmp_path, command):
+    folder = tmp_path / "speaks-moe"
+    omni().save_pretrained(folder)
+    add_tokenizer(folder)
+    line = refusal(*words(command, folder, text_folder))
+    part = "Qwen3OmniMoeThinkerForConditionalGeneration"
+    assert f"{folder} is a wrapper, and {part} is one part of it" in line
+    assert "talker_config" in line and f"{part}.from_pretrained" in line
+
+
+def test_a_copy_of_the_part_is_swapped_as_the_line_says(l2r, tmp_path):
+    folder, copy, new = (tmp_path / name for name in ("speaks-moe", "copy", "new"))
+    omni().save_pretrained(folder)
+    Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(folder).save_pretrained(copy)
     assert l2r("swap", copy, "--out", new).code == 0
     assert_kept(copy, new)
 
@@ -182,7 +206,34 @@ def test_tensors_that_transformers_leaves_aside_are_kept_file_by_file(mtp, l2r, 
     assert_kept(mtp, tmp_path / "export")
 
 
-@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16", "upcycle"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_block_after_the_last_layer_is_left_aside_and_kept_at_any_depth(
+    family, l2r, tmp_path, refusal
+):
+    """transformers knows the depth of the published checkpoints alone, 61 of DeepSeek-V3."""
+    folder, new = tmp_path / "short-moe", tmp_path / "new"
+    model = tiny_model(FAMILIES[family])
+    depth = model.config.num_hidden_layers
+    model.save_pretrained(folder)
+    last = {n: t for n, t in stored(folder).items() if f".{depth - 1}." in n}
+    block = {n.replace(f".{depth - 1}.", f".{depth}.", 1): t.clone() for n, t in last.items()}
+    add(folder, **block)
+    with pytest.raises(ValueError, match="not in the model"):  # a layer that config.json lacks
+        load_pretrained(folder)
+    add(folder, **block, **{f"model.layers.{depth}.eh_proj.weight": torch.randn(32, 64)})
+    ids = torch.arange(8)[None]
+    wanted = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert torch.equal(load_pretrained(folder)(ids).logits, wanted)
+    assert l2r("swap", folder, "--out", new).code == 0
+    assert_kept(folder, new)
+    assert load_pretrained(new)(ids).logits.shape == wanted.shape
+    assert "leaves aside" in refusal("swap", folder, "--dtype", "bfloat16")
+    set_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="not in the model"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16"])
 def test_a_save_of_the_whole_model_without_them_is_refused_before_the_fit(
     mtp, text_folder, monkeypatch, refusal, command
 ):
@@ -210,7 +261,7 @@ def test_an_mtp_block_outside_the_layers_and_one_in_pickled_weights_are_seen(tmp
 
 
 def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r):
-    ended = l2r(*words("upcycle", mtp, text_folder))
+    ended = l2r(*words("swap --fit", mtp, text_folder))
     assert ended.code == 0, ended
 
 
@@ -221,7 +272,7 @@ def test_tensors_that_would_be_rounded_are_refused_unless_a_dtype_is_named(
     shutil.copytree(plain, folder)
     wide = torch.rand(32) + 1
     add(folder, **{"model.norm.weight": wide})
-    line = refusal("swap", folder, "--fit", text_folder)
+    line = refusal("swap", folder, "--fit", "--data", text_folder)
     assert "wider dtype than the model's (model.norm.weight)" in line and "--dtype float32" in line
     for number, options in enumerate([(), ("--dtype", "float32")]):
         new = tmp_path / f"new-{number}"
@@ -235,7 +286,7 @@ def test_buffers_of_older_checkpoints_that_the_model_makes_anew_are_no_loss(
     folder = tmp_path / "old-moe"
     shutil.copytree(plain, folder)
     add(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    ended = l2r(*words("upcycle", folder, text_folder), "--out", tmp_path / "new")
+    ended = l2r(*words("swap --fit", folder, text_folder), "--out", tmp_path / "new")
     assert ended.code == 0, ended
 
 

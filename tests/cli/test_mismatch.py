@@ -1,20 +1,25 @@
 """``l2r mismatch`` from the command line."""
 
+import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from l2r import record
+from l2r import L2RConfig, record
 from l2r.hf.routes import Routes, to_vllm
 from l2r.hf.routes.fingerprint import tokenizer_digest
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.swap import replace_routers
 from l2r.runs.mismatch import Mismatch
 from l2r.runs.reading import parse_json
 from l2r.training.data.manifest import TokenizerIdentity
 from l2r.training.data.token_writer import write_token_files
 from tests.analysis.diagnostics.models import SIZES, ours, stock
+from tests.hf.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("coarse")
 
@@ -41,7 +46,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("checkpoint", ["ours", "stock"])
 def test_json_files_and_page_have_the_same_numbers(l2r, root, tmp_path, checkpoint):
-    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    more = ["--data", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / checkpoint, *SHORT, *more)
     assert code == 0, err
     record = json.loads(out)
@@ -61,7 +66,7 @@ def test_numbers_of_a_model_that_uses_all_experts_are_json(l2r, root, tmp_path):
     torch.manual_seed(0)
     model = OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": SIZES["num_experts_per_tok"]}))
     model.save_pretrained(root / "all")
-    more = ["--text", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
+    more = ["--data", root / "tokens", "--against", "fp8", "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / "all", *SHORT, *more)
     assert code == 0, err
     record = parse_json(out.encode())
@@ -80,7 +85,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(l2r, tmp_path
 
 
 def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_path):
-    more = ["--text", root / "tokens", "--against", "int8", "--out", tmp_path]
+    more = ["--data", root / "tokens", "--against", "int8", "--out", tmp_path]
     code, out, err = l2r("mismatch", root / "ours", *SHORT, *more)
     assert code == 0, err
     first, *rest = out.splitlines()
@@ -91,7 +96,7 @@ def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_pa
 
 
 def test_recorded_routes_differ_in_nothing_from_the_same_run(l2r, root, tmp_path):
-    text = ["--text", root / "tokens", *SHORT]
+    text = ["--data", root / "tokens", *SHORT]
     routes = tmp_path / "routes.safetensors"
     assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
     recorded = routes.read_bytes()
@@ -114,16 +119,16 @@ def words_tokenizer(*words):
 def test_recorded_routes_of_other_tokens_are_refused(l2r, root, tmp_path):
     """Of as many sequences, of the same lengths."""
     routes = tmp_path / "routes.safetensors"
-    text = ["--text", root / "tokens", *SHORT]
+    text = ["--data", root / "tokens", *SHORT]
     assert l2r("mismatch", root / "ours", *text, "--record", routes).code == 0
-    changed = ["--text", root / "other", *SHORT, "--against", routes, "--out", tmp_path / "out"]
+    changed = ["--data", root / "other", *SHORT, "--against", routes, "--out", tmp_path / "out"]
     line = l2r("mismatch", root / "ours", *changed).refusal()
     assert f"routes are of other tokens: {routes} " in line
     assert not (tmp_path / "out").exists()
 
 
 def test_recorded_routes_of_another_tokenizer_are_refused(l2r, root, tmp_path):
-    text, routes = ["--text", root / "tokens", *SHORT], tmp_path / "routes.safetensors"
+    text, routes = ["--data", root / "tokens", *SHORT], tmp_path / "routes.safetensors"
     for name, words in (("one", "a b"), ("two", "b a")):
         ours().save_pretrained(tmp_path / name)
         words_tokenizer(*words.split()).save_pretrained(tmp_path / name)
@@ -136,7 +141,7 @@ def test_recorded_routes_of_another_tokenizer_are_refused(l2r, root, tmp_path):
 
 def test_routes_that_do_not_name_their_tokens_are_not_checked(l2r, root, tmp_path):
     recorded, bare = tmp_path / "recorded.safetensors", tmp_path / "bare.safetensors"
-    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path / "out"]
     assert l2r("mismatch", root / "ours", *text, "--record", recorded).code == 0
     Routes.load(recorded).save(bare)
     for path, said in ((recorded, False), (bare, True)):
@@ -145,7 +150,7 @@ def test_routes_that_do_not_name_their_tokens_are_not_checked(l2r, root, tmp_pat
 
 
 def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
-    text = ["--text", root / "tokens", *SHORT, "--out", tmp_path, "--json"]
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path, "--json"]
     code, out, err = l2r("mismatch", root / "ours", *text, "--against", root / "ours")
     assert code == 0 and json.loads(out)["tokens_changed"] == 0, err
     model, tokens = ours(), torch.arange(2, 12)
@@ -161,19 +166,50 @@ def test_another_checkpoint_and_answers_of_a_server(l2r, root, tmp_path):
     assert json.loads(out)["tokens"] == 9 and json.loads(out)["tokens_changed"] == 0
 
 
+def test_a_checkpoint_against_its_swap_says_what_the_swap_changed(l2r, root, tmp_path):
+    """And the other way round; the loss is transformers' own of both."""
+    plain = tiny_model(FAMILIES["mixtral"])
+    other = replace_routers(copy.deepcopy(plain), L2RConfig(rank=4, heads=2))
+    for name, model in (("plain", plain), ("swapped", other)):
+        model.save_pretrained(tmp_path / name)
+    text = ["--data", root / "tokens", *SHORT, "--out", tmp_path / "out"]
+    code, out, err = l2r(
+        "mismatch", tmp_path / "plain", *text, "--against", tmp_path / "swapped", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    result = Mismatch.read(tmp_path / "out" / "mismatch.npz")
+    ids = torch.from_numpy(np.array([int(piece) for piece in result.pieces])[result.tokens])
+    ids = ids.view(len(result.lengths), -1)
+    with torch.no_grad():
+        losses = [float(model(ids, labels=ids).loss) for model in (plain, other)]
+    assert found["log_probability"]["own"]["loss"] == pytest.approx(
+        losses[1] - losses[0], rel=1e-3, abs=1e-6
+    )
+    assert 0 < found["experts_kept"] < 1 and found["certified"] is None
+    code, out, err = l2r("mismatch", tmp_path / "swapped", *text, "--against", tmp_path / "plain")
+    assert code == 0, err
+    assert " of all choices stay. The loss " in out.replace("\n", " ")
+    assert max(map(len, out.splitlines()[1:-1])) <= 80
+    assert "these are L2RRouter and MixtralTopKRouter" in (tmp_path / "out/index.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "against must say what to compare with"),
-        (["--against", "vllm"], "go with --against vllm alone"),
-        (["--against", "bf16", "--answers", "{stock}"], "go with --against vllm alone"),
-        (["--against", "fp4"], "--against must be one of bf16, int8, fp8, vllm, a file of routes"),
+        (["--against", "vllm"], "go with --against vllm or sglang"),
+        (["--against", "bf16", "--answers", "{stock}"], "go with --against vllm or sglang"),
+        (
+            ["--against", "fp4"],
+            "--against must be one of bf16, int8, fp8, vllm, sglang, a file",
+        ),
         (["--against", "{stock}"], "same model_type"),
         (["--against", "bf16", "--batch-size", "0"], "batch-size must be >= 1; got 0"),
-        (["--against", "bf16", "--length", "1"], "greater than or equal to 2"),
+        (["--against", "bf16", "--length", "1"], "--length must be >= 2; got 1"),
     ],
 )
 def test_bad_input_is_one_line(l2r, root, tmp_path, arguments, message):
     filled = [argument.format(stock=root / "stock") for argument in arguments]
-    ended = l2r("mismatch", root / "ours", "--text", root / "tokens", *filled, "--out", tmp_path)
+    ended = l2r("mismatch", root / "ours", "--data", root / "tokens", *filled, "--out", tmp_path)
     assert message in ended.refusal()

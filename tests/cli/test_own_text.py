@@ -1,9 +1,10 @@
-"""``l2r diagnose --text``: a sentence, a file or standard input, of any length, in colors."""
+"""``l2r diagnose --text``: a sentence or standard input, of any length, in colors."""
 
 import io
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from l2r.runs.text_routing import TextRouting
 from tests.cli.test_diagnose import SHORT
@@ -17,12 +18,11 @@ def records(l2r, checkpoint, tmp_path, *text):
     assert code == 0, err
     assert err.count(str(out / "text.html")) == 1 and (out / "text.html").is_file()
     (tokens,) = json.loads(shown).values()
+    assert f"read {len(tokens):,} tokens of the text" in err
     return tokens
 
 
-def test_a_sentence_a_file_and_standard_input_are_routed_alike(
-    l2r, checkpoint, tmp_path, monkeypatch
-):
+def test_a_sentence_and_standard_input_are_routed_alike(l2r, checkpoint, tmp_path, monkeypatch):
     sentence = "the cat sat"
     tokens = records(l2r, checkpoint, tmp_path, sentence)
     assert "".join(token["token"] for token in tokens).strip() == sentence
@@ -30,8 +30,6 @@ def test_a_sentence_a_file_and_standard_input_are_routed_alike(
         assert len({len(layer) for layer in token["experts"]}) == 1
         for weights in token["weights"]:
             assert weights == sorted(weights, reverse=True)
-    (tmp_path / "mine.txt").write_text(sentence)
-    assert records(l2r, checkpoint, tmp_path, tmp_path / "mine.txt") == tokens
     monkeypatch.setattr("sys.stdin", io.StringIO(sentence))
     assert records(l2r, checkpoint, tmp_path, "-") == tokens
 
@@ -73,3 +71,23 @@ def test_the_choices_are_those_of_a_diagnosis_of_the_same_tokens(l2r, checkpoint
 def test_nothing_and_a_number_are_refused(l2r, checkpoint, tmp_path, text):
     command = ("diagnose", checkpoint, f"--text={text}", "--out", tmp_path / "out")
     assert "--text" in l2r(*command).refusal()
+
+
+def test_a_string_is_read_in_place_of_files(l2r, checkpoint, tmp_path, monkeypatch):
+    """By check, mismatch and eval: the same words, and what a file of it gives."""
+    monkeypatch.chdir(tmp_path)
+    sentence = "the cat sat on the mat and the dog sat on the cat"
+    (tmp_path / "text").write_text(sentence)
+    losses = {}
+    for option, value in (("--text", sentence), ("--data", "text")):
+        code, out, err = l2r("eval", checkpoint, option, value, "--out", option, "--json")
+        assert code == 0, err
+        losses[option] = [row["nats/token"] for row in json.loads(out)]
+    assert losses["--text"] == losses["--data"]
+    against = ("mismatch", checkpoint, "--text", sentence, "--against", "bf16")
+    code, out, err = l2r(*against, "--out", "changed", "--json")
+    assert code == 0, err
+    tokens = len(AutoTokenizer.from_pretrained(checkpoint)(sentence)["input_ids"])
+    assert json.loads(out)["tokens"] == tokens
+    code, out, err = l2r("check", checkpoint, "--text", sentence)
+    assert code in (0, 1) and "different tokens" in out, err

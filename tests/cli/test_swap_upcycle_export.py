@@ -1,6 +1,7 @@
-"""The commands swap, upcycle and export on a tiny checkpoint, good and bad input."""
+"""The commands swap, with a fit and without, and export on a tiny checkpoint."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.swap import swap_routers
@@ -57,10 +59,10 @@ def test_swap_writes_a_checkpoint_with_our_router(l2r, checkpoint, tmp_path):
     [
         ("swap", "rank=2"),
         ("swap", "rank=2", "--dtype", "bfloat16"),
-        ("upcycle", "rank=2", "--updates", "0"),
+        ("swap", "rank=2", "--fit", "--updates", "0"),
         ("export",),
     ],
-    ids=["swap by file", "swap loaded", "upcycle", "export"],
+    ids=["swap by file", "swap loaded", "swap --fit", "export"],
 )
 def test_what_prepares_a_checkpoints_inputs_is_kept(
     l2r, checkpoint, text_folder, tmp_path, command
@@ -69,20 +71,45 @@ def test_what_prepares_a_checkpoints_inputs_is_kept(
     shutil.copytree(checkpoint, old)
     if name == "export":
         swap_routers(load_pretrained(old), L2RConfig(rank=2)).save_pretrained(old)
-    if name == "upcycle":
+    if "--fit" in options:
         options += ["--data", text_folder, "--tokens", 64, "--held-out", 64, "--length", 8]
     text = json.dumps({"image_processor_type": "ViTImageProcessor", "image_mean": [0.5, 0.4, 0.3]})
-    files = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    files = (
+        *(f"{name}_config.json" for name in ("preprocessor", "processor", "video_preprocessor")),
+        *("old.tiktoken", "sentencepiece.bpe.model", "merges.txt", "special_tokens_map.json"),
+        "LICENSE",
+    )
     for file in files:
         (old / file).write_text(text)
-    assert l2r(name, old, *options, "--out", new).code == 0
+    for file in ("consolidated.00.pth", "modeling_mine.py", "trainer_state.json", ".gitattributes"):
+        (old / file).write_text("{}")
+    (old / "assets").mkdir()
+    ended = l2r(name, old, *options, "--out", new)
+    assert ended.code == 0
     assert {(new / file).read_text() for file in files} == {text}
+    left_out = "assets/, consolidated.00.pth, modeling_mine.py, trainer_state.json"
+    assert f"not copied from {old}: {left_out}" in ended.err.splitlines()
+    assert not any(path.name in left_out for path in new.iterdir())
 
 
-@pytest.mark.parametrize("command", ["swap", "upcycle", "export"])
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16")], ids=["by file", "loaded"])
+def test_a_tokenizer_of_vocabulary_and_merges_is_kept(l2r, checkpoint, tmp_path, options):
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(checkpoint, old)
+    for file in old.glob("*token*.json"):
+        file.unlink()
+    vocabulary = {letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    (old / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": 256, "he": 257}))
+    (old / "merges.txt").write_text("#version: 0.2\nh e\n")
+    assert l2r("swap", old, "rank=2", *options, "--out", new).code == 0
+    before, after = (AutoTokenizer.from_pretrained(path)("hello").input_ids for path in (old, new))
+    assert before == after and 257 in before
+
+
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
 def test_a_device_map_is_checked_where_files_are_only_copied(l2r, checkpoint, tmp_path, command):
     more = ("--device-map", '{"": "gpu"}', "--out", tmp_path / "new")
-    line = l2r(command, checkpoint, *more).refusal()
+    line = l2r(*command.split(), checkpoint, *more).refusal()
     assert "device must be" in line and "'gpu'" in line
 
 
@@ -134,7 +161,7 @@ main(["swap", {str(checkpoint)!r}, "rank=2", "--out", {str(out)!r}])
     assert list(out.parent.iterdir()) == ([out] if ignored else [])
 
 
-@pytest.mark.parametrize("command", ["swap", "upcycle", "export", "data tokenizer"])
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "export", "data tokenizer"])
 def test_a_full_disk_is_one_line_that_names_the_folder(
     l2r, checkpoint, text_folder, tmp_path, command
 ):
@@ -142,7 +169,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder(
     out = tmp_path / "out"
     arguments = {
         "swap": [checkpoint],
-        "upcycle": [
+        "swap --fit": [
             checkpoint,
             "--data",
             text_folder,
@@ -154,7 +181,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder(
             32,
         ],
         "export": [checkpoint],
-        "data tokenizer": [text_folder, "--vocab-size", 300],
+        "data tokenizer": ["--data", text_folder, "--vocab-size", 300],
     }[command]
     if command == "export":
         assert l2r("swap", checkpoint, "--out", tmp_path / "swapped").code == 0
@@ -201,7 +228,7 @@ def test_swap_takes_the_preset_with_other_options(l2r, checkpoint, tmp_path):
 
 def test_swap_needs_a_folder_to_write(l2r, checkpoint):
     code, _, err = l2r("swap", checkpoint)
-    assert code == 2 and "Missing option '--out'" in err
+    assert code == 2 and "--out must name a new folder" in err
 
 
 def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
@@ -211,9 +238,9 @@ def test_a_missing_checkpoint_is_refused(l2r, tmp_path):
     )
 
 
-def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
+def test_a_fit_measures_and_saves(l2r, checkpoint, text_folder, tmp_path):
     out = tmp_path / "out"
-    code, text, _ = l2r("upcycle", checkpoint, "rank=4", "heads=4", "--data", text_folder,
+    code, text, err = l2r("swap", checkpoint, "rank=4", "heads=4", "--fit", "--data", text_folder,
         "--tokens", 3000, "--held-out", 600, "--length", 32, "--train-steps", 2,
         "--out", out, "--json",
     )  # fmt: skip
@@ -225,35 +252,51 @@ def test_upcycle_fits_and_saves(l2r, checkpoint, text_folder, tmp_path):
         assert layer["divergence"] < layer["divergence_before"]
     assert load_pretrained(out)(sample_tokens()).logits.isfinite().all()
     assert "--tokens 3000 --updates 4 --train-steps 2" in (out / "README.md").read_text()
+    fitted, measured = (line for line in err.splitlines() if line.startswith("read "))
+    assert re.fullmatch(r"read [\d,]+ tokens of (\d+) of \1 files to fit on", fitted), fitted
+    assert measured.endswith("files to measure on")
+
+
+def test_a_fit_reads_a_single_file_and_writes_nothing_without_a_folder(
+    l2r, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"{'cat dog bird ' * 20} {WORDS[n % 8]}"}) for n in range(40)]
+    (tmp_path / "one.jsonl").write_text("\n".join(lines))
+    words = ("swap", checkpoint, "rank=2", "heads=4", "--fit", "--data", "one.jsonl")
+    ended = l2r(*words, "--tokens", "2K", "--held-out", 300, "--length", 32, "--json")
+    assert ended.code == 0, ended
+    assert list(json.loads(ended.out)["perplexity"]) == ["original", "swapped", "fitted"]
+    assert "tokens of 1 of 1 files to fit on" in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["one.jsonl"]
 
 
 @pytest.mark.slow("fits twice")
-@pytest.mark.parametrize("command", ["upcycle", "swap"])
 def test_a_fit_with_layers_on_disk_writes_what_it_writes_in_memory(
-    l2r, checkpoint, text_folder, tmp_path, command
+    l2r, checkpoint, text_folder, tmp_path
 ):
     """The way of a checkpoint that is larger than memory."""
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
     places |= {"model.layers.0": "disk", "model.layers.1": "disk", "lm_head": "cpu"}
-    data = ("--fit" if command == "swap" else "--data", text_folder)
+    fit = ("--fit", "--data", text_folder)
     weights = []
     for name, options in (("memory", ()), ("disk", ("--device-map", json.dumps(places)))):
         out = tmp_path / name
-        ended = l2r(command, checkpoint, "rank=2", "heads=2", *data, *options, "--out", out)
+        ended = l2r("swap", checkpoint, "rank=2", "heads=2", *fit, *options, "--out", out)
         assert ended.code == 0, ended
         weights.append(load_pretrained(out).state_dict())
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_upcycle_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
+def test_a_fit_needs_text_and_a_tokenizer(l2r, checkpoint, tmp_path):
     assert (
         "--data must be a file or a folder that exists"
-        in l2r("upcycle", checkpoint, "--data", tmp_path / "none").refusal()
+        in l2r("swap", checkpoint, "--fit", "--data", tmp_path / "none").refusal()
     )
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "bare")
-    assert "the checkpoint has no tokenizer" in l2r("upcycle", tmp_path / "bare").refusal()
-    assert "lr must be > 0" in l2r("upcycle", checkpoint, "--lr", 0).refusal()
+    assert "the checkpoint has no tokenizer" in l2r("swap", tmp_path / "bare", "--fit").refusal()
+    assert "lr must be > 0" in l2r("swap", checkpoint, "--fit", "--lr", 0).refusal()
 
 
 def test_export_of_a_swapped_olmoe(l2r, checkpoint, tmp_path):
@@ -282,7 +325,7 @@ def test_a_bf16_checkpoint_stays_bf16_with_fp32_routers(l2r, checkpoint, text_fo
     load_pretrained(checkpoint).bfloat16().save_pretrained(narrow)
     code, _, err = l2r("swap", narrow, "rank=2", "heads=4", "--out", tmp_path / "one")
     assert code == 0, err
-    code, text, err = l2r("upcycle", narrow, "rank=2", "heads=4", "--data", text_folder,
+    code, text, err = l2r("swap", narrow, "rank=2", "heads=4", "--fit", "--data", text_folder,
         "--tokens", 600, "--held-out", 300, "--length", 32, "--train-steps", 1,
         "--out", tmp_path / "two", "--json",
     )  # fmt: skip

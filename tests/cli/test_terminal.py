@@ -56,7 +56,7 @@ def test_a_table_fits_80_characters(command, narrow):
 
 @pytest.mark.slow("a chain of commands")
 def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, text_folder):
-    """Train, compare, report, sweep, diagnose, swap, upcycle and eval, in the smallest sizes."""
+    """Train, compare, report, sweep, diagnose, swap, fit and eval, in the smallest sizes."""
     routers = ("--routers", "linear,l2r-sips")
     first = narrow("compare", "demo", *tiny_changes, *routers)
     assert first[0].startswith("One seed ranks nothing: validation CE runs from")
@@ -73,12 +73,12 @@ def test_tables_of_runs_and_checkpoints_fit_80_characters(narrow, tiny_changes, 
     narrow("diagnose", "runs/demo/linear", "runs/demo/l2r_sips", *few, *text)
     narrow("swap", "runs/demo/linear", "--out", "swapped")
     small = ("--tokens", 400, "--held-out", 200, "--length", 16, "--updates", 1)
-    narrow("upcycle", "runs/demo/linear", *small, *text)
+    narrow("swap", "runs/demo/linear", "--fit", *small, *text)
     narrow(
         "eval",
         "runs/demo/linear",
         "runs/demo/l2r_sips",
-        "--text",
+        "--data",
         text_folder / "animals" / "0.txt",
     )
 
@@ -102,8 +102,8 @@ def test_a_table_in_brief_keeps_the_columns_that_matter():
         (["train", "demo/l2r-sips", "steps=8"], ["'training.steps'"]),
         (["train", "demo/l2r-sips", "--otu", "x"], ["--otu", "--out"]),
         (["diagno"], ["'diagnose'"]),
-        (["data", "tokenizer", ".", "--out", "."], ["error: --out must be a new folder"]),
-        (["landscape", "--layer", "3"], ["error: --layer is read only with a checkpoint"]),
+        (["data", "tokenizer", "--data", ".", "--out", "."], ["error: --out must be a new folder"]),
+        (["landscape", "--layers", "3"], ["error: --layers are read only with a checkpoint"]),
         (["params", "--ranks", "x"], ["error: --ranks must be"]),
         (["eval", "x", "--device", "gpu0"], ["error: --device must be auto, cpu, cuda or cuda:0"]),
         (["serve", "x", "--device", "meta"], ["error: --device must be auto, cpu, cuda or cuda:0"]),

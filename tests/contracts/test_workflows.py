@@ -30,8 +30,8 @@ def commands():
     return lines
 
 
-def test_there_is_a_workflow_for_tests_documentation_and_releases():
-    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release"]
+def test_there_is_a_workflow_for_tests_documentation_families_and_releases():
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "families", "release"]
 
 
 @pytest.mark.parametrize("script", commands())

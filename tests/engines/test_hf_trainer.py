@@ -1,5 +1,7 @@
 """The router losses inside transformers' own Trainer, against the sum written out."""
 
+import copy
+
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
@@ -235,6 +237,37 @@ def test_a_trained_model_has_no_hooks_and_a_trainer_may_train_twice(tmp_path):
     trainer.args.max_steps = 2
     trainer.train()
     assert sum("balance_loss" in logs for logs in watch.logs) >= 2
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+class Failing(Trainer):
+    """Fails in the second forward pass of training, and after that no more."""
+
+    calls = 0
+
+    def training_step(self, model, inputs, *args, **options):
+        self.calls += 1
+        if self.calls == 2:
+            inputs = {**inputs, "input_ids": inputs["input_ids"] + 10**6}  # of no token
+        return super().training_step(model, inputs, *args, **options)
+
+
+def test_a_training_that_fails_leaves_no_hook_and_can_be_repeated(tmp_path):
+    """Neither of the model, whose forward failed, nor of its routers, which were recorded."""
+    model, made = swapped_mixtral(), []
+
+    class Kept(Failing):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    with pytest.raises(IndexError):
+        train(model, texts(), tmp_path, trainer_class=Kept)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    assert [(len(r._forward_hooks), r._captures) for r in routers] == [(1, 0)] * 2  # logits' own
+    copy.deepcopy(model)
+    made[0].train()
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 

@@ -126,6 +126,22 @@ def test_models_without_routers_and_steps_below_one_are_refused(tmp_path):
             call()
 
 
+def test_a_training_that_fails_leaves_no_hook(tmp_path):
+    model = swapped_mixtral()
+
+    class Stops(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            assert len(routers[0]._forward_hooks) == 2  # one of them watches
+            raise KeyboardInterrupt
+
+    routers = [site.router for site in router_sites(model)]
+    before = [len(router._forward_hooks) for router in routers]
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path, before=lambda trainer: trainer.add_callback(Stops()), every=1)
+    assert [len(router._forward_hooks) for router in routers] == before == [1, 1]
+    assert not model._forward_pre_hooks
+
+
 class Module(nn.Module):
     """What a LightningModule is to the hooks: something that holds the model."""
 
@@ -148,6 +164,10 @@ def test_lightnings_hooks_log_every_second_batch_to_every_logger():
         trainer.global_step += 1
         hooks.on_train_batch_end(trainer, module, None, row, index)
     hooks.on_train_end(trainer, module)
+    hooks.on_train_start(trainer, module)
+    hooks.on_train_batch_start(trainer, module, None, 1)
+    assert any(site.router._forward_hooks for site in router_sites(module))
+    hooks.on_exception(trainer, module, KeyboardInterrupt())
     assert [step for step, _ in logged] == [2, 2, 4, 4]
     assert [step for _, _, step in images] == [2, 4]
     assert logged[0][1].keys() >= {"router/load_entropy", "router/mean_margin/layer-1"}

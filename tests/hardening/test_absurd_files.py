@@ -219,12 +219,13 @@ DIAGNOSE = ("diagnose", "model", "--data", "tokens", "--length", "16", "--instan
 PREPARE = (
     "data",
     "prepare",
+    "--out",
     "out",
     "--data",
     "shards",
     "--tokenizer",
     "tokenizer",
-    "--workers",
+    "--processes",
     "1",
 )
 WATCH = ("report", "run", "--watch")

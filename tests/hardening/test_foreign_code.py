@@ -94,13 +94,13 @@ LOADING = (
     ("eval", "--tasks", "piqa", "--limit", "1"),
     ("diagnose", "--instances", "1", "--length", "8"),
     ("swap", "--out", "new"),
-    ("upcycle", "--tokens", "64"),
+    ("swap", "--fit", "--tokens", "64"),
     ("export", "--out", "new"),
     ("serve", "--port", "0"),
 )
 
 
-@pytest.mark.parametrize("command", LOADING, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", LOADING, ids=" ".join)
 @pytest.mark.parametrize("foreign", [foreign_model, foreign_tokenizer])
 def test_code_of_a_checkpoint_is_refused_without_a_question(
     command, foreign, l2r, folder, ran, tmp_path, monkeypatch

@@ -194,8 +194,8 @@ def test_a_new_folder_does_not_take_the_place_of_a_link(target, l2r, checkpoint,
 def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, victim, tmp_path):
     shard = "data/wiki/wiki-0000.jsonl"
     write_shard_file(tmp_path / "shards" / shard, make_documents(0, 60))
-    command = ("data", "prepare", tmp_path / "tokens", "--data", tmp_path / "shards")
-    command += ("--tokenizer", tokenizer_file, "--workers", 1, "--hold-out", 0.1)
+    command = ("data", "prepare", "--out", tmp_path / "tokens", "--data", tmp_path / "shards")
+    command += ("--tokenizer", tokenizer_file, "--processes", 1, "--hold-out", 0.1)
     names = ("manifest.json", ".manifest.json.part", "wiki-00000.bin", "wiki-00000.ends")
     for part in ("train", "validation"):
         for name in names:
@@ -208,7 +208,7 @@ def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, 
     for name in ("train", "train/receipts", "tokenizer", "validation"):
         out = tmp_path / f"linked {name}".replace("/", " ")
         link(out / name, victim)
-        assert f"{out / name} is a link" in l2r(*command[:2], out, *command[3:]).refusal()
+        assert f"{out / name} is a link" in l2r(*command[:2], "--out", out, *command[4:]).refusal()
 
 
 def test_claims_of_a_study_are_not_emptied(victim, tmp_path):

@@ -18,25 +18,29 @@ from torch import Tensor
 import l2r
 from l2r.hf.checkpoints.pretrained import load_pretrained
 from l2r.hf.swap.families import FAMILIES
-from l2r.hf.swap.sites import old_weight, router_sites
+from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
 from l2r.routers import L2RConfig, LinearConfig, RouterConfig, capture
-from tests.hf.families import sample_tokens, tiny_model
+from tests.hf.families import matrix_of_logits, sample_tokens, tiny_model
 
 _TOLERANCE = 1e-5  # of float32 logits of order one after two layers
 
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """Checks of one family, in the order of the columns of docs/swap.md."""
+    """Checks of one family, in the order of the columns of docs/swap.md.
+
+    None where a check says nothing: a model that classifies tokens generates none, and a family
+    that does not compile with its own routers cannot with ours.
+    """
 
     family: str
     same_rule: bool
     swap: bool
     train_step: bool
-    generate: bool
+    generate: bool | None
     reload: bool
-    compile: bool
+    compile: bool | None
 
 
 COLUMNS = tuple(f.name for f in fields(FamilyResult))
@@ -63,7 +67,7 @@ def keeps_rule(model: Any) -> bool:
     """A linear router with the old weights must give the old model's outputs."""
     ids = sample_tokens()
     before = _logits(model, ids)
-    weights = {site.path: old_weight(site).detach().clone() for site in router_sites(model)}
+    weights = {site.path: matrix_of_logits(site) for site in router_sites(model)}
     swapped = replace_routers(copy.deepcopy(model), LinearConfig())
     with torch.no_grad():
         for path, weight in weights.items():
@@ -113,10 +117,15 @@ def reload_all(folder: str) -> None:
     """Print, as JSON, which saved models give their saved logits again. Runs in its own process."""
     results = {}
     for expected in sorted(Path(folder).glob("*.pt")):
-        model = load_pretrained(expected.with_suffix(""))
-        saved = torch.load(expected, weights_only=True)
-        results[expected.stem] = torch.equal(_logits(model, sample_tokens()), saved)
+        results[expected.stem] = _without_failure(_reloads, expected)
     sys.stdout.write(json.dumps(results))
+
+
+def _reloads(expected: Path) -> bool:
+    # copied, since sums of small matrices round by where in memory a file's tensors begin
+    model = copy.deepcopy(load_pretrained(expected.with_suffix("")))
+    saved = torch.load(expected, weights_only=True)
+    return torch.equal(_logits(model, sample_tokens()), saved)
 
 
 def _check(name: str, model: Any, config: RouterConfig, *, reload: bool) -> FamilyResult:
@@ -124,23 +133,32 @@ def _check(name: str, model: Any, config: RouterConfig, *, reload: bool) -> Fami
     swapped = replace_routers(copy.deepcopy(model), config)
     with capture(swapped) as record:
         output = swapped(sample_tokens(), output_router_logits=True)
-    recorded = [layer for layer in output.router_logits or () if layer is not None]
-    same = [torch.equal(a, b) for a, b in zip(recorded, record.logits(), strict=False)]
+    compiled = _without_failure(compiles, swapped)
     return FamilyResult(
         family=name,
         same_rule=_without_failure(keeps_rule, model),
-        swap=list(record.outputs) == sites and len(same) == len(sites) and all(same),
+        swap=list(record.outputs) == sites and _shows(output, record.logits()),
         train_step=_without_failure(trains, swapped),
-        generate=_without_failure(generates, swapped),
+        generate=_without_failure(generates, swapped) if model.can_generate() else None,
         reload=reload,
-        compile=_without_failure(compiles, swapped),
+        compile=compiled or (False if _without_failure(compiles, model) else None),
     )
 
 
-def _without_failure(check: Callable[[Any], bool], model: Any) -> bool:
+def _shows(output: Any, logits: Sequence[Tensor]) -> bool:
+    """Whether ``output_router_logits`` gave these; in another order where layers run in a loop.
+
+    True for a model whose output has no place for them.
+    """
+    recorded = getattr(output, "router_logits", logits)
+    left = [layer for layer in recorded or () if layer is not None]
+    return len(left) == len(logits) and all(any(torch.equal(a, b) for b in left) for a in logits)
+
+
+def _without_failure(check: Callable[[Any], bool], subject: Any) -> bool:
     """A check that raises is a check that failed; the reason goes to standard error."""
     try:
-        return check(model)
+        return check(subject)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         sys.stderr.write(f"{check.__name__}: {type(error).__name__}: {first}\n")
@@ -156,6 +174,9 @@ def _in_fresh_process(folder: Path) -> dict[str, bool]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"reloading in a fresh process failed: {done.stderr[-500:]}")
+    sys.stderr.write(
+        "".join(f"{x}\n" for x in done.stderr.splitlines() if x.startswith("_reloads"))
+    )
     result: dict[str, bool] = json.loads(done.stdout)
     return result
 

@@ -159,17 +159,17 @@ def test_drawn_anchors_are_unit_vectors_that_follow_their_seed():
 
 
 @pytest.mark.parametrize(
-    ("model", "layer", "message"),
+    ("model", "layers", "message"),
     [
-        (ours, 2, "layer must be between 0 and 1; got 2"),
-        (lambda: ours(rank=4), 1, "rank=2); got L2RRouter with anchors of rank 4"),
+        (ours, [2], "layers must be between 0 and 1; got 2"),
+        (lambda: ours(rank=4), [1], "rank=2); got L2RRouter with anchors of rank 4"),
         (lambda: ours("linear"), None, "got LinearRouter with no anchors"),
         (stock, None, "with no anchors"),
     ],
 )
-def test_other_layers_and_ranks_are_refused(model, layer, message):
+def test_other_layers_and_ranks_are_refused(model, layers, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        anchors_of(model(), layer)
+        anchors_of(model(), layers)
 
 
 def test_no_two_elements_of_the_page_share_an_id():

@@ -188,6 +188,25 @@ def test_where_candidates_would_be_many_all_logits_are_made(rows_made):
     assert rows_made == [1]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1e-2, 1e-3, 1e-5])
+def test_weights_of_a_choice_are_those_of_the_forward_whatever_the_size_of_logits(temperature):
+    """Four roundings of a weight, and no weight above 1, where near ties make weights differ."""
+    router = make(num_experts=256, temperature=temperature)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        noise = 1e-4 * temperature * torch.randn(2, 1, generator=draw)
+        router.row_keys.mul_(4)
+        router.row_keys[1:3] = router.row_keys[0] * (1 + noise)
+    x = torch.randn(512, router.hidden_size, generator=draw, requires_grad=True)
+    _, wanted, indices = router(x)
+    weights, chosen = router.choose(x)
+    assert torch.equal(indices, chosen) and weights.max() <= 1 + 2**-23
+    torch.testing.assert_close(weights, wanted, atol=1e-7, rtol=4e-6)
+    if temperature == 1:  # else a gradient is what rounding leaves of saturated weights
+        ours, theirs = (torch.autograd.grad(w.square().sum(), x)[0] for w in (weights, wanted))
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=0)
+
+
 def test_every_router_chooses_as_it_routes():
     for kind in ("linear", "l2r_sips", "sigmoid"):
         router: Router = build_router(kind, **SIZES)

@@ -32,17 +32,20 @@ def _reference(logits, top_k, selection, bias):
         if selection.gate == "softmax":
             shifted = [np.exp(z - max(row)) for z in row]
             scores = [e / sum(shifted) for e in shifted]
+        elif selection.gate == "sqrtsoftplus":
+            scores = [np.sqrt(np.log(1 + np.exp(z))) for z in row]
         else:
             scores = [1 / (1 + np.exp(-z)) for z in row]
-        ranking = [s + (0.0 if bias is None else bias[n]) for n, s in enumerate(scores)]
+        ranked = row if selection.biased == "logits" and bias is not None else scores
+        ranking = [s + (0.0 if bias is None else bias[n]) for n, s in enumerate(ranked)]
         size = len(row) // selection.groups
         quality = []
         for g in range(selection.groups):
             members = sorted(ranking[g * size : (g + 1) * size], reverse=True)
             quality.append(sum(members[: selection.group_best]))
         kept = sorted(range(selection.groups), key=lambda g: -quality[g])[: selection.kept_groups]
-        allowed = [n for n in range(len(row)) if n // size in kept]
-        chosen = sorted(allowed, key=lambda n: -ranking[n])[:top_k]
+        left = [r if n // size in kept else selection.dropped for n, r in enumerate(ranking)]
+        chosen = sorted(range(len(row)), key=lambda n: -left[n])[:top_k]
         weights = [scores[n] for n in chosen]
         if selection.normalize:
             weights = [w / (sum(weights) + selection.norm_eps) for w in weights]
@@ -54,13 +57,17 @@ def _reference(logits, top_k, selection, bias):
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
-    gate=st.sampled_from(["softmax", "sigmoid"]),
+    gate=st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"]),
     normalize=st.booleans(),
     with_bias=st.booleans(),
+    biased=st.sampled_from(["scores", "logits"]),
+    dropped=st.sampled_from([-np.inf, 0.0]),
     groups=st.sampled_from([(1, 1, 2), (2, 1, 2), (4, 2, 1), (4, 3, 2)]),
     top_k=st.integers(1, 4),
 )
-def test_a_selection_equals_the_loop(*, seed, gate, normalize, with_bias, groups, top_k):
+def test_a_selection_equals_the_loop(
+    *, seed, gate, normalize, with_bias, biased, dropped, groups, top_k
+):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 16, generator=generator, dtype=torch.float64) * 2
     bias = torch.randn(16, generator=generator, dtype=torch.float64) if with_bias else None
@@ -72,6 +79,8 @@ def test_a_selection_equals_the_loop(*, seed, gate, normalize, with_bias, groups
         groups=groups[0],
         kept_groups=groups[1],
         group_best=groups[2],
+        dropped=dropped,
+        biased=biased if with_bias else "scores",
         block_bias=True,
     )
     weights, indices = selection(Stub(top_k), logits, bias)
@@ -256,12 +265,14 @@ def test_a_selection_without_scores_to_rank_is_refused_a_margin(selection, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gate": "softplus"}, "gate must be softmax or sigmoid; got 'softplus'"),
+        ({"gate": "softplus"}, "gate must be softmax, sigmoid or sqrtsoftplus; got 'softplus'"),
+        ({"biased": "weights"}, "biased must be scores or logits; got 'weights'"),
         ({"groups": 0}, "groups must be >= 1; got 0"),
         ({"kept_groups": 0}, "kept_groups must be >= 1"),
         ({"group_best": -1}, "group_best must be >= 1"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"norm_eps": -1e-6}, "norm_eps >= 0"),
+        ({"norm_min": float("inf")}, "norm_min must be finite"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from l2r import build_router
-from l2r.functional import expert_usage
+from l2r.functional import expert_counts, expert_usage
 from l2r.routers import (
     LowRankConfig,
     PerturbedCosineConfig,
@@ -142,6 +142,45 @@ def test_the_bias_moves_by_its_speed_against_the_load():
     bias = torch.tensor([0.5, 0.5, 0.5, 0.5])
     update_selection_bias(bias, torch.tensor([4.0, 0.0, 2.0, 2.0]), speed=0.1)
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.6, 0.5, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens", "parts"), [(12, 2, 96, 2), (12, 4, 30, 2), (48, 3, 96, 5)]
+)
+def test_experts_with_the_mean_load_keep_their_bias(experts, top_k, tokens, parts):
+    """sign(0) = 0 in arXiv 2408.15664. Shares and their sums are rounded; counts are not."""
+    chosen = torch.arange(tokens * top_k).view(tokens, top_k) % experts  # perfectly even
+    for load in (expert_usage(chosen, experts) * parts, expert_counts(chosen, experts) * parts):
+        bias = torch.zeros(experts)
+        update_selection_bias(bias, load)
+        assert not bias.any()
+
+
+def test_counts_are_compared_as_whole_numbers():
+    """One token of 2 ** 25: float32 does not tell the numbers apart."""
+    for where, sign in ((0, -1), (1, 1)):
+        load = torch.full((3,), 2**25)
+        load[where] -= sign
+        bias = torch.zeros(3, dtype=torch.float64)
+        update_selection_bias(bias, load, speed=0.1)
+        others = torch.full((3,), 0.1 * -sign, dtype=torch.float64)
+        others[where] = 0.1 * sign
+        assert torch.equal(bias, others)
+
+
+@pytest.mark.parametrize("load", [[5, 1, 3, 3], [0.625, 0.125, 0.375, 0.375], [5e9, 1e9, 3e9, 3e9]])
+def test_the_unit_of_the_load_does_not_matter(load):
+    bias = torch.zeros(4)
+    update_selection_bias(bias, torch.tensor(load), speed=1.0)
+    assert bias.tolist() == [-1, 1, 0, 0]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_router_without_a_bias_is_refused_and_so_is_another_number_of_experts():
+    with pytest.raises(ValueError, match=r"got None: .*l2r\.hf\.swap\.selection_biases"):
+        update_selection_bias(None, torch.ones(4))
+    with pytest.raises(ValueError, match=r"each of the 3 experts; got \[4\]"):
+        update_selection_bias(torch.zeros(3), torch.ones(4))
 
 
 def test_bias_balancing_evens_out_a_collapsed_router():

@@ -43,13 +43,14 @@ def test_shares_by_layer_and_in_all():
     result = small()
     first, second = result.by_layer()
     assert first == {
-        "layer": 0, "decisions": 5, "changed": 0.2, "input_change": pytest.approx(0.3),
-        "certified": 0.8, "certified_changed": 0,
+        "layer": 0, "decisions": 5, "changed": 0.2, "kept": 0.9,
+        "input_change": pytest.approx(0.3), "certified": 0.8, "certified_changed": 0,
     }  # fmt: skip
-    assert second["changed"] == 0.4
+    assert second["changed"] == 0.4 and second["kept"] == 0.7
     assert second["certified"] is second["certified_changed"] is second["input_change"] is None
     totals = result.totals()
     assert (totals["decisions_changed"], totals["tokens_changed"]) == (0.3, 0.4)
+    assert totals["experts_kept"] == pytest.approx(0.8)
     assert (totals["certified"], totals["certified_decisions"]) == (0.8, 4)
     broken = small(certified=np.array([[1, 1, 1, 1, 1], [-1] * 5]))
     assert broken.totals()["certified_changed"] == broken.by_layer()[0]["certified_changed"] == 1
@@ -59,7 +60,7 @@ def test_costs_leave_out_what_is_not_known():
     costs = small().costs()
     assert costs["own"] == {
         "kl": pytest.approx(0.2), "largest": 0.3, "mean": pytest.approx(0.14),
-        "large": pytest.approx(2 / 3),
+        "large": pytest.approx(2 / 3), "loss": pytest.approx(0.06),
     }  # fmt: skip
     assert costs["replayed"]["large"] == 0 and costs["replayed"]["largest"] == 0.03
     nothing = small(replayed=np.full(5, NAN), kl_replayed=np.full(5, NAN)).costs()

@@ -3,30 +3,69 @@
 import re
 
 import pytest
-from scripts.pages import families_page
+from scripts.pages import architectures, families_page
 
 from l2r.hf.swap.families import FAMILIES, REFUSED
-from tests.hf.families import OWN_SIZES
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
+from tests.hf.family_sizes import OWN_SIZES
 
 
 def test_the_page_names_every_family_and_the_reason_of_every_refusal():
     text = families_page.PAGE.read_text(encoding="utf-8")
-    supported = text.split("### Supported")[1].split("### Refused")[0]
-    assert re.findall(r"`(\w+)`", supported) == list(OWN_SIZES)
+    supported = text.split("### Supported")[1].split("### Refused")[0].split("\nNo `")[0]
+    rows = [row.split(" | ")[-1] for row in supported.splitlines() if row.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(OWN_SIZES)
     assert f"All {len(OWN_SIZES)} families" in text and "| no |" not in text
     assert set(FAMILIES) <= set(OWN_SIZES)
-    assert all(f"- `{name}`: " in text for name in REFUSED)
+    assert all(f": {reason}." in text for reason in REFUSED.values())
 
 
 def test_a_check_that_failed_is_a_no_on_the_page():
     checks = dict.fromkeys(COLUMNS[1:], True)
     failed = FamilyResult("olmoe", **{**checks, "compile": False})
-    text = families_page.section([failed, FamilyResult("mixtral", **checks)])
+    silent = FamilyResult("mixtral", **{**checks, "generate": None})
+    text = families_page.section([failed, silent], [])
     assert "| olmoe | yes | yes | yes | yes | yes | no |" in text
     assert "1 of 2 families pass" in text and "| mixtral |" not in text
+    assert "No `generate` for `mixtral`: it classifies tokens." in text
 
 
 def test_an_unknown_family_is_refused():
     with pytest.raises(ValueError, match="family must be one of olmoe"):
         next(check_families(["gpt2"]))
+
+
+def test_every_moe_architecture_of_transformers_was_looked_at():
+    found = {a.name: a for a in architectures.architectures()}
+    assert [name for name, a in found.items() if a.state == architectures.NEW] == []
+    assert {f for a in found.values() for f in a.families} == set(FAMILIES)
+    assert "llama" not in found and "gpt2" not in found
+    assert found["llama4"].state == "refused" and found["llama4"].why == REFUSED["llama4"]
+
+
+@pytest.mark.parametrize(
+    ("modeling", "configuration", "why"),
+    [
+        ("class NewTopkRouter:\n    top_k = 2\nclass NewExperts: pass\n", "", "NewTopkRouter"),
+        ("class NewMoE: pass\n", "", "no router class"),
+        ("", "class NewConfig:\n    n_routed_experts: int = 8\n", "no router class"),
+    ],
+)
+def test_an_architecture_in_no_table_is_not_looked_at(tmp_path, modeling, configuration, why):
+    for name in ("new", "dense"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "new" / "modeling_new.py").write_text(modeling)
+    (tmp_path / "new" / "configuration_new.py").write_text(configuration)
+    (tmp_path / "dense" / "modeling_dense.py").write_text("class DenseMLP: pass\n")
+    (found,) = architectures.architectures(tmp_path)
+    assert (found.name, found.state, found.why) == ("new", architectures.NEW, why)
+
+
+def test_a_second_router_of_a_supported_architecture_is_new(tmp_path):
+    (tmp_path / "olmoe").mkdir()
+    classes = "class OlmoeTopKRouter:\n    top_k = 2\nclass OlmoeExperts: pass\n"
+    source = tmp_path / "olmoe" / "modeling_olmoe.py"
+    source.write_text(classes)
+    assert architectures.architectures(tmp_path)[0].state == architectures.SUPPORTED
+    source.write_text(classes + "class OlmoeVisionRouter:\n    top_k = 1\n")
+    assert architectures.architectures(tmp_path)[0].why == "OlmoeVisionRouter"

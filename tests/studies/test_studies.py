@@ -277,7 +277,7 @@ def test_a_niceness_of_the_users_stays(tmp_path, monkeypatch, l2r, own, asked):
     said = []
     monkeypatch.setattr("os.nice", lambda more: said.append(more) or own)
     monkeypatch.setattr("l2r.studies.run_share", lambda *_, **__: (0, None), raising=False)
-    assert l2r("evidence", "small.yaml", "--share", 1).code == 0 and said == asked
+    assert l2r("evidence", "small.yaml", "--cells-only", 1).code == 0 and said == asked
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ def test_text_prepared_beside_the_mixture_becomes_a_panel_of_its_own(
     lines = [json.dumps({"text": f"one dog two cats {i}"}) for i in range(60)]
     shard.write_bytes(gzip.compress("\n".join(lines).encode()))
     c4 = tmp_path / "c4-tokens"
-    options = ("--data", tmp_path / "c4", "--tokenizer", corpus.tokenizer, "--workers", 1)
-    command = l2r("data", "prepare", c4, *options)
+    options = ("--data", tmp_path / "c4", "--tokenizer", corpus.tokenizer, "--processes", 1)
+    command = l2r("data", "prepare", "--out", c4, *options)
     assert command.code == 0, command.err
     mixture = tmp_path / "mixture"  # of the same tokenizer, as prepare would write it
     rows = [list(range(2, 42)) for _ in range(40)]

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
 from l2r.training.fit import FitOptions
 from l2r.training.fit_batches import perplexity
-from l2r.training.upcycling import upcycle
+from l2r.training.teacher_agreement import compare
+from l2r.training.upcycling import JointOptions, upcycle
 from tests.hf.families import tiny_model
 from tests.training.test_upcycle import CONFIG, batches, trained
 
@@ -110,7 +113,7 @@ def test_texts_need_the_tokenizer_and_are_cut_into_rows(trained, tokenizer):
 def test_routers_without_a_predecessor_in_memory_are_not_fitted(swapped, tmp_path):
     data = batches(2, seed=1)
     for model in (copy.deepcopy(swapped), tiny_model(FAMILIES["olmoe"])):
-        with pytest.raises(ValueError, match="l2r swap CKPT --fit TEXT"):
+        with pytest.raises(ValueError, match="l2r swap CKPT --fit --data PATH"):
             fit_routers(model, data)
     fit_routers(swapped, data, report=lambda *_: None)
     with pytest.raises(ValueError, match="nothing fitted since"):
@@ -143,6 +146,107 @@ def test_a_fit_that_stops_leaves_the_new_routers_in_their_places(swapped):
     assert [layer.mlp.gate for layer in swapped.model.layers] == routers
     assert all(part.training for part in swapped.modules())
     assert len(unfitted_sites(swapped)) == 2  # and can be fitted again
+
+
+def test_no_gradient_is_left_for_the_first_step_of_training(swapped):
+    """A loop that zeroes after its step adds what is there already to the first gradient."""
+    data = batches(3, seed=1)
+    fit_routers(swapped, data, report=lambda *_: None)
+    assert [name for name, p in swapped.named_parameters() if p.grad is not None] == []
+    clean = copy.deepcopy(swapped)
+    clean.zero_grad()
+    for model in (swapped, clean):
+        model(data[0], labels=data[0]).loss.backward()
+    for one, other in zip(swapped.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_fit_leaves_gradients_modes_and_hooks_as_they_were(swapped, stops):
+    swapped.train()
+    swapped.model.layers[0].eval()
+    swapped.lm_head.requires_grad_(False)
+    (old, first), (_, second) = unfitted_sites(swapped)
+    old.router.train()
+    second.anchors.grad = torch.ones_like(second.anchors)
+    first.anchors.requires_grad_(False)
+    before = [state_of(swapped), state_of(old.router)]
+
+    def report(*_):
+        if stops:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+        fit_routers(swapped, batches(3, seed=1), report=report)
+    assert [state_of(swapped), state_of(old.router)] == before
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_an_upcycle_leaves_the_modes_as_they_were(trained, training, stops):
+    model = copy.deepcopy(trained).train(training)
+
+    def report(stage, *_, **__):
+        if stops and stage == "joint training":
+            raise KeyboardInterrupt
+
+    options = {"joint": JointOptions(steps=2), "report": report}
+    with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+        upcycle(model, CONFIG, batches(3, seed=1), batches(1, seed=2), **options)
+    assert {part.training for part in model.modules()} == {training}
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def state_of(model):
+    """All that a call may leave behind besides values."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    modules = [
+        (path, m.training, sorted(vars(m)), [len(getattr(m, name)) for name in hooks])
+        for path, m in model.named_modules()
+    ]
+    parameters = [
+        (path, p.dtype, p.requires_grad, None if p.grad is None else p.grad.tolist())
+        for path, p in model.named_parameters()
+    ]
+    return modules, parameters
+
+
+def test_the_numbers_are_means_over_tokens_however_the_text_is_cut(trained, swapped):
+    sites, students = router_sites(trained), [site.router for site in router_sites(swapped)]
+    (rows,) = batches(1, seed=2, rows=9)
+    whole, cut = (
+        compare(trained, sites, students, each) for each in ([rows], [rows[:8], rows[8:]])
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)  # of float32 sums
+    last = compare(trained, sites, students, [rows[8:]])
+    assert abs(last[0][0] - whole[0][0]) > 1e-3  # else the case shows nothing
+
+
+def test_what_cannot_be_fitted_is_said_in_one_line(swapped, trained):
+    data = batches(2, seed=1)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(ValueError, match=r"by gradients, which are off here; [^\n]+$"):
+            fit_routers(swapped, data)
+        with off(), pytest.raises(ValueError, match="by gradients, which are off here"):
+            upcycle(copy.deepcopy(trained), CONFIG, data, data)
+    second = swapped.model.layers[1].mlp.gate
+    for module, layers in ((second, r"\[1\]"), (swapped, r"\[0, 1\]")):
+        module.requires_grad_(False)
+        with pytest.raises(ValueError, match=rf"those of layers {layers} are frozen: [^\n]+$"):
+            fit_routers(swapped, data)
+    untouched = FitOptions(updates=0)
+    fit_routers(swapped, data, options=untouched, report=lambda *_: None)  # only measures
+
+
+def test_the_new_routers_of_a_frozen_model_are_fitted(trained):
+    model = copy.deepcopy(trained).requires_grad_(False)
+    swap_routers(model, CONFIG)
+    result = fit_routers(model, batches(3, seed=1), report=lambda *_: None)
+    for layer in result.layers:
+        assert layer.divergence < layer.divergence_before
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trains == {name for name, _ in model.named_parameters() if ".gate." in name}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])

@@ -196,7 +196,7 @@ def test_a_model_that_is_neither_is_refused_in_a_short_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [["upcycle", "{}", "--out", "o"], ["export", "{}", "--out", "o"]]
+    "command", [["swap", "{}", "--fit", "--out", "o"], ["export", "{}", "--out", "o"]]
 )
 def test_commands_for_language_refuse_a_classifier_in_one_line(
     command, l2r, colored, tmp_path, monkeypatch

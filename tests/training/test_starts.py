@@ -32,10 +32,10 @@ def test_training_starts_from_the_model_of_another_run(tiny_changes, tmp_path):
 
 
 @pytest.mark.slow("a fit and a training")
-def test_training_starts_from_an_upcycled_model(l2r, tiny_changes, text_folder, tmp_path):
+def test_training_starts_from_a_fitted_model(l2r, tiny_changes, text_folder, tmp_path):
     run(tmp_path / "linear", tiny_changes, recipe="demo/linear")
     code, _, err = l2r(
-        "upcycle", tmp_path / "linear", "rank=4", "heads=2", "--data", text_folder,
+        "swap", tmp_path / "linear", "rank=4", "heads=2", "--fit", "--data", text_folder,
         "--tokens", 2000, "--held-out", 500, "--out", tmp_path / "up",
     )  # fmt: skip
     assert code == 0, err

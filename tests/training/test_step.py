@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.routers import Router
+from l2r.routers import Captured, Router, RouterOutput
 from l2r.training import loop, monitor
 from l2r.training import step as training_step
 from l2r.training.bias_balance import BiasBalance
@@ -191,8 +191,9 @@ def test_biases_move_against_the_loads_of_their_own_step(start, monkeypatch):
         step.take(number, 1e-2, summarize=False)
         assert len(counted) == 4
         for name, router in routers.items():
-            load = sum(loads[name][0] for loads in counted)
-            expected[name] += 0.01 * torch.sign(load.mean() - load)
+            tokens = 2 * 32  # of a micro-batch
+            load = sum((tokens * loads[name][0]).round().long() for loads in counted)
+            expected[name] += 0.01 * torch.sign(load.sum() - 8 * load)
             torch.testing.assert_close(router.e_score_correction_bias, expected[name])
 
 
@@ -200,9 +201,9 @@ def test_biases_move_by_the_loads_of_all_ranks(start):
     """One rank's load says the opposite of the sum."""
     balance = BiasBalance(start(recipe="zoo/sigmoid").model, 0.5)
     (name, router), *_ = balance.routers.items()
-    mine, theirs = torch.zeros(8), torch.zeros(8)
-    mine[0], theirs[1] = 1.0, 3.0
-    balance.add({name: [mine]})
+    mine = RouterOutput(torch.zeros(1, 8), torch.ones(1, 1), torch.tensor([[0]]))
+    balance.add(Captured(outputs={name: [mine]}))
+    theirs = torch.tensor([0, 3, 0, 0, 0, 0, 0, 0])
     balance.step(SimpleNamespace(sum=lambda load: load + theirs), torch.tensor(False))
     assert router.e_score_correction_bias[:3].tolist() == [-0.5, -0.5, 0.5]
     assert not balance.loads

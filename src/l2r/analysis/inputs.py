@@ -1,6 +1,6 @@
 """What is diagnosed: a checkpoint of either kind with the data it reads, as one thing."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +21,18 @@ from l2r.training.data import (
     TokenDataset,
     balanced_rows,
     embedded_sample,
-    folder_sources,
+    file_texts,
     held_out_texts,
     name_domains_without_rows,
-    packed_rows,
-    text_documents,
+    read_line,
+    spread_rows,
     too_small_domain,
 )
 
 if TYPE_CHECKING:
     from l2r.training import ImageInput
+
+MIN_TOKENS = 2  # of a row: one token predicts nothing
 
 # Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
 Text = tuple[Tensor, Tensor, tuple[str, ...]]
@@ -67,6 +69,7 @@ def open_subject(
     checkpoint: str | Path,
     data: str | None,
     *,
+    text: str | None = None,
     instances: int,
     length: int,
     report: Callable[[str], None],
@@ -74,7 +77,9 @@ def open_subject(
     trust_remote_code: bool = False,
     held_out: bool = True,
 ) -> Subject:
-    """Load a checkpoint and the text or the images that it reads; ``held_out``: see ``open_text``.
+    """Load a checkpoint and the text or the images that it reads.
+
+    ``text``, ``held_out``: see ``open_text``.
 
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
@@ -97,8 +102,9 @@ def open_subject(
     rows, domain, domains = open_text(
         data,
         tokenizer,
+        text=text,
         checkpoint=checkpoint,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.config.get_text_config().vocab_size,
         instances=instances,
         length=length,
         report=report,
@@ -117,6 +123,7 @@ def open_text(
     source: str | None,
     tokenizer: Any,
     *,
+    text: str | None = None,
     checkpoint: str | Path | None = None,
     vocab_size: int,
     instances: int,
@@ -126,11 +133,14 @@ def open_text(
 ) -> Text:
     """About ``instances`` rows of ``length`` tokens, as many, and at least one, of every domain.
 
+    The rows of a domain are spread over its files.
+
     ``source``: a folder of token files, a file or a folder of text (data/sources.py), or None
-    for the held-out part of the embedded corpus. Of text that ``checkpoint``, a run, was trained
-    on, the part is taken that it held out. ``held_out=False``: embedded text that a run may have
-    seen will do, which takes no half a minute to find. ``report`` gets a line for every domain
-    that has no whole row.
+    for the held-out part of the embedded corpus. ``text``: a string that is read in its place, as
+    one row of its own length where it is shorter than ``length``. Of text that ``checkpoint``, a
+    run, was trained on, the part is taken that it held out. ``held_out=False``: embedded text
+    that a run may have seen will do, which takes no half a minute to find. ``report`` gets a line
+    for every domain that has no whole row, and one of what was read.
 
     Raises ValueError for a missing source, tokens outside the vocabulary, a checkpoint without
     a tokenizer where text must be tokenized, or too little text.
@@ -141,26 +151,52 @@ def open_text(
         raise ValueError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
+    if text is not None:
+        return _from_string(text, tokenizer, instances, length, report)
     corpus = unseen_part(checkpoint, source)
-    texts: Mapping[str, Iterable[str]]
+    texts: Mapping[str, Sequence[Iterable[str]]]
+    unit = "files"
     if corpus is None:
-        texts = _text_sources(Path(str(source)))
+        texts = file_texts(Path(str(source)))
     elif source is None and not held_out:
-        texts = embedded_sample()
+        texts = {name: [part] for name, part in embedded_sample().items()}
     else:
-        texts = held_out_texts(corpus, report=report)
+        held = held_out_texts(corpus, report=report)
+        texts = {name: [[text] for text in part] for name, part in held.items()}
+        unit = "held-out texts"
     share = max(1, instances // len(texts))
-    packed = [packed_rows(tokenizer, part, share * length, length) for part in texts.values()]
+    spread = [spread_rows(tokenizer, files, share, length) for files in texts.values()]
     rows = []
-    for domain, (name, part) in enumerate(zip(texts, packed, strict=True)):
-        of_domain = [(row, domain) for row in part]
+    for domain, (name, part) in enumerate(zip(texts, spread, strict=True)):
+        of_domain = [(row, domain) for row in part.rows]
         if not of_domain:
             report(too_small_domain(name, length))
         rows += of_domain
     if not rows:
         raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
+    tokens, files = len(rows) * length, sum(part.files for part in spread)
+    if source is None and not held_out:  # the files of the packages are not counted
+        report(f"read {tokens:,} tokens of the embedded corpus")
+    else:
+        report(read_line(tokens, files, sum(part.of for part in spread), unit))
     labels = torch.tensor([domain for _, domain in rows])
     return torch.stack([row for row, _ in rows]), labels, tuple(texts)
+
+
+def _from_string(
+    text: str, tokenizer: Any, instances: int, length: int, report: Callable[[str], None]
+) -> Text:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < MIN_TOKENS:
+        raise ValueError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
+    length = min(length, len(ids))
+    count = min(instances, len(ids) // length)
+    report(f"read {count * length:,} tokens of the text")
+    return (
+        torch.tensor(ids[: count * length]).view(count, length),
+        torch.zeros(count).long(),
+        ("text",),
+    )
 
 
 def _from_token_files(
@@ -168,17 +204,13 @@ def _from_token_files(
 ) -> Text:
     dataset = TokenDataset(folder, length)
     name_domains_without_rows(dataset, report)
-    rows = dataset.rows(balanced_rows(dataset, instances))
+    chosen = balanced_rows(dataset, instances)
+    rows = dataset.rows(chosen)
     largest = int(rows["input_ids"].max())
     if largest >= vocab_size:
         raise ValueError(
             f"token ids of {folder} must be below the checkpoint's vocab_size {vocab_size}; "
             f"got {largest}: they were made with another tokenizer"
         )
+    report(read_line(rows["input_ids"].numel(), *dataset.files_of(chosen)))
     return rows["input_ids"], rows["domain"], dataset.domains
-
-
-def _text_sources(path: Path) -> dict[str, Iterable[str]]:
-    if path.is_file():
-        return {path.stem: (text for _, text in text_documents(path))}
-    return {name: (text for _, text in read()) for name, read in folder_sources(path).items()}

@@ -34,7 +34,8 @@ def route_text(
     """Routing of every token of ``text``, one token long or a book; nothing else is measured.
 
     ``checkpoint`` is a folder, a run folder or a hub id with its ``revision``. Text that is longer
-    than the model's context is cut into passages of equal length; ``say`` gets a line about them.
+    than the model's context is cut into passages of equal length; ``say`` gets a
+    line about them, and one of what was read.
 
     Raises ValueError for an image classifier, a checkpoint without a tokenizer and empty text.
     """
@@ -47,6 +48,7 @@ def route_text(
     if tokenizer is None:
         raise ValueError(f"text needs a tokenizer to be read with; {checkpoint} has none")
     rows = _passages(tokenizer(text)["input_ids"], model.config, say)
+    say(f"read {rows.numel():,} tokens of the text")
     trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
     device = device_of(model)
     batches = (

@@ -14,13 +14,14 @@ import typer
 from typer.main import get_command
 
 from l2r._version import __version__
+from l2r.cli.former import new_spelling
 from l2r.imports import MissingExtraError
 
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
 # group of commands; heavy dependencies are imported inside the function.
 PANELS = {
     "Inspect": ("diagnose", "check", "mismatch", "landscape", "report"),
-    "Change": ("swap", "upcycle", "export", "serve"),
+    "Change": ("swap", "export", "serve"),
     "Train": ("train", "compare", "sweep", "eval", "data"),
     "Study": ("evidence",),
     "Machine": ("doctor", "bench", "params", "plan"),
@@ -79,6 +80,9 @@ def main(args: list[str] | None = None) -> NoReturn:
             code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
+        if (new := new_spelling(words)) is not None:
+            typer.echo(f"error: {new}", err=True)
+            sys.exit(2)
         path = "l2r" if where is None else where.command_path
         text = text.replace("Value error, ", "")  # pydantic's, of a choice
         line = f"error: {one_line(text).rstrip('.')}; see {path} --help"

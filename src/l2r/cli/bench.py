@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Device, Open, must_exist
+from l2r.cli.options import AsJson, Device, Open, must_exist, out_option
 
 
 def bench(
@@ -17,11 +17,12 @@ def bench(
         bool, typer.Option("--compiled", help="Also time torch.compile of the plain code.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, to try it.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and NAME.html.")] = None,
-    compare: Annotated[
+    out: Annotated[Path | None, out_option("a folder for NAME.json and NAME.html")] = None,
+    against: Annotated[
         Path | None,
         typer.Option(
-            help="NAME.json of an earlier run; exit code 1 where one became slower.",
+            help="What to compare with: NAME.json of an earlier run; exit code 1 where one became "
+            "slower.",
             callback=must_exist,
         ),
     ] = None,
@@ -30,7 +31,7 @@ def bench(
 ) -> None:
     """Time what this machine does: router, memory, scaling, moe, step, inference or routes.
 
-    Contenders take turns; medians, ranges and ratios. A wrong result gets no speed. --compare tests
+    Contenders take turns; medians, ranges and ratios. A wrong result gets no speed. --against tests
     the ratios of all turns against those of an earlier run.
 
     Example: l2r bench router --seconds 4 --json
@@ -51,7 +52,7 @@ def bench(
     from l2r.machine import pick_device
     from l2r.report.performance import bench_table, read_bench, write_bench_page
 
-    baseline = None if compare is None else read_bench(compare)
+    baseline = None if against is None else read_bench(against)
     settings = replace(settings, device=pick_device(device))
     with progress_bars() as bars:
         watched = replace(settings, watch=partial(bars, name))

@@ -17,18 +17,23 @@ from l2r.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Length,
     Revision,
     Rows,
+    Text,
     TrustRemoteCode,
+    check_one_source,
+    read_text,
 )
 from l2r.runs.plain_json import plain_json
 
 
 def check(
     checkpoint: Checkpoint,
+    text: Text = None,
     data: Data = None,
     instances: Rows = 8,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
+    length: Length = 128,
     balance: Annotated[
         float | None,
         typer.Option(help="Weight of a balance loss that training adds (default: the run's own)."),
@@ -52,14 +57,22 @@ def check(
 
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
-    from l2r.hf.checkpoints import Placement, check_reads, local_checkpoint
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_is_language_model,
+        check_reads,
+        local_checkpoint,
+    )
 
     placement = Placement(dtype, device, device_map, say)
-    for name, value in (("instances", instances), ("length", length)):
-        if value < 2:
-            raise ValueError(f"{name} must be >= 2; got {value}")
+    if instances < 2:
+        raise ValueError(f"instances must be >= 2; got {instances}")
+    check_one_source(text, data)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     check_reads(folder, data)
+    if text is not None:
+        check_is_language_model(folder, checkpoint)
+        text = read_text(text)
     from l2r.analysis import open_subject
     from l2r.analysis.diagnostics.checks import check_model, counted
     from l2r.cli.console import progress_bars
@@ -69,6 +82,7 @@ def check(
     subject = open_subject(
         folder,
         data,
+        text=text,
         instances=instances,
         length=length,
         report=say,

@@ -6,19 +6,19 @@ from typing import Annotated
 import typer
 
 from l2r.cli.experiment import Launch, Processes, check_inputs, diagnose_all, end, run_all
-from l2r.cli.options import AsJson, Changes, Open, Seeds
+from l2r.cli.options import AsJson, Changes, Open, Seeds, out_option
 
 
 def compare(
-    folder: Annotated[str, typer.Argument(help="Packaged folder of recipes, e.g. demo.")],
+    recipes: Annotated[
+        str, typer.Argument(help="Packaged folder of recipes, e.g. demo: train each.")
+    ],
     changes: Changes = None,
     routers: Annotated[
         str | None, typer.Option(help="Only these routers, separated by commas.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs (default: runs/FOLDER).")
-    ] = None,
+    out: Annotated[Path | None, out_option("a folder of runs (default: runs/RECIPES)")] = None,
     launch: Launch = None,
     processes: Processes = None,
     open_: Open = False,
@@ -34,11 +34,11 @@ def compare(
     from l2r.studies import folder_cells
     from l2r.training.recipes import recipes_in
 
-    root = out or Path("runs") / folder
-    first, *_ = recipes_in(folder)
+    root = out or Path("runs") / recipes
+    first, *_ = recipes_in(recipes)
     check_place(root)
     check_inputs(first, changes or [])
-    cells = folder_cells(folder, changes or [], routers.split(",") if routers else None, seeds)
+    cells = folder_cells(recipes, changes or [], routers.split(",") if routers else None, seeds)
     from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import first_seeds, write_report
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from l2r.cli.options import AsJson, at_least, must_exist
+from l2r.cli.options import AsJson, at_least, data_option, must_exist, out_option, tokens_option
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ data = typer.Typer(
 
 @data.command()
 def plan(
-    tokens: Annotated[str, typer.Option(help="Size of the subset: 10B, 200B, 1.5T.")] = "200B",
-    seed: Annotated[int, typer.Option(help="Seed of the draw; 2025 in the paper.")] = 2025,
+    tokens: Annotated[str, tokens_option("of the subset")] = "200B",
+    seed: Annotated[int, typer.Option(help="Seed: of the draw; 2025 in the paper.")] = 2025,
     listing: Annotated[
         str | None,
         typer.Option(help="Where shard names come from: 'hub', or a folder with all shards."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    out: Annotated[Path | None, out_option("a JSON file for the plan")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Distribution-matched subset of allenai/OLMoE-mix-0924 in whole shards (paper, Table 11).
@@ -53,15 +53,24 @@ def plan(
         typer.echo(f"wrote {out}", err=True)
 
 
+def _hub_or_path(param: typer.CallbackParam, source: str) -> str:
+    return source if source == "hub" else str(must_exist(param, source))
+
+
 @data.command()
 def prepare(
-    out: Annotated[Path, typer.Argument(help="Folder for the token files.")],
     *,
+    out: Annotated[Path, out_option("a folder for the token files")],
     plan: Annotated[
         Path | None, typer.Option(help="Plan from l2r data plan --out.", callback=must_exist)
     ] = None,
     data: Annotated[
-        str, typer.Option(help="'hub', or a folder of text: *.txt, *.jsonl, *.json.gz, *.parquet.")
+        str,
+        data_option(
+            "a folder of text, *.txt, *.jsonl, *.json.gz, *.parquet, or hub for the shards of "
+            "--plan",
+            _hub_or_path,
+        ),
     ] = "hub",
     tokenizer: Annotated[
         Path | None,
@@ -76,8 +85,9 @@ def prepare(
     share: Annotated[
         float, typer.Option(help="Share of the other documents kept for training.")
     ] = 1.0,
-    workers: Annotated[int, typer.Option(help="Processes.", callback=at_least(1))] = os.cpu_count()
-    or 1,
+    processes: Annotated[
+        int, typer.Option(help="Processes at a time.", callback=at_least(1))
+    ] = os.cpu_count() or 1,
     on_bad_shard: Annotated[
         Literal["refuse", "skip"],
         typer.Option(help="What to do with a corrupt shard: refuse or skip."),
@@ -86,9 +96,10 @@ def prepare(
 ) -> None:
     """Tokenize shards into memory-mapped token files; run again to resume after a kill.
 
-    Example: l2r data prepare data/olmoe-mix-10B --plan plan.json --hold-out 0.001 --share 0.06
+    Example: l2r data prepare --plan plan.json --hold-out 0.001 --share 0.06 --out
+    data/olmoe-mix-10B
 
-    Example: l2r data prepare tokens --data my-text --tokenizer my-tokenizer
+    Example: l2r data prepare --data my-text --tokenizer my-tokenizer --out tokens
     """
     from l2r.runs.atomic import check_place
     from l2r.training.data import Split, read_plan, shard_source
@@ -107,7 +118,7 @@ def prepare(
             out,
             tokenizer=tokenizer,
             split=split,
-            workers=workers,
+            workers=processes,
             on_bad_shard=on_bad_shard,
             source=shards.origin,
             on_progress=watch,
@@ -126,18 +137,16 @@ def prepare(
 
 @data.command()
 def tokenizer(
-    folder: Annotated[
-        Path, typer.Argument(help="Text: *.txt, *.jsonl, *.parquet.", callback=must_exist)
-    ],
     *,
-    out: Annotated[Path, typer.Option(help="New folder for the tokenizer.")],
+    data: Annotated[Path, data_option("a folder of text, *.txt, *.jsonl, *.parquet", must_exist)],
+    out: Annotated[Path, out_option("a new folder for the tokenizer")],
     vocab_size: Annotated[
         int, typer.Option(help="Tokens, at least 300.", callback=at_least(300))
     ] = 4096,
 ) -> None:
     """Train a byte-level BPE on your text, on what is not held out.
 
-    Example: l2r data tokenizer my-text --out my-tokenizer --vocab-size 8000
+    Example: l2r data tokenizer --data my-text --out my-tokenizer --vocab-size 8000
     """
     from l2r.runs.atomic import check_place
     from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
@@ -145,7 +154,7 @@ def tokenizer(
     if out.exists():
         raise ValueError(f"out must be a new folder; got {out}")
     check_place(out)
-    train, _ = split_corpus(CorpusOptions(str(folder), vocab_size))
+    train, _ = split_corpus(CorpusOptions(str(data), vocab_size))
     texts = (text for domain in train.values() for text in domain)
     _, identity = write_new_tokenizer(out, texts, vocab_size)
     typer.echo(

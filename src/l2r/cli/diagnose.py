@@ -1,6 +1,5 @@
 """``l2r diagnose``: what the routers of one checkpoint or several do."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,24 +19,21 @@ from l2r.cli.options import (
     Open,
     Revision,
     Rows,
+    Text,
     TrustRemoteCode,
     at_least,
+    check_one_source,
+    out_option,
+    read_text,
 )
 from l2r.runs.plain_json import plain_json
 
 
 def diagnose(
     checkpoints: Checkpoints,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="Route this text alone, of any length: a sentence, a file or - (standard input)."
-        ),
-    ] = None,
+    text: Text = None,
     data: Data = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
-        "diagnosis"
-    ),
+    out: Annotated[Path, out_option("a folder for the page and the numbers")] = Path("diagnosis"),
     instances: Rows = 64,
     length: Annotated[int, typer.Option(help="Tokens per row.", callback=at_least(1))] = 256,
     batch_size: BatchSize = 8,
@@ -63,7 +59,7 @@ def diagnose(
     ] = 1024,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed of the sample and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed: of the sample and the noise.")] = 0,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -75,8 +71,8 @@ def diagnose(
     """Measure what the routers of MoE checkpoints do, on one page.
 
     Margins, robustness, certified radii, geometry and usage: runs every checkpoint on the same
-    data, saves its diagnosis, prints a table, writes the page. With --text the routes of a text of
-    your own in colors, in seconds.
+    data, saves its diagnosis, prints a table, writes the page. With --text the routes of one text,
+    of any length, in colors, in seconds.
 
     Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
     """
@@ -87,6 +83,7 @@ def diagnose(
 
     if text_tokens < 0:
         raise ValueError(f"text_tokens must be >= 0; got {text_tokens}")
+    check_one_source(text, data)
     settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
     extent = Extent(
         batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
@@ -187,23 +184,6 @@ def _own_text(
         for name, routing in routed.items():
             print_table(own_text_table(routing, name))
     print_pages([page], show=show, err=as_json)
-
-
-def read_text(text: str) -> str:
-    """The text itself, that of the file it names, or of standard input for ``-``.
-
-    Raises ValueError for a number alone, which the option took in 0.2.0.
-    """
-    if text == "-":
-        return sys.stdin.read()
-    if text.lstrip("-").isdigit():
-        raise ValueError(f"text is a text; the number of tokens is --text-tokens; got {text!r}")
-    try:
-        return Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
-    except UnicodeDecodeError:
-        raise ValueError(f"text must be in UTF-8; got {text}") from None
-    except OSError:  # longer than a path can be
-        return text
 
 
 def _progress(bars: Callable[..., None], name: str, what: str, done: int, total: int) -> None:

@@ -8,42 +8,42 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     AsJson,
     BatchSize,
+    Checkpoints,
     Device,
     DeviceMap,
     Dtype,
     Revision,
+    Text,
     TrustRemoteCode,
     at_least,
-    existing,
-    images_or_path,
-    must_exist,
+    check_one_source,
+    data_option,
+    images_or_paths,
+    out_option,
+    read_text,
+    refuse_options,
 )
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
-_IMAGES_ONLY = ("data", "average")
+_IMAGES_ONLY = ("average",)
 _TASKS_ONLY = ("tasks", "split", "requests")
 _TEXT_ONLY = ("stride",)
 
 
 def eval(
     context: typer.Context,
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            help=f"{CHECKPOINT}; several are compared in order.",
-            callback=existing,
-        ),
-    ],
+    checkpoints: Checkpoints,
     *,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Loss on a .txt, .jsonl or .parquet file, or a folder; repeat for more.",
-            callback=must_exist,
+    text: Text = None,
+    data: Annotated[
+        list[str] | None,
+        data_option(
+            "text, *.txt, *.jsonl, *.parquet, repeated for more; of images digits, fashion-mnist "
+            "or a folder (default: the run's own)",
+            images_or_paths,
         ),
     ] = None,
     tasks: Annotated[
@@ -64,29 +64,23 @@ def eval(
     ] = None,
     batch_size: BatchSize = 8,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of context; 2048 or the model's own if shorter.")
+        int | None,
+        typer.Option(help="Tokens per row: 2048, or the model's own context if shorter."),
     ] = None,
     stride: Annotated[
         int | None, typer.Option(help="Text: tokens from window to window (half of --length).")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for results of one (default: the checkpoint's folder; evaluation/NAME for "
-            "a hub id)."
+        out_option(
+            "a folder for the results of one checkpoint (default: the checkpoint's own; "
+            "evaluation/NAME for a hub id)"
         ),
     ] = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Images: digits, fashion-mnist or a folder (default: those of the run).",
-            callback=images_or_path,
-        ),
-    ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Images: the moving average of the weights.")
     ] = False,
@@ -97,7 +91,7 @@ def eval(
 
     Prints the paper's full-results rows, with paired differences from the first (run again to
     resume after a kill), or an image classifier's accuracy on its validation images. Accuracies
-    are in percent, with 95% intervals; evaluation.json has them too. With --text: nats
+    are in percent, with 95% intervals; evaluation.json has them too. With --data or --text: nats
     per token, perplexity and bits per byte on text of your own, by file and in all, with paired
     differences from the first.
 
@@ -118,9 +112,10 @@ def eval(
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
         raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
-    for path in checkpoints if text else ():
+    check_one_source(text, data)
+    for path in checkpoints if data else ():
         if Path(path).is_file():
-            raise ValueError(f"every text needs its own --text; got {path} as a checkpoint")
+            raise ValueError(f"every file needs its own --data; got {path} as a checkpoint")
     named = names(checkpoints)
     folders = {
         name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
@@ -139,34 +134,35 @@ def eval(
     common: Any = {"batch_size": batch_size, "placement": placement}
     common["trust_remote_code"] = trust_remote_code
     if images:
-        _refuse(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
-        check_reads(folders[images[0]], data)
+        refuse_options(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
+        if len(data or ()) > 1:
+            raise ValueError(f"data must be one folder of images; got {', '.join(data or ())}")
+        source = data[0] if data else None
+        check_reads(folders[images[0]], source)
         if average:
             averaged_folder(folders[images[0]])
-        common |= {"limit": limit, "data": data, "averaged": average}
+        common |= {"limit": limit, "data": source, "averaged": average}
         _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
-    _refuse(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
+    refuse_options(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
     for folder in folders.values():
         check_reads_text(folder)
-    if text:
-        _refuse(context, _TASKS_ONLY, "tasks; leave it out with --text")
+    if text is not None or data:
+        refuse_options(context, _TASKS_ONLY, "tasks; leave it out with --data and --text")
+        for path in data or ():
+            if not Path(path).expanduser().exists():
+                raise ValueError(f"data must be text for a language model; got {path}")
+        own = None if text is None else read_text(text)
         settings = TextSettings(length, stride, limit, dtype)
         from l2r.cli.eval_on_text import evaluate_on_text
 
-        evaluate_on_text(folders, outs, text, settings, common, as_json=as_json)
+        paths = [Path(path) for path in data or ()]
+        evaluate_on_text(folders, outs, paths, own, settings, common, as_json=as_json)
         return
-    _refuse(context, _TEXT_ONLY, "text; give --text too")
+    refuse_options(context, _TEXT_ONLY, "text; give --data or --text too")
     select_tasks(tasks)
     common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
     _language(folders, outs, common, as_json=as_json)
-
-
-def _refuse(context: typer.Context, options: tuple[str, ...], kind: str) -> None:
-    for name in options:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            raise ValueError(f"--{name} is for {kind}")
 
 
 def _language(

@@ -1,4 +1,4 @@
-"""Losses of checkpoints on text of one's own, for ``l2r eval --text``."""
+"""Losses of checkpoints on text of one's own, for ``l2r eval --data``."""
 
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,19 @@ def evaluate_on_text(
     checkpoints: dict[str, Path],
     outs: dict[str, Path],
     paths: list[Path],
+    own: str | None,
     settings: Any,
     options: Any,
     *,
     as_json: bool,
 ) -> None:
-    """Score texts with every checkpoint; print their losses and the differences from the first."""
+    """Score texts with every checkpoint; print their losses and the differences from the first.
+
+    The texts are those of ``paths``, or ``own`` alone.
+    """
     from l2r.cli.console import print_table, progress_bars
     from l2r.report.text_loss import text_table
+    from l2r.training.data import read_line
     from l2r.training.evaluation import (
         ALL_FILES,
         Texts,
@@ -29,7 +34,7 @@ def evaluate_on_text(
         text_losses,
     )
 
-    texts, results, losses = Texts(paths, settings.limit), {}, {}
+    texts, results, losses = Texts(paths, settings.limit, own=own), {}, {}
     for name, checkpoint in checkpoints.items():
         with progress_bars() as bars:
             scored, written = evaluate_text(
@@ -42,6 +47,10 @@ def evaluate_on_text(
             )
         results[name], losses[name] = scored, text_losses(scored)
         typer.echo(f"wrote {written}", err=True)
+    read = next(iter(losses.values()))[ALL_FILES].tokens
+    count = len({document.file for document in next(iter(results.values()))})
+    line = read_line(read, count, count) if own is None else f"read {read:,} tokens of the text"
+    typer.echo(line, err=True)
     first, *others = results
     pairs = {
         f"{name} - {first}": text_differences(results[first], results[name]) for name in others

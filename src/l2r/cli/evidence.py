@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from l2r.cli.experiment import say
-from l2r.cli.options import AsJson, Open
+from l2r.cli.options import AsJson, Open, out_option, tokens_option
 
 if TYPE_CHECKING:
     from l2r.studies import Plan, Question
@@ -35,21 +35,22 @@ evidence = typer.Typer(
 def run(
     plan: Annotated[str, typer.Argument(help="Plan of the package, or a YAML path.")] = "paper",
     seeds: Annotated[
-        int | None, typer.Option(help="At most so many seeds for now (default: the plan's).", min=1)
+        int | None,
+        typer.Option(help="Number of seeds: at most, for now (default: the plan's).", min=1),
     ] = None,
     hours: Annotated[
         float | None, typer.Option(help="As many seeds as fit into this time.", min=0.001)
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(help="Runs at a time (default: one per core, one on a GPU).", min=1),
+        typer.Option(
+            help="Processes at a time: runs (default: one per core, one on a GPU).", min=1
+        ),
     ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path(
         "results/evidence"
     ),
-    out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path(
-        "runs/evidence"
-    ),
+    out: Annotated[Path, out_option("a folder for the runs and the page")] = Path("runs/evidence"),
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Keep run folders that were measured.")
     ] = False,
@@ -60,7 +61,9 @@ def run(
             help="Judge the results that exist; train nothing, change nothing in their folder.",
         ),
     ] = False,
-    share: Annotated[int, typer.Option(hidden=True, help="Only run cells, at most so many.")] = 0,
+    cells_only: Annotated[
+        int, typer.Option(hidden=True, help="Only run cells, at most so many.")
+    ] = 0,
     open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
@@ -99,10 +102,10 @@ def run(
     most = min(seeds or registered.plan.seeds.most, registered.plan.seeds.most)
     places = Places(stored, out / registered.name, keep_runs)
     cells = registered.plan.cells(most)
-    if share:
+    if cells_only:
         if os.nice(0) == 0:  # the user's own niceness stays
             os.nice(10)
-        failed, signal = run_share(registered, cells, places, limit=share, report=say)
+        failed, signal = run_share(registered, cells, places, limit=cells_only, report=say)
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work
     if judge_only and not found:
@@ -134,7 +137,7 @@ def _no_results(name: str, folder: Path) -> str:
 
 @evidence.command()
 def new(
-    plan: Annotated[Path, typer.Argument(help="The plan's file, NAME.yaml.")],
+    file: Annotated[Path, typer.Argument(help="New plan's file, NAME.yaml.")],
     arm: Annotated[
         list[str],
         typer.Option(
@@ -153,9 +156,7 @@ def new(
     sd: Annotated[
         float, typer.Option(help="Expected deviation of the paired differences over seeds.")
     ] = 0.018,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a run (default: the recipe's).", min=1)
-    ] = None,
+    tokens: Annotated[str | None, tokens_option("of a run (default: the recipe's)")] = None,
     first_seed: Annotated[
         int,
         typer.Option(help="First seed: none that an earlier study has seen.", min=0, max=2**62 - 1),
@@ -172,7 +173,9 @@ def new(
     """
     from l2r.cli.console import print_table
     from l2r.studies import Question, seconds_per_run, write_plan
+    from l2r.training.data import parse_tokens
 
+    count = None if tokens is None else parse_tokens(tokens)
     for name, value in (("margin", margin), ("sd", sd)):
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be > 0 and finite; got {value:g}")
@@ -181,11 +184,11 @@ def new(
     if len(arms) < len(arm):
         raise ValueError(f"--arm must have different names; got {', '.join(arm)}")
     question = Question(
-        plan.stem, recipe, arms, metric, better, margin, sd, tokens, first_seed=first_seed
+        file.stem, recipe, arms, metric, better, margin, sd, count, first_seed=first_seed
     )
-    written = write_plan(plan, question)
+    written = write_plan(file, question)
     print_table(_power_table(question, written, seconds_per_run(written, results)), as_json=as_json)
-    say(f"written: {plan}; commit it, then: l2r evidence {plan}")
+    say(f"written: {file}; commit it, then: l2r evidence {file}")
 
 
 def _power_table(question: "Question", plan: "Plan", seconds: float | None) -> Any:

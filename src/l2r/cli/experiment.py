@@ -16,7 +16,9 @@ Launch = Annotated[
 Processes = Annotated[
     int | None,
     typer.Option(
-        help="Runs at a time, each with its share of the threads (default: one per thread).", min=1
+        help="Processes at a time: runs, each with its share of the threads (default: one per "
+        "thread).",
+        min=1,
     ),
 ]
 
@@ -96,3 +98,13 @@ def end(failed: dict[str, str], cells: "Sequence[Cell]") -> None:
 def say(line: str) -> None:
     """Print one line on standard error, apart from the results."""
     typer.echo(line, err=True)
+
+
+def say_left_out(checkpoint: str, source: Path, new: Path) -> None:
+    """Name what a checkpoint's folder holds and the folder that was made from it lacks."""
+    from l2r.hf.checkpoints import files_left_out
+    from l2r.hf.models import files_of_weights
+
+    names = files_left_out(source, new, files_of_weights(source))
+    if names:
+        say(f"not copied from {checkpoint}: {', '.join(names)}")

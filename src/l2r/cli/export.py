@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     Checkpoint,
@@ -69,7 +69,6 @@ def export(
         export_remote_code,
         load_causal_lm,
         load_tokenizer,
-        processor_files,
         run_of_checkpoint,
         run_sections,
     )
@@ -96,9 +95,9 @@ def export(
                 None if on_disk is None else partial(on_disk.write, report=partial(bars, "files"))
             )
             more: dict[str, Any] = {"sections": sections, "write": write}
-            more["files"] = processor_files(folder)
-            export_remote_code(model, out, tokenizer=tokenizer, **more)
+            export_remote_code(model, out, tokenizer=tokenizer, source=source, **more)
         call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
+        say_left_out(checkpoint, source, out)
         typer.echo(f"saved: {out}; load it with {call}")
         return
     model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)

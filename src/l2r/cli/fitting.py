@@ -1,15 +1,14 @@
-"""Fit new routers of a checkpoint to its old ones, for ``l2r swap --fit`` and ``l2r upcycle``."""
+"""Fit new routers of a checkpoint to its old ones, for ``l2r swap --fit``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from l2r.cli.experiment import say
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
     from l2r.routers import RouterConfig
     from l2r.training import FitOptions, FitReport, JointOptions
-
-EMBEDDED = "embedded"
 
 
 def fit_to_old(
@@ -44,6 +43,7 @@ def fit_to_old(
         held_out_tokens=held_out,
         sequence_length=length,
         batch_size=batch_size,
+        report=say,
     )
     with progress_bars() as report:
         return upcycle(

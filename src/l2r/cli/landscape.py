@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from l2r.cli.options import Open, Revision, TrustRemoteCode, existing
+from l2r.cli.options import (
+    CHECKPOINT,
+    Layers,
+    Open,
+    Revision,
+    TrustRemoteCode,
+    existing,
+    out_option,
+    read_layers,
+)
 
 if TYPE_CHECKING:
     from l2r.report.page import Section
@@ -19,17 +28,15 @@ def landscape(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            help="Checkpoint whose anchors to take (rank 2).",
+            help=f"{CHECKPOINT}: whose anchors of rank 2 to take.",
             callback=existing,
         ),
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Layer of the checkpoint, from 0 (default: all).")
-    ] = None,
+    layers: Layers = None,
     seed: Annotated[
-        int, typer.Option(help=f"Seed of drawn anchors; the page adds the next {_DRAWS - 1}.")
+        int, typer.Option(help=f"Seed: of drawn anchors; the page adds the next {_DRAWS - 1}.")
     ] = 0,
-    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("landscape.html"),
+    out: Annotated[Path, out_option("an HTML file")] = Path("landscape.html"),
     reach: Annotated[float, typer.Option(help="The plane is drawn to this |q1|, |q2|.")] = 4.0,
     open_: Open = False,
     revision: Revision = None,
@@ -48,8 +55,9 @@ def landscape(
         raise ValueError(f"reach must be between {_LEAST:g} and {_MOST:g}; got {reach}")
     if not 0 <= seed < 2**63 - _DRAWS:
         raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
-    if checkpoint is None and layer is not None:
-        raise ValueError(f"layer is read only with a checkpoint; got layer={layer}")
+    chosen = read_layers(layers)
+    if checkpoint is None and chosen is not None:
+        raise ValueError(f"layers are read only with a checkpoint; got layers={layers}")
     check_file_place(out)
     folder = None
     if checkpoint is not None:
@@ -66,7 +74,7 @@ def landscape(
         if folder is None:
             sets = [drawn_anchors(seed + n) for n in range(_DRAWS)]
         else:
-            sets = anchors_of(_model(folder, trust_remote_code=trust_remote_code), layer)
+            sets = anchors_of(_model(folder, trust_remote_code=trust_remote_code), chosen)
         bars("page", 1, 3, "figures")
         figures = _paper_figures(reach) if checkpoint is None else []
         bars("page", 2, 3, "writing")

@@ -8,15 +8,21 @@ import typer
 
 from l2r.cli.experiment import say
 from l2r.cli.options import (
-    CHECKPOINT,
     AsJson,
     BatchSize,
+    Checkpoint,
     Device,
     Dtype,
+    Length,
     Revision,
+    Rows,
+    Text,
     TrustRemoteCode,
-    existing,
+    check_one_source,
+    data_option,
     must_exist,
+    out_option,
+    read_text,
 )
 from l2r.runs.plain_json import plain_json
 
@@ -28,20 +34,23 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints import Placement
     from l2r.runs.mismatch import Mismatch
 
+_ENGINES = ("vllm", "sglang")
+
 
 def mismatch(
-    checkpoint: Annotated[str, typer.Argument(help=f"{CHECKPOINT}.", callback=existing)],
+    checkpoint: Checkpoint,
     against: Annotated[
         str | None,
         typer.Option(
-            help="bf16, int8 or fp8: the same weights in that arithmetic; another checkpoint; a "
-            "file of routes of the same tokens; vllm: answers of a server, see --answers."
+            help="What to compare with: the same weights in bf16, int8 or fp8; another checkpoint, "
+            "such as this one swapped; a file of routes of the same tokens; vllm, answers of a "
+            "server, see --answers."
         ),
     ] = None,
     answers: Annotated[
         Path | None,
         typer.Option(
-            help="With --against vllm: completions with routed_experts, one a line.",
+            help="With --against vllm or sglang: answers with routed_experts, one a line.",
             callback=must_exist,
         ),
     ] = None,
@@ -49,21 +58,14 @@ def mismatch(
         Path | None,
         typer.Option(help="File for the reference's routes, to compare with on another machine."),
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="File or folder of text, or token files (default: held-out text).",
-            callback=must_exist,
-        ),
+    text: Text = None,
+    data: Annotated[
+        str | None, data_option("text, or token files (default: the embedded corpus)", must_exist)
     ] = None,
-    instances: Annotated[
-        int, typer.Option(help="Rows of text over all domains, at least one of each.", min=1)
-    ] = 32,
-    length: Annotated[int, typer.Option(help="Tokens per row.", min=2)] = 256,
+    instances: Rows = 32,
+    length: Length = 256,
     batch_size: BatchSize = 8,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path(
-        "mismatch"
-    ),
+    out: Annotated[Path, out_option("a folder for the page and the numbers")] = Path("mismatch"),
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -86,6 +88,7 @@ def mismatch(
     from l2r.runs.atomic import check_place, make_folder, write_json
 
     _check(against, answers, record)
+    check_one_source(text, data)
     placement = Placement(dtype, device)
     if against is not None:
         check_place(out)
@@ -94,14 +97,16 @@ def mismatch(
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
         raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")
-    check_reads_text(folder, text, option="--text")
+    check_reads_text(folder, data, option="--data")
+    text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
     from l2r.analysis import open_subject
     from l2r.report.mismatch import tables, verdict, write_mismatch
 
     subject = open_subject(
         folder,
-        text,
+        data,
+        text=text,
         placement=placement,
         instances=instances,
         length=length,
@@ -138,9 +143,9 @@ def _check(against: str | None, answers: Path | None, record: Path | None) -> No
         raise ValueError("against must say what to compare with, or record where routes go")
     if record is not None and record.exists():
         raise ValueError(f"record must be a new file; {record} exists")
-    if (against == "vllm") != (answers is not None):
+    if (against in _ENGINES) != (answers is not None):
         raise ValueError(
-            "answers, a file of completions with routed_experts, go with --against vllm alone"
+            "answers, a file of completions with routed_experts, go with --against vllm or sglang"
         )
 
 
@@ -149,13 +154,13 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
     from l2r.hf.checkpoints import check_is_language_model, local_checkpoint
     from l2r.runs.mismatch import ARITHMETICS
 
-    if against in (None, "vllm", *ARITHMETICS) or Path(str(against)).is_file():
+    if against in (None, *_ENGINES, *ARITHMETICS) or Path(str(against)).is_file():
         return None
     try:
         folder = local_checkpoint(str(against), code=code)
     except ValueError as error:
         raise ValueError(
-            f"against must be one of {', '.join(ARITHMETICS)}, vllm, a file of routes or a "
+            f"against must be one of {', '.join((*ARITHMETICS, *_ENGINES))}, a file of routes or a "
             f"checkpoint; {error}"
         ) from error
     check_is_language_model(folder, str(against))
@@ -211,6 +216,8 @@ def _compare(
     with progress_bars() as bars:
         if answers is not None:
             served = read_answers(answers, fingerprint_of(model))
+            if served.unread:
+                say(f"not read of {answers}: {', '.join(served.unread)}")
             progress = partial(bars, against, total=len(served.rows))
             rows = [row.to(subject.device) for row in served.rows]
             compared = compare_routes(model, served.routes, rows, served.log_probs, report=progress)

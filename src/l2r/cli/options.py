@@ -1,9 +1,12 @@
 """Options and arguments that several commands have: one name, one meaning, declared once.
 
+Where a command has more to say of its own, the help is that meaning, a colon and the rest.
+
 What is wrong with a path or a value is said here, or at the head of a command, before it imports
 torch and transformers, which takes seconds.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +44,60 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
     )
 
 
+def images_or_paths(param: typer.CallbackParam, sources: list[str]) -> list[str]:
+    """Several of them, as :func:`images_or_path` takes one."""
+    for source in sources or ():
+        images_or_path(param, source)
+    return sources
+
+
+def is_text(param: typer.CallbackParam, text: str | None) -> str | None:
+    """A text, or - for standard input.
+
+    Raises ValueError for a file, and for a number alone, which the option took in former releases.
+    """
+    if text in (None, "-"):
+        return text
+    if not text:
+        raise ValueError("text must not be empty")
+    if text.lstrip("-").isdigit():
+        raise ValueError(f"text is a string; the number of tokens is --text-tokens; got {text!r}")
+    try:
+        is_path = Path(text).exists()
+    except (OSError, ValueError):  # longer than a path can be, or with a null character
+        is_path = False
+    if is_path or (" " not in text and text.endswith(_TEXT_SUFFIXES)):
+        raise ValueError(
+            f"text is a string, or - for standard input; files and folders are --data {text}"
+        )
+    return text
+
+
+def read_text(text: str) -> str:
+    """The text itself, or that of standard input for ``-``. Raises ValueError where it is empty."""
+    try:
+        read = sys.stdin.read() if text == "-" else text
+    except UnicodeDecodeError:
+        raise ValueError("text must be in UTF-8; standard input is not") from None
+    if not read:
+        raise ValueError("text must not be empty")
+    return read
+
+
+def check_one_source(text: str | None, data: Any) -> None:
+    """Raise ValueError where both a string and files are to be read."""
+    if text is not None and data:
+        raise ValueError("text must be given without --data: a command reads one or the other")
+
+
+def refuse_options(context: typer.Context, names: Sequence[str], kind: str) -> None:
+    """Raise ValueError for the first of ``names`` that was given: it is for ``kind``."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise ValueError(f"--{name.replace('_', '-')} is for {kind}")
+
+
 def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
     """A callback that refuses a smaller number, and names it."""
 
@@ -52,23 +109,48 @@ def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | No
     return check
 
 
+# Endings of what commands read as text: a word with one of them is a file that is not there.
+_TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".gz", ".zst")
+
+
 def _device(name: str) -> str:
     from l2r.machine import device_name
 
     return device_name(name)
 
 
-Changes = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...")]
+Changes = Annotated[
+    list[str] | None, typer.Argument(help="key.sub=value ...: fields of the recipe.")
+]
 RouterChanges = Annotated[
     list[str] | None,
     typer.Argument(
-        help="router.kind=l2r_sips rank=8 ...: the new router (default: preset=evidence)."
+        help="key.sub=value ...: the new router, router.kind=l2r_sips rank=8 (default: "
+        "preset=evidence)."
     ),
 ]
-Recipe = Annotated[str, typer.Argument(help="Packaged recipe (see l2r train --list) or YAML path.")]
-NEW_FOLDER = typer.Option("--out", help="New folder for the checkpoint.")
-Seeds = Annotated[int, typer.Option(help="Seeds, from the recipe's on.", min=1)]
-Layers = Annotated[str | None, typer.Option(help="Indices like 0,3,5 (default: all).")]
+RECIPE = typer.Argument(help="Packaged recipe (see l2r train --list) or YAML path.")
+Recipe = Annotated[str, RECIPE]
+
+
+def out_option(what: str) -> Any:
+    """``--out``: ``what`` a command writes, and whether that is a file or a folder."""
+    return typer.Option("--out", help=f"Where to write: {what}.")
+
+
+def data_option(what: str, callback: Any = images_or_path) -> Any:
+    """``--data``: ``what`` files and folders a command reads."""
+    return typer.Option("--data", help=f"Files or folders to read: {what}.", callback=callback)
+
+
+def tokens_option(what: str) -> Any:
+    """``--tokens``: of ``what``; read by l2r.training.data.parse_tokens."""
+    return typer.Option("--tokens", help=f"Number of tokens, like 500000 or 10B: {what}.")
+
+
+NEW_FOLDER = out_option("a new folder for the checkpoint")
+Seeds = Annotated[int, typer.Option(help="Number of seeds: from the recipe's on.", min=1)]
+Layers = Annotated[str | None, typer.Option(help="Layers by number, like 0,3,5 (default: all).")]
 BatchSize = Annotated[
     int, typer.Option(help="Rows, answers or images per forward pass.", callback=at_least(1))
 ]
@@ -109,14 +191,18 @@ Checkpoints = Annotated[
 Runs = Annotated[
     Path, typer.Argument(help="Run folder, or a folder of run folders.", callback=existing)
 ]
+Text = Annotated[
+    str | None,
+    typer.Option(help='Text to read: "a string", or - for standard input.', callback=is_text),
+]
 Data = Annotated[
     str | None,
-    typer.Option(
-        help="File or folder of text, or token files (default: the embedded corpus); of images "
-        "digits, fashion-mnist or a folder (default: the run's own).",
-        callback=images_or_path,
+    data_option(
+        "text, or token files (default: the embedded corpus); of images digits, fashion-mnist or a "
+        "folder (default: the run's own)"
     ),
 ]
+Length = Annotated[int, typer.Option(help="Tokens per row.", callback=at_least(2))]
 Rows = Annotated[
     int,
     typer.Option(

@@ -13,7 +13,7 @@ _ACROSS = 5  # numbers of heads side by side on a terminal
 def params(
     hidden_size: Annotated[int, typer.Option(help="Hidden size d.", min=1)] = 2048,
     num_experts: Annotated[int, typer.Option(help="Experts N.", min=1)] = 64,
-    layers: Annotated[int, typer.Option(help="MoE layers.", min=1)] = 16,
+    num_layers: Annotated[int, typer.Option(help="MoE layers.", min=1)] = 16,
     ranks: Annotated[str, typer.Option(help="Comma-separated ranks r.")] = "2,4,8,16,32",
     heads: Annotated[str, typer.Option(help="Comma-separated heads H.")] = "1,2,4,8,16",
     vit: Annotated[
@@ -21,7 +21,9 @@ def params(
     ] = False,
     recipes: Annotated[
         str | None,
-        typer.Option(help="The whole models of a recipe folder instead, e.g. olmoe-1b-7b."),
+        typer.Option(
+            help="Packaged folder of recipes, e.g. olmoe-1b-7b: count its whole models instead."
+        ),
     ] = None,
     cost: Annotated[
         bool, typer.Option("--cost", help="Multiply-adds of one token instead of parameters.")
@@ -32,7 +34,7 @@ def params(
 
     The table of the paper's Appendix D, or the cost by its formulas.
 
-    Example: l2r params --hidden-size 4096 --num-experts 128 --layers 32
+    Example: l2r params --hidden-size 4096 --num-experts 128 --num-layers 32
     """
     if cost and (vit or recipes is not None):
         raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
@@ -64,9 +66,9 @@ def params(
         return
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     count = router_cost if cost else router_parameters
-    linear = layers * count("linear", **sizes)
+    linear = num_layers * count("linear", **sizes)
     cells = {
-        (rank, head): layers * count("l2r_sips", **sizes, rank=rank, heads=head)
+        (rank, head): num_layers * count("l2r_sips", **sizes, rank=rank, heads=head)
         for rank in rank_list
         for head in head_list
     }

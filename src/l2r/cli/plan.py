@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Changes, Recipe
+from l2r.cli.options import AsJson, Changes, Recipe, tokens_option
 from l2r.runs.plain_json import plain_json
 
 
@@ -16,9 +16,7 @@ def plan(
     parallel: Annotated[
         str | None, typer.Option(help="ddp, fsdp2 or ep; the fastest that fits by default.")
     ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the run, e.g. 10B; the recipe's by default.")
-    ] = None,
+    tokens: Annotated[str | None, tokens_option("of a run (default: the recipe's)")] = None,
     utilization: Annotated[
         float, typer.Option(help="Share of the GPU's stated arithmetic that a step reaches.")
     ] = 0.3,

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.options import AsJson, Open, Runs, must_exist
+from l2r.cli.options import AsJson, Open, Runs, must_exist, out_option
 
 
 def report(
     folder: Runs,
-    out: Annotated[Path | None, typer.Option(help="Page (default: FOLDER/report.html).")] = None,
+    out: Annotated[Path | None, out_option("an HTML file (default: FOLDER/report.html)")] = None,
     bench: Annotated[
         list[Path] | None,
         typer.Option(

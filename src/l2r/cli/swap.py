@@ -1,5 +1,6 @@
 """``l2r swap``: put a router into a checkpoint."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -7,43 +8,70 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say
+from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     AsJson,
+    BatchSize,
     Checkpoint,
     Device,
     DeviceMap,
     Dtype,
     Layers,
+    Length,
     Revision,
     RouterChanges,
     TrustRemoteCode,
+    data_option,
+    must_exist,
     read_layers,
     read_router,
+    refuse_options,
+    tokens_option,
 )
 from l2r.report.tables import Table
 from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
+    from l2r.hf.checkpoints import Placement
     from l2r.hf.swap import Site
     from l2r.training import FitReport
 
+# What only a fit reads.
+_FIT_ONLY = (
+    *("data", "tokens", "held_out", "length", "batch_size"),
+    *("updates", "lr", "train_steps", "train_lr"),
+)
+
 
 def swap(
+    context: typer.Context,
     checkpoint: Checkpoint,
     changes: RouterChanges = None,
     *,
-    out: Annotated[Path, NEW_FOLDER],
+    out: Annotated[Path | None, NEW_FOLDER] = None,
     layers: Layers = None,
     selection: Annotated[
         Literal["family", "router"],
         typer.Option(help="family: keep the family's rule; router: the router's own."),
     ] = "family",
     fit: Annotated[
-        str | None,
-        typer.Option(help="Fit the new routers to the old ones on a folder of text, or embedded."),
+        bool, typer.Option("--fit", help="Fit the new routers to the decisions of the old ones.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        data_option("with --fit, text (default: the embedded corpus)", must_exist),
     ] = None,
+    tokens: Annotated[str, tokens_option("to fit on")] = "200000",
+    held_out: Annotated[int, typer.Option(help="Tokens to measure on.", min=1)] = 50_000,
+    length: Length = 256,
+    batch_size: BatchSize = 8,
+    updates: Annotated[int, typer.Option(help="Fit updates per batch; 0 copies nothing.")] = 4,
+    lr: Annotated[float, typer.Option(help="Learning rate of the fit.")] = 0.01,
+    train_steps: Annotated[
+        int, typer.Option(help="Steps in which all weights are trained after the fit.")
+    ] = 0,
+    train_lr: Annotated[float, typer.Option(help="Learning rate of these steps.")] = 1e-4,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -54,79 +82,140 @@ def swap(
     """Replace the routers of a Hugging Face MoE checkpoint or run; everything else stays.
 
     Prints what stands in every layer; with --fit, agreement with the old routers and perplexity
-    before, after the swap and after the fit, on text that the fit has not seen. Without options the
-    new routers are those of L2RConfig.for_experts.
+    before, after the swap and after the fit, on text that the fit has not seen; without --out it
+    only measures. Without changes the new routers are those of L2RConfig.for_experts.
 
-    Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --fit my-text --out new
+    Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --out new
+
+    Example: l2r swap my-olmoe --fit --data my-text --out new
     """
-    from l2r.cli.fitting import EMBEDDED
-    from l2r.hf.checkpoints import Placement, check_reads_text, local_checkpoint
+    from l2r.hf.checkpoints import (
+        Placement,
+        check_is_language_model,
+        check_reads_text,
+        local_checkpoint,
+    )
     from l2r.runs.atomic import check_new_folder
+    from l2r.training import FitOptions, JointOptions
+    from l2r.training.data import parse_tokens
 
-    placement, chosen, result = Placement(dtype, device, device_map, say), read_layers(layers), None
-    if fit not in (None, EMBEDDED) and not Path(fit).exists():
-        raise ValueError(f"fit must be a folder of text or {EMBEDDED}; got {fit}")
-    check_new_folder(out)
+    placement, chosen = Placement(dtype, device, device_map, say), read_layers(layers)
+    _check(context, changes or (), fit=fit, out=out)
+    sizes: Any = {"tokens": parse_tokens(tokens), "held_out": held_out, "data": data}
+    sizes |= {"length": length, "batch_size": batch_size}
+    sizes |= {"options": FitOptions(updates, lr), "joint": JointOptions(train_steps, train_lr)}
+    if out is not None:
+        check_new_folder(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
-    if fit is not None:
+    if fit:
+        check_is_language_model(folder, checkpoint)
         check_reads_text(folder)
     options = read_router(changes)
 
     from l2r.cli.console import progress_bars
     from l2r.cli.fitting import fit_to_old
+    from l2r.hf.checkpoints import checkpoint_folder
+    from l2r.hf.swap import preferred_router, replace_routers, router_sites, select_sites
+
+    opening = {"kept": out is not None, "by_file": not fit, "trained": train_steps > 0}
+    opening |= {"code": trust_remote_code}
+    model, tokenizer, save = _open(checkpoint, folder, placement.here(), chosen, **opening)
+    before, sites = router_sites(model), select_sites(model, chosen)
+    config = preferred_router(model, sites[0], selection=selection, options=options)
+    where: Any = {"layers": chosen, "selection": selection}
+    result, done = None, ""
+    if fit:
+        result = fit_to_old(folder, model, tokenizer, config, **where, **sizes)
+        done = f" --fit --tokens {tokens} --updates {updates} --train-steps {train_steps}"
+    else:
+        replace_routers(model, config, **where)
+    if out is not None:
+        card = _card(Path(checkpoint).resolve().name, done, dtype, train_steps)
+        with progress_bars() as bars:
+            save(out, partial(bars, "files"), tokenizer=tokenizer, sections=[card])
+    _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
+    if out is not None:
+        say_left_out(checkpoint, checkpoint_folder(folder), out)
+        typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
+
+
+def _check(context: typer.Context, changes: Sequence[str], *, fit: bool, out: Path | None) -> None:
+    """Raise ValueError for options of a fit without one, and where nothing is to be written."""
+    if fit:
+        for change in changes:
+            if "=" not in change:  # a former release took the text here
+                raise ValueError(f"fit takes no value; the text is --data PATH; got {change!r}")
+        return
+    refuse_options(context, _FIT_ONLY, "a fit; give --fit too")
+    if out is None:
+        raise ValueError("out must name a new folder; only a fit measures without one")
+
+
+def _open(
+    checkpoint: str,
+    folder: Path,
+    placement: "Placement",
+    chosen: list[int] | None,
+    *,
+    kept: bool,
+    by_file: bool,
+    trained: bool,
+    code: bool,
+) -> tuple[Any, Any, Callable[..., None]]:
+    """Model and tokenizer of a folder, and what saves the model with them.
+
+    ``kept``: the model is to be saved. ``by_file``: weights are only copied, where they can be.
+    ``trained``: all weights change. Raises ValueError where a save would lose or round a tensor.
+    """
     from l2r.hf.checkpoints import (
         CheckpointOnDisk,
         checkpoint_folder,
         load_model,
         load_tokenizer,
-        processor_files,
         save_model,
     )
     from l2r.hf.models import check_parts, check_source, check_whole
-    from l2r.hf.swap import (
-        preferred_router,
-        replace_routers,
-        router_sites,
-        select_sites,
-    )
+    from l2r.hf.swap import select_sites
 
-    source = checkpoint_folder(folder)
-    check_source(source, checkpoint)
-    placement = placement.here()
-    as_stored = fit is None and dtype == "auto" and not trust_remote_code
-    on_disk = CheckpointOnDisk.open(folder) if as_stored else None
+    source, rounded = checkpoint_folder(folder), placement.dtype != "auto"
+    if kept:
+        check_source(source, checkpoint)
+    on_disk = CheckpointOnDisk.open(folder, say) if by_file and not (rounded or code) else None
     if on_disk is not None:
-        model, tokenizer, save = on_disk.model, load_tokenizer(folder), on_disk.save
-    else:
-        model, tokenizer = load_model(
-            folder, placement=placement, trust_remote_code=trust_remote_code
+        select_sites(on_disk.model, chosen)
+        check_parts(on_disk.model, source, checkpoint)
+        by_files = on_disk.save
+        return (
+            on_disk.model,
+            load_tokenizer(folder),
+            lambda out, report, **more: by_files(out, report=report, **more),
         )
-        save = partial(save_model, model, unchanged=source if dtype == "auto" else None)
-    before, sites = router_sites(model), select_sites(model, chosen)
-    replaced = [site.path for site in sites]
-    if on_disk is not None:
-        check_parts(model, source, checkpoint)
-    else:
-        check_whole(model, source, checkpoint, replaced=replaced, rounded=dtype != "auto")
-    config = preferred_router(model, sites[0], selection=selection, options=options)
-    if fit is None:
-        replace_routers(model, config, layers=chosen, selection=selection)
-        text = "untrained routers into {}; its other weights are {}. Train it before use."
-    else:
-        data = None if fit == EMBEDDED else Path(fit)
-        result = fit_to_old(
-            folder, model, tokenizer, config, data=data, layers=chosen, selection=selection
-        )
-        text = "new routers into {} and fitted them to its own; its other weights are {}."
+    model, tokenizer = load_model(folder, placement=placement, trust_remote_code=code)
+    replaced = [site.path for site in select_sites(model, chosen)]
+    if kept:
+        check_whole(model, source, checkpoint, replaced=replaced, rounded=rounded)
+    how: Any = {"source": source, "unchanged": not (rounded or trained)}
+
+    def save(out: Path, report: Any, **more: Any) -> None:
+        save_model(model, out, **how, **more)
+
+    return model, tokenizer, save
+
+
+def _card(named: str, options: str, dtype: str, train_steps: int) -> str:
+    """Section of the model card: how the checkpoint was made."""
     others = "unchanged" if dtype == "auto" else f"in {dtype}"
-    named = Path(checkpoint).resolve().name
-    card = f"## How it was made\n\n`l2r swap` put {text.format(named, others)}"
-    with progress_bars() as bars:
-        watched = {} if on_disk is None else {"report": partial(bars, "files")}
-        files = processor_files(folder)
-        save(out, tokenizer=tokenizer, files=files, sections=[card], **watched)
-    _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
-    typer.echo(f"saved: {out}; load it with l2r.load_pretrained({str(out)!r})", err=as_json)
+    if train_steps:
+        others = f"trained with them for {train_steps} steps"
+    fitted = f"new routers into {named} and fitted them to its own; its other weights are {others}."
+    drawn = f"untrained routers into {named}; its other weights are {others}. Train it before use."
+    return f"## How it was made\n\n`l2r swap{options}` put {fitted if options else drawn}"
+
+
+def _opening(model: Any, out: Path) -> str:
+    """The call that opens a model in a folder, which may have brought its code."""
+    code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    return f"l2r.load_pretrained({str(out)!r}{code})"
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:

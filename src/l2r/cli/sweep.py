@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from l2r.cli.experiment import Launch, Processes, check_inputs, diagnose_all, end, run_all
-from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds
+from l2r.cli.options import AsJson, Changes, Open, Recipe, Seeds, out_option
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ def sweep(
         list[str] | None, typer.Option(help="key.sub=value,value ...; give it once per field.")
     ] = None,
     seeds: Seeds = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder (default: runs/sweep/RECIPE).")] = None,
+    out: Annotated[Path | None, out_option("a folder of runs (default: runs/sweep/RECIPE)")] = None,
     launch: Launch = None,
     processes: Processes = None,
     usage: Annotated[
         bool,
         typer.Option(help="Run each choice's first seed on its validation data for the heatmaps."),
     ] = True,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the cells; train nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print and exit: the cells.")] = False,
     open_: Open = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +45,7 @@ def sweep(
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     root = out or Path("runs") / "sweep" / name
     axes = read_grid(grid or [])
-    if not plan:
+    if not show:
         check_place(root)
         check_inputs(recipe, changes or [])
     cells = grid_cells(recipe, changes or [], axes, seeds)
@@ -53,7 +53,7 @@ def sweep(
     from l2r.report.ablation import ablation_table, ablations, all_rows_table, seed_row, sweep_table
     from l2r.report.sweep import write_sweep_page
 
-    if plan:
+    if show:
         print_table(_plan_table(cells, root), as_json=as_json)
         return
     finished, failed = run_all(cells, root, launch=launch, processes=processes)

@@ -6,16 +6,14 @@ from typing import Annotated
 import typer
 
 from l2r.cli.experiment import check_inputs, say
-from l2r.cli.options import Changes
+from l2r.cli.options import RECIPE, Changes, out_option
 
 
 def train(
-    recipe: Annotated[
-        str | None, typer.Argument(help="Packaged recipe (see --list) or YAML path.")
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     changes: Changes = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/RECIPE).")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the whole recipe and exit.")] = False,
+    out: Annotated[Path | None, out_option("a run folder (default: runs/RECIPE)")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print and exit: the whole recipe.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List packaged recipes.")] = False,
 ) -> None:
     """Train a recipe into a run folder. The same command resumes an unfinished run.

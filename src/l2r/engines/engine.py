@@ -127,7 +127,7 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
     sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
     with torch.device("meta"):
         own = build_router(config, **sizes).selection
-    same = dataclasses.replace(own, norm_eps=0.0, bias=rule.bias) == rule
+    same = dataclasses.replace(own, norm_eps=0.0, norm_min=0.0, bias=rule.bias) == rule
     if not same or (rule.bias is not None and own.bias is None):
         raise ValueError(
             f"no {config.kind} router selects by itself as the engine does, so a checkpoint "

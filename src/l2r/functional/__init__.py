@@ -1,6 +1,7 @@
 """The paper's mathematics: read projection, scoring, pooling, selection, losses."""
 
 from l2r.functional.losses import (
+    expert_counts,
     expert_usage,
     load_balancing_loss,
     mean_probs,
@@ -21,6 +22,7 @@ __all__ = [
     "best_experts",
     "cosine_scores",
     "dot_scores",
+    "expert_counts",
     "expert_usage",
     "expert_weights",
     "load_balancing_loss",

@@ -29,10 +29,23 @@ def expert_usage(
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " N"]:
     """Share of tokens that chose each expert, f_i of Eq. 33; the shares sum to K."""
-    weight = _token_weight(indices.shape[0], mask, indices.device)
-    counts = torch.zeros(num_experts, dtype=torch.float32, device=indices.device)
-    counts = counts.scatter_add(0, indices.flatten(), weight.repeat_interleave(indices.shape[1]))
-    return counts / weight.sum().clamp_min(1)
+    tokens = _token_weight(indices.shape[0], mask, indices.device).sum()
+    return expert_counts(indices, num_experts, mask=mask).float() / tokens.clamp_min(1)
+
+
+def expert_counts(
+    indices: Int[Tensor, "T K"],
+    num_experts: int,
+    *,
+    mask: Bool[Tensor, " T"] | None = None,
+) -> Int[Tensor, " N"]:
+    """Number of tokens that chose each expert, int64, so that sums of them are exact.
+
+    ``mask`` is true for tokens that count.
+    """
+    weight = _token_weight(indices.shape[0], mask, indices.device).to(torch.int64)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add(0, indices.flatten(), weight.repeat_interleave(indices.shape[1]))
 
 
 def mean_probs(

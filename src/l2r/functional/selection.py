@@ -57,11 +57,16 @@ def expert_weights(
     *,
     normalize: bool = False,
     norm_eps: float = 0.0,
+    norm_min: float = 0.0,
 ) -> Float[Tensor, "T K"]:
-    """Weights of the outputs of chosen experts; see ``select_experts``."""
+    """Weights of the outputs of chosen experts; see ``select_experts``.
+
+    A sum below ``norm_min`` is raised to it.
+    """
     weights = probs.gather(-1, indices)
     if normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + norm_eps)
+        total = weights.sum(dim=-1, keepdim=True) + norm_eps
+        weights = weights / (total.clamp_min(norm_min) if norm_min else total)
     return weights
 
 

@@ -8,8 +8,6 @@ Every score is one inner product, logits[t, n] = log sum_h exp(a_t . b_nh), see 
 are columns, queries [R, T] and anchors [R, H N]: sums over a small rank are sums of long rows.
 
 Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, H anchors.
-
-Longer than 250 lines: one algorithm, its backward next to its forward.
 """
 
 from collections.abc import Callable, Iterator

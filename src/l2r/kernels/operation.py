@@ -9,8 +9,6 @@ The backward has no derivative; one with ``create_graph`` is plain code's (plain
 A registered operation takes and returns tensors and plain numbers only: ``_flat`` and
 ``_unflattened`` convert options, and an absent result is an empty tensor with more dimensions than
 any result.
-
-Longer than 250 lines: both forms of the operation call the same bodies, which stand between them.
 """
 
 import importlib

@@ -11,11 +11,17 @@ from l2r.report.tables import Table
 from l2r.runs.mismatch import LARGE, NO_STATEMENT, Mismatch
 
 _SHOWN = 1024  # tokens of the page's text
-_NAMES = {"bf16": "bf16", "int8": "int8 weights", "fp8": "fp8 weights", "vllm": "vLLM"}
+_NAMES = {
+    "bf16": "bf16",
+    "int8": "int8 weights",
+    "fp8": "fp8 weights",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+}
 
 
 def verdict(result: Mismatch, against: str) -> str:
-    """One or two sentences: how many tokens differ, and what replayed routes change."""
+    """A few sentences: how many tokens differ, what it costs, and what replayed routes change."""
     totals, costs = result.totals(), result.costs()
     share = totals["tokens_changed"]
     if share is None:
@@ -24,9 +30,12 @@ def verdict(result: Mismatch, against: str) -> str:
     layers = totals["layers"]
     line = (
         f"{_percent(share)} of {totals['tokens']:,} tokens take other experts with {other} in "
-        f"some of {layers} layer{'s' * (layers > 1)}."
+        f"some of {layers} layer{'s' * (layers > 1)}; {_percent(totals['experts_kept'])} of all "
+        "choices stay."
     )
-    own, same = costs["own"]["mean"], costs["replayed"]["mean"]
+    own, same, rise = costs["own"]["mean"], costs["replayed"]["mean"], costs["own"]["loss"]
+    if rise is not None and same is not None:
+        line += f" The loss {'falls' if rise < 0 else 'rises'} by {_small(abs(rise))} nats."
     if own is not None and same is not None:
         line += (
             f" A log-probability changes by {_small(own)} on average, and by {_small(same)} when "
@@ -62,6 +71,7 @@ def tables(result: Mismatch, against: str) -> list[Table]:
         (
             row["layer"],
             _percent(row["changed"]),
+            _percent(row["kept"]),
             _small(row["input_change"]),
             _percent(row["certified"]),
             row["certified_changed"],
@@ -70,6 +80,7 @@ def tables(result: Mismatch, against: str) -> list[Table]:
     )
     costs = result.costs()
     rows = (
+        ("rise of the loss, nats", "loss"),
         ("KL(reference, other), nats", "kl"),
         ("log-probability, mean change", "mean"),
         ("largest change", "largest"),
@@ -87,7 +98,7 @@ def tables(result: Mismatch, against: str) -> list[Table]:
     printed = [
         Table(
             "Decisions that differ, by layer",
-            ("layer", "changed", "input moved", "certified", "certified, changed"),
+            ("layer", "changed", "kept", "input moved", "certified", "certified, changed"),
             layers,
         ),
         Table("What it costs", ("", "own experts", "same experts"), (*shown, large)),

@@ -1,7 +1,4 @@
-"""Figures of what experts are used for, and of routers compared on the same tokens.
-
-Longer than 250 lines: one figure after another of one part of a page.
-"""
+"""Figures of what experts are used for, and of routers compared on the same tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

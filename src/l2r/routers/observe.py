@@ -3,6 +3,8 @@
 Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,25 +14,26 @@ from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
 
+# PEFT puts a router that it adapts, or trains a copy of, inside a module in its place.
+_COPIES = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)$")
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
 Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its output, its name
+# Parts of a model that see images or make sound: their routers are not the text model's.
+_OTHER_PARTS = ("vision", "visual", "audio", "talker")  # words in their names
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Routers by module name, in the order of the model: ours, and Hugging Face's.
 
-    A Hugging Face router is a sibling of ``experts`` in its block, as ``gate`` or ``router``.
-    Raises ValueError when there is none.
+    A Hugging Face router is a sibling of ``experts`` in its block, as ``gate`` or ``router``; those
+    of a vision tower or a talker are ``other_routers``. Raises ValueError when there is none.
     """
     routers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, Router)
     }
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "experts", None), nn.Module):
-            for attribute in ("gate", "router"):
-                router = getattr(module, attribute, None)
-                if isinstance(router, nn.Module):
-                    routers.setdefault(f"{name}.{attribute}" if name else attribute, router)
+    for name, router in _beside_experts(model):
+        if reads_text(name):
+            routers.setdefault(name, router)
     if not routers:
         raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
     every = model.named_modules(remove_duplicate=False)  # blocks may share a router
@@ -38,14 +41,39 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     return dict(sorted(routers.items(), key=lambda item: order[item[0]]))
 
 
+def other_routers(model: nn.Module) -> list[str]:
+    """Names of Hugging Face routers in parts of a model that read no text."""
+    return [name for name, _ in _beside_experts(model) if not reads_text(name)]
+
+
+def reads_text(path: str) -> bool:
+    """Whether a module at a path is of a text model, and not of a vision tower or a talker."""
+    return not any(word in path for word in _OTHER_PARTS)
+
+
+def _beside_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            for attribute in ("gate", "router"):
+                router = getattr(module, attribute, None)
+                if isinstance(router, nn.Module):
+                    yield f"{name}.{attribute}" if name else attribute, router
+
+
 def block_bias(model: nn.Module, path: str) -> tuple[Tensor, ...]:
     """The selection bias [N] that a block passes to its router at ``path``, in families that do."""
-    block = model.get_submodule(path.rpartition(".")[0])
+    block = model.get_submodule(_COPIES.sub("", path).rpartition(".")[0])
     for name in ("e_score_correction_bias", "expert_bias"):
         bias = getattr(block, name, None)
         if isinstance(bias, Tensor):
             return (bias,)
     return ()
+
+
+def more_inputs(router: nn.Module) -> list[str]:
+    """Names of what a router must be given besides the hidden states."""
+    _, *others = inspect.signature(router.forward).parameters.values()
+    return [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -20,14 +20,16 @@ from l2r.kernels import dispatch
 class Selection:
     """Score all experts, take the k best, weigh them by their scores; softmax top-k by default.
 
-    gate: softmax over experts, Eq. 2, or a sigmoid for each. normalize: make the weights sum
-    to 1, with ``norm_eps`` added to the sum. scale: multiplies the weights.
+    gate: softmax over experts, Eq. 2, or for each a sigmoid or sqrt(softplus). normalize: make
+    the weights sum to 1, with ``norm_eps`` added to the sum, or a sum below ``norm_min`` raised
+    to it. scale: multiplies the weights.
     groups, kept_groups: experts outside the ``kept_groups`` best of ``groups`` equal groups are
-    not chosen; a group is as good as the sum of its ``group_best`` best experts.
+    not chosen; a group is as good as the sum of its ``group_best`` best experts. dropped: score
+    of those experts when the k are chosen (A.X-K2's 0 is above that of a kept one below it).
     bias: path inside the router of a selection bias [N], added to the scores when experts are
-    chosen and never to the weights (DeepSeek-V3). block_bias: the surrounding block passes such
-    a bias with each call; one at ``bias`` takes precedence. family: model family whose
-    rule this is, None for a router's own.
+    chosen and never to the weights (DeepSeek-V3). biased: what it is added to, the scores or the
+    logits. block_bias: the surrounding block passes such a bias with each call; one at ``bias``
+    takes precedence. family: model family whose rule this is, None for a router's own.
 
     Equals are taken from the lowest index, groups too; see ``l2r.functional.selection``.
     A subclass with another rule overrides ``__call__``, and ``weigh`` to be replayed,
@@ -35,20 +37,27 @@ class Selection:
     kept ones below 1, and a scale that is not finite.
     """
 
-    gate: Literal["softmax", "sigmoid"] = "softmax"
+    by_token: ClassVar[bool] = False  # whether ids of tokens choose, and not logits
+
+    gate: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     normalize: bool = False
     norm_eps: float = 0.0
+    norm_min: float = 0.0
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    dropped: float = -math.inf
     bias: str | None = None
+    biased: Literal["scores", "logits"] = "scores"
     block_bias: bool = False
     family: str | None = None
 
     def __post_init__(self) -> None:
-        if self.gate not in ("softmax", "sigmoid"):
-            raise ValueError(f"gate must be softmax or sigmoid; got {self.gate!r}")
+        if self.gate not in ("softmax", "sigmoid", "sqrtsoftplus"):
+            raise ValueError(f"gate must be softmax, sigmoid or sqrtsoftplus; got {self.gate!r}")
+        if self.biased not in ("scores", "logits"):
+            raise ValueError(f"biased must be scores or logits; got {self.biased!r}")
         for name in ("groups", "kept_groups", "group_best"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
@@ -56,8 +65,14 @@ class Selection:
             raise ValueError(
                 f"scale must be finite and norm_eps >= 0; got {self.scale} and {self.norm_eps}"
             )
+        if not 0 <= self.norm_min < math.inf:
+            raise ValueError(f"norm_min must be finite and >= 0; got {self.norm_min}")
         by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
-        plain = by_score and self.gate == "softmax" and (self.norm_eps, self.scale) == (0, 1)
+        plain = (
+            by_score
+            and self.gate == "softmax"
+            and (self.norm_eps, self.norm_min, self.scale) == (0, 0, 1)
+        )
         # Stored, since a property would cost a decoded token a microsecond.
         object.__setattr__(self, "by_score", by_score)
         object.__setattr__(self, "fused", plain and type(self) is Selection)
@@ -76,8 +91,8 @@ class Selection:
         top_k: int = router.top_k  # type: ignore[assignment]
         if self.fused:
             return dispatch.softmax_top_k(logits, top_k, normalize=self.normalize)
-        scores = self._scores(logits)
-        ranking = logits if self.by_score else self._ranking(router, scores, bias)
+        scores = self._gates(logits)
+        ranking = logits if self.by_score else self._ranking(router, logits, scores, bias)
         indices = dispatch.best_experts(ranking, top_k)
         return self._weights(logits, indices, scores), indices
 
@@ -103,13 +118,28 @@ class Selection:
         if self.block_bias or self.kept_groups < self.groups:
             what = "a bias of the block" if self.block_bias else "groups of experts"
             raise ValueError(f"a selection by {what} has no margin between the k-th and the next")
-        return logits if self.by_score else self._ranking(router, self._scores(logits), None)
+        return self.standing(router, logits)
+
+    def standing(
+        self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None
+    ) -> Float[Tensor, "T N"]:
+        """Scores whose k largest entries are the chosen experts, those of dropped groups last."""
+        if self.by_score:
+            return logits
+        return self._ranking(router, logits, self._gates(logits), bias)
+
+    def scores(
+        self, router: nn.Module, logits: Float[Tensor, "T N"], bias: Tensor | None = None
+    ) -> Float[Tensor, "T N"]:
+        """Scores with the selection bias, by which experts, and groups of them, are compared."""
+        return self._biased(router, logits, self._gates(logits), bias)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
-        if self.gate == "softmax" and self.normalize and not self.norm_eps:
+        if self.gate == "softmax" and self.normalize and not (self.norm_eps or self.norm_min):
             return softmax_weights(logits, indices, normalize=True) * self.scale
-        scores = self._scores(logits) if scores is None else scores
-        weights = expert_weights(scores, indices, normalize=self.normalize, norm_eps=self.norm_eps)
+        scores = self._gates(logits) if scores is None else scores
+        summed = {"norm_eps": self.norm_eps, "norm_min": self.norm_min}
+        weights = expert_weights(scores, indices, normalize=self.normalize, **summed)
         return weights * self.scale
 
     def held_bias(self, router: nn.Module) -> Tensor | None:
@@ -122,7 +152,9 @@ class Selection:
         assert isinstance(value, Tensor), self.bias
         return value.view(-1)
 
-    def _scores(self, logits: Tensor) -> Tensor:
+    def _gates(self, logits: Tensor) -> Tensor:
+        if self.gate == "sqrtsoftplus":
+            return nn.functional.softplus(logits).sqrt()
         return torch.sigmoid(logits) if self.gate == "sigmoid" else routing_probs(logits)
 
     def __repr__(self) -> str:
@@ -132,12 +164,19 @@ class Selection:
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def _ranking(self, router: nn.Module, scores: Tensor, bias: Tensor | None) -> Tensor:
+    def _biased(
+        self, router: nn.Module, logits: Tensor, scores: Tensor, bias: Tensor | None
+    ) -> Tensor:
         selection_bias = self.held_bias(router)
         if selection_bias is None and bias is not None and self.block_bias:
             selection_bias = bias.reshape(-1)
-        if selection_bias is not None:
-            scores = scores + selection_bias
+        scores = logits if self.biased == "logits" else scores
+        return scores if selection_bias is None else scores + selection_bias
+
+    def _ranking(
+        self, router: nn.Module, logits: Tensor, scores: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        scores = self._biased(router, logits, scores, bias)
         if self.kept_groups >= self.groups:
             return scores
         grouped = scores.masked_fill(scores.isnan(), float("-inf"))
@@ -145,6 +184,6 @@ class Selection:
         quality = grouped.topk(self.group_best, dim=-1).values.sum(dim=-1)
         groups = best_experts(quality, self.kept_groups)
         dropped = torch.ones_like(quality, dtype=torch.bool).scatter(-1, groups, False)
-        # Kept experts come before dropped ones, whatever their scores.
-        grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
-        return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
+        if self.dropped == -math.inf:  # kept experts come before dropped ones
+            grouped = grouped.clamp_min(torch.finfo(grouped.dtype).min)
+        return grouped.masked_fill(dropped.unsqueeze(-1), self.dropped).flatten(-2)

@@ -66,15 +66,25 @@ class Mismatch(Arrays):
         return np.logical_and(changed, self.compared)
 
     @property
+    def kept(self) -> Float[np.ndarray, "L T"]:
+        """Share of a token's K experts that both sides take; of no meaning where not compared."""
+        pairs = self.experts[..., :, None] == self.other_experts[..., None, :]
+        share: np.ndarray = pairs.any(axis=-1).mean(axis=-1)
+        return share
+
+    @property
     def position(self) -> Integer[np.ndarray, " T"]:
         """Place of each token in its sequence, from 0."""
         starts = np.cumsum(self.lengths) - self.lengths
         return np.arange(len(self.tokens)) - np.repeat(starts, self.lengths)
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """Per layer: share changed, certified, certified and changed, median change of input."""
+        """Per layer: share changed and certified, certified and changed, median change of input.
+
+        kept: mean share of a token's K experts that the other side takes too.
+        """
         rows = []
-        compared, changed = self.compared, self.changed
+        compared, changed, kept = self.compared, self.changed, self.kept
         for n, layer in enumerate(self.layers.tolist()):
             held = self.certified[n] == 1
             certified = bool((self.certified[n] != NO_STATEMENT).any())
@@ -83,6 +93,7 @@ class Mismatch(Arrays):
                     "layer": layer,
                     "decisions": int(compared.sum()),
                     "changed": _share(changed[n], compared),
+                    "kept": _mean(kept[n][compared]),
                     "input_change": _median(self.moved[n]),
                     "certified": _share(held, compared) if certified else None,
                     "certified_changed": int((held & changed[n]).sum()) if certified else None,
@@ -99,6 +110,7 @@ class Mismatch(Arrays):
             "tokens": int(compared.sum()),
             "layers": len(self.layers),
             "decisions_changed": _share(changed, np.broadcast_to(compared, changed.shape)),
+            "experts_kept": _mean(self.kept[:, compared]),
             "tokens_changed": _share(changed.any(axis=0), compared),
             "certified": _share(held, stated) if stated.any() else None,
             "certified_decisions": int(held.sum()),
@@ -106,15 +118,20 @@ class Mismatch(Arrays):
         }
 
     def costs(self) -> dict[str, dict[str, float | None]]:
-        """Costs of own and of replayed routes: KL, largest and mean change, share above LARGE."""
+        """Costs of own and of replayed routes: KL, largest and mean change, share above LARGE.
+
+        loss: what the mean cross-entropy of the next token rises by, in nats.
+        """
         costs = {}
         for name in ("own", "replayed"):
-            size, kl = np.abs(getattr(self, name)), getattr(self, f"kl_{name}")
-            size, kl = size[~np.isnan(size)], kl[~np.isnan(kl)]
+            change, kl = getattr(self, name), getattr(self, f"kl_{name}")
+            change, kl = change[~np.isnan(change)], kl[~np.isnan(kl)]
+            size, rise = np.abs(change), _mean(change)
             costs[name] = {
-                "kl": float(kl.mean(dtype=np.float64)) if len(kl) else None,
+                "loss": None if rise is None else -rise,
+                "kl": _mean(kl),
                 "largest": float(size.max()) if len(size) else None,
-                "mean": float(size.mean(dtype=np.float64)) if len(size) else None,
+                "mean": _mean(size),
                 "large": float((size > LARGE).mean()) if len(size) else None,
             }
         return costs
@@ -170,7 +187,7 @@ class Mismatch(Arrays):
             "tokens_of": name,
             "tokens": int(where.sum()),
             "changed": _share(self.changed.any(axis=0), where),
-            "mean": float(size.mean(dtype=np.float64)) if len(size) else None,
+            "mean": _mean(size),
         }
 
 
@@ -189,6 +206,10 @@ def kind_of(piece: str) -> str:
 def _share(hits: Any, of: Any) -> float | None:
     count = int(of.sum())
     return float((hits & of).sum() / count) if count else None
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean(dtype=np.float64)) if values.size else None
 
 
 def _median(values: Float[np.ndarray, " T"]) -> float | None:

@@ -98,7 +98,7 @@ class _Schedule:
         if any((c.arm, c.recipe.seed) not in measured for c in self.plan.cells(seeds)):
             command = [sys.executable, "-m", "l2r", "evidence", self.source, "--seeds", str(seeds)]
             command += ["--results", str(self.places.results.parent)]
-            command += ["--out", str(self.places.runs.parent), "--share", str(cells)]
+            command += ["--out", str(self.places.runs.parent), "--cells-only", str(cells)]
             command += ["--keep-runs"] if self.places.keep_runs else []
             codes, signal = run_processes(command, self.processes, self.threads)
             if signal is not None or any(codes):

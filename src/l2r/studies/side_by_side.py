@@ -3,8 +3,6 @@
 At the size of the demo two runs of one thread each take less time than both after one another with
 two. The processes stay for all cells, since importing takes seconds. They are in a session of their
 own: Ctrl-C reaches this process alone, which asks them to save.
-
-Longer than 250 lines: both ends of one pipe, whose messages they must agree on.
 """
 
 import multiprocessing

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from l2r.routers import Router, update_selection_bias
-from l2r.training.objective import Loads
+from l2r.functional import expert_counts
+from l2r.routers import Captured, Router, update_selection_bias
 from l2r.training.ranks import Ranks
 
 
@@ -25,10 +25,11 @@ class BiasBalance:
             )
         self.loads: dict[str, Tensor] = {}
 
-    def add(self, loads: Loads) -> None:
-        """Count what each expert got in one forward pass."""
+    def add(self, captured: Captured) -> None:
+        """Count the tokens that each expert got in one forward pass."""
         for name in self.routers:
-            for load in loads.get(name, []):
+            for output in captured.outputs.get(name, []):
+                load = expert_counts(output.indices, output.logits.shape[1])
                 self.loads[name] = self.loads[name] + load if name in self.loads else load
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ Shape letters: B rows, S tokens per row, T = B * S, N experts, K chosen.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from l2r.routers import Router
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.training.fit_batches import Cut, perplexity
+from l2r.training.fit_conditions import check_trainable
 from l2r.training.fit_options import FitOptions
 from l2r.training.teacher_agreement import agreement, compare, divergence, observe
 
@@ -75,15 +76,21 @@ def fit_routers(
     and all else stay as they are. Without a ``report`` a progress bar shows the agreement.
 
     Gives agreement per layer before and after the fit, and perplexity on the held-out data of the
-    original, the swapped and the fitted model. Raises ValueError for a model in which no router
-    waits for a fit (it was loaded, copied or fitted already) and for too little data.
+    original, the swapped and the fitted model. All are means over tokens. Gradients, modes and what
+    trains are afterwards as they were. Raises ValueError for a model in which no router
+    waits for a fit (it was loaded, copied or fitted already), for frozen routers, where gradients
+    are off, and for too little data.
     """
     pairs = unfitted_sites(model)
     if not pairs:
         raise ValueError(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
-            "since; fit right after the swap, or use l2r swap CKPT --fit TEXT"
+            "since; fit right after the swap, or use l2r swap CKPT --fit --data PATH"
         )
+    sites, students = [site for site, _ in pairs], [student for _, student in pairs]
+    options = options or FitOptions()
+    if options.updates:
+        check_trainable(sites, students)
     if isinstance(data, str) or isinstance(held_out, str):
         raise ValueError("data and held_out must be sequences of texts or batches; got one str")
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
@@ -92,11 +99,10 @@ def fit_routers(
         count = len(fitted) - max(1, len(fitted) // 10)
         fitted, held_out = fitted[:count], fitted[count:]
     batches, other = cut.batches(fitted), cut.batches(list[Any](held_out))
-    sites, students = [site for site, _ in pairs], [student for _, student in pairs]
-    options = options or FitOptions()
-    for site in sites:
-        site.router.eval()
-    with evaluating(model), _bar() if report is None else nullcontext(report) as shown:
+    with ExitStack() as stack:
+        for module in (model, *(site.router for site in sites)):
+            stack.enter_context(evaluating(module))
+        shown = stack.enter_context(_bar() if report is None else nullcontext(report))
         result = fit_sites(model, sites, students, batches, other, options, shown)
     forget_replaced(students)
     return result
@@ -113,8 +119,11 @@ def fit_sites(
 ) -> FitReport:
     """Fit ``students`` to the routers in ``sites``, in whose places they stand at the end.
 
-    The model is in evaluation mode. Raises ValueError for empty batches.
+    The model is in evaluation mode. Raises ValueError for empty batches, and as ``fit_routers`` for
+    frozen routers and where gradients are off.
     """
+    if options.updates:
+        check_trainable(sites, students)
     for name, value in (("batches", batches), ("held_out", held_out)):
         if len(value) == 0:
             raise ValueError(f"{name} must hold at least one batch; got none")
@@ -182,27 +191,41 @@ def _fit(
     parameters = [p for s in students for p in s.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=options.lr)
     schedule = cosine(optimizer, options.updates * len(batches))
+    with _training(students, parameters):
+        for done, ids in enumerate(batches, start=1):
+            seen = observe(model, sites, ids)
+            note = _agreement_note(
+                model, sites, students, seen
+            )  # before it is fitted to this batch
+            for _ in range(options.updates):
+                loss = torch.stack(
+                    [
+                        divergence(logits, student.logits(x), gate=site.selection.gate)
+                        for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
+                    ]
+                ).sum()
+                optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(loss)
+                optimizer.step()
+                for student in students:
+                    student.constrain()
+                schedule.step()
+            report("fit", done, len(batches), note)
+
+
+@contextmanager
+def _training(students: Sequence[Router], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Training mode inside the block; afterwards evaluation, and the gradients of before."""
+    before = [parameter.grad for parameter in parameters]
     for student in students:
         student.train()
-    for done, ids in enumerate(batches, start=1):
-        seen = observe(model, sites, ids)
-        note = _agreement_note(model, sites, students, seen)  # before it is fitted to this batch
-        for _ in range(options.updates):
-            loss = torch.stack(
-                [
-                    divergence(logits, student.logits(x), gate=site.selection.gate)
-                    for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
-                ]
-            ).sum()
-            optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            for student in students:
-                student.constrain()
-            schedule.step()
-        report("fit", done, len(batches), note)
-    for student in students:
-        student.eval()
+    try:
+        yield
+    finally:
+        for student in students:
+            student.eval()
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
 
 
 def _place(model: nn.Module, sites: Sequence[Site], routers: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from l2r.training.data.sample_text import packed_rows
+from l2r.training.data.sample_text import spread_rows
 from l2r.training.evaluation.perplexity import token_losses
 
 
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
         if texts and self.tokenizer is None:
             raise ValueError("data that are texts need a tokenizer; pass tokenizer=...")
         if texts:
-            rows = list(packed_rows(self.tokenizer, texts, sys.maxsize, self.length))
+            rows = spread_rows(self.tokenizer, [texts], sys.maxsize, self.length).rows
             if not rows:
                 raise ValueError(
                     f"data must give at least {self.length} tokens to fit on and as many to "

@@ -142,7 +142,7 @@ class TrainingStep:
             extra, parts_of_extra = auxiliary_losses(captured, section, usage=usage)
             loss = task_loss + extra
             if self.bias_balance is not None:
-                self.bias_balance.add(loads)
+                self.bias_balance.add(captured)
         return loss, {"ce": task_loss.detach(), **parts_of_extra}, loads
 
     def _explain_loss(self, step: int, batch: Batch, usage: list[Tensor] | None) -> None:

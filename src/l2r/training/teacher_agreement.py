@@ -20,8 +20,8 @@ def divergence(
 ) -> Float[Tensor, ""]:
     """Mean over tokens of KL(teacher | student) in nats, of the probabilities behind the logits.
 
-    ``sigmoid``: the sum over experts of the divergence of two coins, since each expert has its
-    own probability.
+    Another gate than ``softmax``: the sum over experts of the divergence of two coins, since each
+    expert has a gate of its own.
     """
     if gate == "softmax":
         p, q = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
@@ -49,16 +49,20 @@ def agreement(
 def compare(
     model: Any, sites: Sequence[Site], students: Sequence[Router], batches: Sequence[Tensor]
 ) -> list[tuple[float, float]]:
-    """(agreement, divergence) per layer, what the students would do where the teachers are."""
-    sums = torch.zeros(len(sites), 2, dtype=torch.float64)
+    """(agreement, divergence) per layer, what the students would do where the teachers are.
+
+    Means over all tokens: batches may differ in their number.
+    """
+    sums, tokens = torch.zeros(len(sites), 2, dtype=torch.float64), 0
     for ids in batches:
+        tokens += ids.numel()
         for row, (site, student, (x, logits, indices)) in enumerate(
             zip(sites, students, observe(model, sites, ids), strict=True)
         ):
             both = agreement(model, site, student, x, indices)
             apart = divergence(logits, student.logits(x), gate=site.selection.gate)
-            sums[row] += torch.stack([both.cpu(), apart.double().cpu()])
-    return [(float(a), float(d)) for a, d in sums / len(batches)]
+            sums[row] += ids.numel() * torch.stack([both.cpu(), apart.double().cpu()])
+    return [(float(a), float(d)) for a, d in sums / tokens]
 
 
 def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

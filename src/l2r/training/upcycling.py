@@ -4,7 +4,7 @@ Shape letters: B rows, S tokens per row.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap import Site, new_router, record_swap, select_sites
 from l2r.routers import MixtureRouter, Router, RouterConfig, capture, constrain
+from l2r.routers.observe import evaluating
 from l2r.training.evaluation.perplexity import token_losses
 from l2r.training.fit import FitReport, Report, cosine, fit_sites
 from l2r.training.fit_batches import perplexity
+from l2r.training.fit_conditions import check_gradients
 from l2r.training.fit_options import FitOptions, JointOptions
 
 
@@ -35,18 +37,24 @@ def upcycle(
     """Replace the routers of ``model`` in place by ones fitted to the old ones' decisions.
 
     ``batches`` are token ids to fit and train on, ``held_out`` others to measure on.
-    ``options.updates=0`` leaves the new routers as they are drawn: copying nothing.
-    Raises ValueError for empty batches and as ``swap_routers`` does.
+    ``options.updates=0`` leaves the new routers as they are drawn: copying nothing. Modules are in
+    training mode afterwards where they were before.
+    Raises ValueError for empty batches, where gradients are off, and as ``swap_routers`` does.
     """
     joint = joint or JointOptions()
-    model.eval()
+    if joint.steps:
+        check_gradients()
     sites = select_sites(model, layers)
     students = [_start(model, site, new_router(site, config, selection)) for site in sites]
-    result = fit_sites(model, sites, students, batches, held_out, options or FitOptions(), report)
-    record_swap(model, config, sites, selection=selection)
-    if joint.steps:
-        train_jointly(model, batches, joint, report)
-        result.perplexity["trained"] = perplexity(model, held_out)
+    with ExitStack() as stack:
+        for module in (model, *students):
+            stack.enter_context(evaluating(module))
+        fitting = options or FitOptions()
+        result = fit_sites(model, sites, students, batches, held_out, fitting, report)
+        record_swap(model, config, sites, selection=selection)
+        if joint.steps:
+            train_jointly(model, batches, joint, report)
+            result.perplexity["trained"] = perplexity(model, held_out)
     return result
 
 
@@ -56,9 +64,9 @@ def train_jointly(
     """Train all weights for ``options.steps`` batches, with the paper's auxiliary losses.
 
     Weights of 16 bits are trained as fp32 copies, since most updates are smaller than a step of
-    theirs, and return to their dtype at the end.
+    theirs, and return to their dtype at the end. Modes return, too; no gradient is left.
     """
-    with _wide_weights(model) as autocast:
+    with evaluating(model), _wide_weights(model) as autocast:
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
         schedule = cosine(optimizer, options.steps, warmup=options.steps // 10)
         model.train()
@@ -75,7 +83,6 @@ def train_jointly(
             constrain(model)
             schedule.step()
             report("joint training", step + 1, options.steps)
-    model.eval()
 
 
 @contextmanager

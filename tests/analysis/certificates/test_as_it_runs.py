@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.analysis.certificates import attack
 from l2r.analysis.certificates import certify as certify_module
@@ -16,7 +15,7 @@ from l2r.analysis.certificates.certify import certify, certify_first, holds_with
 from l2r.hf.swap import router_sites
 from l2r.routers.observe import first_choice
 from tests.analysis.diagnostics.routers import inputs, make
-from tests.hf.families import OWN_SIZES, TINY
+from tests.hf.families import tiny_config
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
@@ -32,7 +31,7 @@ HALF = (torch.bfloat16, torch.float16)
 def gate(family, dtype, *, common=0.0, spread=1.0, **sizes):
     """A family's own router, whose rows share a part that no choice depends on."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**{**TINY, **OWN_SIZES[family], **sizes})
+    config = tiny_config(family, **sizes)
     router = router_sites(AutoModelForCausalLM.from_config(config))[0].router
     for parameter in router.requires_grad_(False).parameters():
         parameter.copy_(spread * torch.randn_like(parameter))
@@ -43,7 +42,7 @@ def gate(family, dtype, *, common=0.0, spread=1.0, **sizes):
 
 def tokens(dtype, count=40):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, TINY["hidden_size"], generator=generator).to(dtype)
+    return torch.randn(count, tiny_config("olmoe").hidden_size, generator=generator).to(dtype)
 
 
 def decided(router, x):

@@ -73,6 +73,14 @@ def test_a_gain_is_what_the_loss_rises_by():
     }  # fmt: skip
 
 
+def test_the_loss_is_a_mean_over_tokens_of_batches_of_any_length():
+    model = ours()
+    data = [*batches(1), *batches(1, rows=2, length=4)]
+    with torch.no_grad():
+        every = torch.cat([token_losses(model, batch["input_ids"]).flatten() for batch in data])
+    assert measure_routing_gain(model, data, loss).loss == pytest.approx(every.mean().item())
+
+
 def test_the_gain_is_that_of_the_model_in_evaluation_mode():
     """Dropout would make every loss another draw; what was training goes on training."""
     model, data = ours(), batches()

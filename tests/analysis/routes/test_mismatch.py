@@ -8,14 +8,19 @@ import torch
 from torch.nn.functional import kl_div
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from l2r import record, replay
+from l2r import L2RConfig, record, replay
 from l2r.analysis.certificates.attack import exact
 from l2r.analysis.certificates.certify import certify, holds_within
-from l2r.analysis.routes.mismatch import Comparison, compare_models, compare_routes
+from l2r.analysis.routes.mismatch import Comparison, _divergence, compare_models, compare_routes
 from l2r.analysis.routes.model_reading import Reading
-from l2r.routers.observe import find_routers
+from l2r.hf.swap import running_sites
+from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.swap import replace_routers
+from l2r.routers.observe import find_routers, watched
 from l2r.runs.mismatch import NO_STATEMENT
 from tests.analysis.diagnostics.models import SIZES, batches, ours, stock
+from tests.hf.families import sample_tokens, tiny_model
+from tests.tiers import few
 
 
 def ids(count=3, **options):
@@ -157,6 +162,56 @@ def test_routers_with_other_parameters_get_no_certificate():
     assert (comparison.arrays()["certified"][0] == NO_STATEMENT).all()
 
 
+# A token has no single route where layers run in a loop.
+ROUTED = [name for name in FAMILIES if name != "inkling2_loop_text"]
+SWAPS = ("olmoe", "mixtral", "deepseek_v3", "gpt_oss", "afmoe", "lfm2_moe")
+
+
+@pytest.mark.parametrize("name", few(ROUTED, SWAPS, "every family"))
+def test_what_a_swap_changed_is_what_two_runs_say(name):
+    """Experts, logits and divergences of both sides; a certificate of one router says nothing."""
+    model, tokens = tiny_model(FAMILIES[name]), sample_tokens(3)
+    other = replace_routers(copy.deepcopy(model), L2RConfig(rank=4, heads=2))
+    comparison = compare_models(model, other, [tokens])
+    got = comparison.arrays()
+    chosen, logits = zip(*(read(each, tokens) for each in (model, other)), strict=True)
+    for side, experts in zip(("experts", "other_experts"), chosen, strict=True):
+        assert (np.sort(got[side]) == np.sort(experts)).all()
+    change = log_probs(logits[1], tokens) - log_probs(logits[0], tokens)
+    values = torch.from_numpy(got["own"]).view_as(tokens)[:, :-1]
+    torch.testing.assert_close(values, change, atol=2e-6, rtol=1e-4)
+    wide = [part.double().log_softmax(-1) for part in reversed(logits)]
+    kl = kl_div(*wide, log_target=True, reduction="none").sum(-1).flatten()
+    torch.testing.assert_close(torch.from_numpy(got["kl_own"]).double(), kl, atol=1e-9, rtol=1e-3)
+    assert (got["experts"] != got["other_experts"]).any()
+    assert (got["certified"] == NO_STATEMENT).all()
+    swapped = [each for each in comparison.remarks if "ids of tokens" not in each]  # or left alone
+    assert swapped and all("these are" in each and "L2RRouter" in each for each in swapped)
+
+
+def read(model, tokens):
+    """Experts [L, T, K] and logits, by a hook on the routers of the model."""
+    found = []
+
+    def keep(x, output, path):
+        found.append(output.indices.numpy().reshape(tokens.numel(), -1))
+
+    routers = {site.path: site.router for site in running_sites(model)}
+    with torch.no_grad(), watched(routers, keep):
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    return np.stack(found), logits
+
+
+def test_layers_that_a_swap_left_alone_keep_their_certificates():
+    model = stock()
+    other = replace_routers(copy.deepcopy(model), L2RConfig(rank=4, heads=2), layers=[1])
+    comparison = compare_models(model, other, ids())
+    got = comparison.arrays()
+    assert comparison.remarks[0] == "" and "these are" in comparison.remarks[1]
+    assert (got["certified"][0] == 1).all()  # nothing before it differs
+    assert (got["certified"][1] == NO_STATEMENT).all()
+
+
 def test_a_model_differs_in_nothing_from_itself_in_the_same_arithmetic():
     model = stock()
     got = compare_models(model, copy.deepcopy(model), ids()).arrays()
@@ -215,3 +270,15 @@ def test_models_of_other_tokens_are_refused():
             compare_models(*pair, tokens)
     with pytest.raises(ValueError, match=f"sequence 0 has {vocabulary - 1} to {vocabulary - 1}"):
         compare_models(other, other, tokens)
+
+
+def test_words_without_a_probability_add_nothing_to_a_divergence():
+    """Logits of padded vocabularies are -inf: the divergence is that of the other words."""
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(2, 3, 8, generator=draw) for _ in range(2))
+    words = torch.tensor([True] * 6 + [False] * 2)
+    masked = [logits.masked_fill(~words, -torch.inf) for logits in (one, other)]
+    wide = [logits[..., words].double().log_softmax(-1) for logits in (other, one)]
+    expected = kl_div(*wide, log_target=True, reduction="none").sum(-1).flatten()
+    torch.testing.assert_close(_divergence(*masked).double(), expected, atol=1e-7, rtol=1e-6)
+    assert _divergence(one, masked[1]).isposinf().all()

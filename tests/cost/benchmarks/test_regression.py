@@ -101,11 +101,11 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
         (tmp_path / path).write_text(json.dumps(changed))
     # Of three turns, and with Holm's over all contenders.
     monkeypatch.setattr(regression, "REGRESSION_ALPHA", 0.5)
-    ended = l2r(*asked, "--compare", tmp_path / "fast.json")
+    ended = l2r(*asked, "--against", tmp_path / "fast.json")
     assert ended.code == 1 and "slower: " in ended.out, ended
-    ended = l2r(*asked, "--compare", tmp_path / "slow.json")
+    ended = l2r(*asked, "--against", tmp_path / "slow.json")
     assert ended.code == 0 and "0 of " in ended.out and "too few turns" not in ended.err, ended
     monkeypatch.undo()
-    assert "too few turns to detect" in l2r(*asked, "--compare", tmp_path / "one_turn.json").err
-    line = l2r(*asked, "--compare", tmp_path / "none.json").refusal()
+    assert "too few turns to detect" in l2r(*asked, "--against", tmp_path / "one_turn.json").err
+    line = l2r(*asked, "--against", tmp_path / "none.json").refusal()
     assert "--compare must be a file or a folder that exists" in line

@@ -18,6 +18,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models import auto
 
 import l2r
@@ -34,7 +35,7 @@ from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.tiers import few
 
 # Models around a supported decoder, which a swap gives a type of ours too.
-COMPOSITE = ("llava", "qwen3_5_moe", "qwen3_vl_moe", "ernie4_5_vl_moe")
+COMPOSITE = ("llava", "qwen3_5_moe")
 SWAPPED = [(name, type_name(name)) for name in (*FAMILIES, *COMPOSITE) if name in CONFIG_MAPPING]
 OWN = [("olmoe", "l2r_olmoe"), ("vit", "l2r_vit")]
 FAST = [("mixtral", "l2r_mixtral"), ("phimoe", "l2r_phimoe"), ("llava", "l2r_llava"), *OWN]
@@ -109,6 +110,20 @@ def classes_of(stock, ours):
     for auto_class, kind in class_registry.auto_models(made):
         pairs[theirs[auto_class]] = kind.__name__
     return pairs
+
+
+def test_a_norm_inside_a_router_keeps_its_name_in_a_checkpoint():
+    """DeepSeek-V4 renames each ``.norm.``, Ernie 4.5 VL each ``norm.``; for stock models still."""
+    renamed = {}
+    for stock, ours in SWAPPED:
+        CONFIG_MAPPING[ours]
+        for name in (stock, ours):
+            for transform in get_checkpoint_conversion_mapping(name) or ():
+                for router in ("gate", "router"):
+                    key = f"0.{router}.norm.weight"
+                    if not transform.rename_source_key(key)[0].endswith(key[2:]):
+                        renamed.setdefault(name, transform.source_patterns)
+    assert set(renamed) == {"deepseek_v4", "ernie4_5_vl_moe"}
 
 
 @pytest.mark.parametrize(("stock", "ours"), few([*OWN, *SWAPPED], FAST, "every family"))

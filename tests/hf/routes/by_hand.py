@@ -2,14 +2,18 @@
 
 import torch
 
-SOFTMAX = ("olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "qwen3_next", "mellum", "jamba")
+SOFTMAX = (
+    "olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "qwen3_next", "mellum", "jamba",
+    "lara_mini", "qwen4_exp_text", "qwen3_omni_moe_thinker",
+)  # fmt: skip
 AMONG_CHOSEN = (
     "mixtral", "minimax", "qwen3_5_moe_text", "hunyuan_v1_moe", "gpt_oss", "granitemoe",
-    "granitemoeshared", "granitemoehybrid",
+    "granitemoeshared", "granitemoehybrid", "qwen3_vl_moe", "aria_text", "granitemoe_swa",
 )  # fmt: skip
 DEEPSEEK_V3 = (
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open",
-    "exaone_moe", "nemotron_h",
+    "exaone_moe", "nemotron_h", "glm_moe_dsa", "glm5_next", "glm4v_moe", "kimi_linear", "hy_v4",
+    "hy_v4_vl", "axk1", "axk2", "bailing_hybrid", "dots3_note_text", "mimo_v2_flash",
 )  # fmt: skip
 
 
@@ -63,6 +67,29 @@ def lfm2(router, logits, indices):
     return sigmoid(logits, indices, added=1e-6, **rule)
 
 
+def mistral(router, logits, indices):
+    """The flag is Mistral 4's alone; Mistral Large 4 always normalizes."""
+    chosen = taken(torch.softmax(logits, dim=-1), indices)
+    divided = chosen / total(chosen) if getattr(router, "norm_topk_prob", True) else chosen
+    return divided * router.routed_scaling_factor
+
+
+def deepseek_v4(router, logits, indices):
+    if type(router.score_fn).__name__ == "Sigmoid":
+        return sigmoid(logits, indices, added=1e-20, scale=router.routed_scaling_factor)
+    roots = torch.log1p(torch.exp(taken(logits, indices))).sqrt()
+    return roots / total(roots) * router.routed_scaling_factor
+
+
+def muse_spark(router, logits, indices):
+    added, scale = router.norm_topk_prob_eps, router.routed_scaling_factor
+    return sigmoid(logits, indices, added=added, scale=scale)
+
+
+def by_flag(router, logits, indices):
+    return sigmoid(logits, indices, normalized=router.norm_topk_prob)
+
+
 def sparse_mixture(router, logits, indices):
     """Softmax of an expert among those within reach of the best, itself among them; twice."""
     reach, rows = 2 * router.router_jitter_noise, []
@@ -95,6 +122,15 @@ RULES = {
         *given, added=1e-20, scale=router.router_scaling_factor
     ),
     "phimoe": sparse_mixture,
+    **dict.fromkeys(("mistral4", "mistral_large4"), mistral),
+    **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling2_loop_text"), deepseek_v4),
+    **dict.fromkeys(("beam", "flint", "kolibri1"), by_flag),
+    **dict.fromkeys(("minimax_m3_vl_text", "step3p7"), lambda router, *given: sigmoid(*given)),
+    "ernie4_5_vl_moe": ernie,
+    **dict.fromkeys(("unlimited_ocr", "deepseek_ocr2"), deepseek_v2),
+    "muse_spark": muse_spark,
+    "longcat_flash": deepseek_v2,
+    "openai_privacy_filter": lambda router, *given: among_chosen(router, *given) / router.top_k,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from l2r.hf.routes import (
+    Fingerprint,
     from_megatron,
     from_sglang,
     from_vllm,
@@ -61,6 +62,39 @@ def test_a_skipped_prompt_has_no_route():
     assert from_vllm(to_vllm(routes), fingerprint(), prompt_start=[0, 3]) == routes
 
 
+def sglang_answer(array, **counts):
+    text = base64.b64encode(array.astype("<i4").tobytes()).decode()
+    return {"text": "", "meta_info": {**counts, "routed_experts": text}}
+
+
+def test_an_answer_of_sglang_must_have_the_routes_that_its_token_counts_say():
+    counts = {"prompt_tokens": 8, "completion_tokens": 12}
+    whole = sglang_answer(answered(20), **counts)
+    assert from_sglang([whole], fingerprint()).lengths.tolist() == [20]
+    part = sglang_answer(answered(20)[5:], **counts)
+    routes = from_sglang([part, whole], fingerprint(), start_len=[5, 0])
+    assert routes.lengths.tolist() == [20, 20] and routes.positions[0] == 5
+    line = "sequence 0 has 20 tokens, and 19 routes from token 5 on"
+    with pytest.raises(ValueError, match=f"{line}, where 14 are due; .* ignored start_len"):
+        from_sglang([whole], fingerprint(), start_len=5)
+    with pytest.raises(ValueError, match="sequence 1 has 20 tokens, and 14 routes from token 0 on"):
+        from_sglang([whole, part], fingerprint())
+
+
+def test_zeros_of_a_server_are_no_routes_of_one_expert_per_token():
+    one = Fingerprint(num_experts=2, top_k=1, layers=(1, 3), hidden_layers=4)
+    line = "the server recorded nothing for sequence 1: expert 0 in every layer of all its 8 tokens"
+    drawn_routes = np.zeros((8, 4, 1), np.uint8)
+    drawn_routes[3, 1] = 1
+    short = np.zeros((3, 4, 1), np.uint8)  # by chance, once in 64 times
+    assert from_vllm([drawn_routes, short], one).lengths.tolist() == [9, 4]
+    for read in (from_vllm, from_sglang):
+        arrays = [drawn_routes, np.zeros((8, 4, 1), np.uint8)]
+        values = arrays if read is from_vllm else [sglang_answer(array) for array in arrays]
+        with pytest.raises(ValueError, match=line):
+            read(values, one)
+
+
 def test_a_route_of_the_last_token_is_not_written():
     whole = drawn((4,))
     assert to_vllm(whole) == to_vllm(whole.truncated(3).extended())
@@ -75,7 +109,8 @@ def test_a_route_of_the_last_token_is_not_written():
         (b"", "of vLLM must be base64 of a .npy file"),
         (np.zeros((3, 2, 2), np.uint8), r"must be \[tokens, 4, 2\], all hidden layers counted"),
         (np.zeros((3, 4), np.uint8), r"counted; got \[3, 4\]"),
-        (np.zeros((3, 4, 2), np.uint8), "must choose different experts"),
+        (np.ones((3, 4, 2), np.uint8), "must choose different experts"),
+        (np.zeros((3, 4, 2), np.uint8), "recorded nothing for token 0 of sequence 0, and for 3 of"),
         (npy(np.array([{}]))[:-20], "of vLLM must be base64 of a .npy file"),
     ],
 )
@@ -165,6 +200,26 @@ def test_padding_for_megatron_is_spread_over_the_experts():
         load = torch.bincount(padding.flatten(), minlength=8)
         assert load.max() - load.min() <= 2
         assert (padding[:, 0] != padding[:, 1]).all()
+
+
+@pytest.mark.parametrize("experts", [8, 7])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_for_megatron_is_spread_wherever_it_lies(side, experts):
+    """Rows of a batch alternate there: the padding of one short sequence in four is every fourth
+    place, which met the same two of eight experts by its number."""
+    routes = drawn((21, 20, 21, 1), fingerprint(experts))
+    padding = ~routes.padded(side)[1].transpose(0, 1).flatten()
+    for layer in to_megatron(routes, side=side):
+        load = torch.bincount(layer[padding].flatten(), minlength=experts)
+        assert load.max() - load.min() <= 1
+        assert (layer[:, 0] != layer[:, 1]).all()
+
+
+def test_a_last_token_without_a_route_is_spread_too():
+    counts = (4,) * 8
+    routes = drawn(counts, lengths=tuple(n + 1 for n in counts))
+    for layer in to_megatron(routes):
+        assert torch.bincount(layer[-8:].flatten(), minlength=8).tolist() == [2] * 8
 
 
 def test_other_recorded_data_of_megatron_is_refused():

@@ -224,6 +224,19 @@ def test_fingerprints_differ_by_name(field):
         fingerprint().check(fingerprint(**field))
 
 
+@pytest.mark.parametrize(
+    ("stock", "swapped"),
+    [("mixtral", "l2r_mixtral"), ("olmoe", "l2r_swapped_olmoe"), ("l2r_olmoe", "l2r_l2r_olmoe")],
+)
+def test_a_swapped_model_is_of_the_type_of_its_stock_model(stock, swapped):
+    one, other = (fingerprint(model_type=name) for name in (stock, swapped))
+    one.check(other)
+    other.check(one)
+    for name in ("l2r_qwen3_moe", "olmoe" if stock == "l2r_olmoe" else "l2r_olmoe"):
+        with pytest.raises(ValueError, match=f"same model_type; got {swapped} in the routes"):
+            other.check(fingerprint(model_type=name))
+
+
 def test_what_nobody_said_fits_everything():
     fingerprint(tokenizer="a", model_type=None).check(fingerprint(tokenizer=None))
     with pytest.raises(ValueError, match="same tokenizer; got a in the routes and b in the model"):

@@ -1,5 +1,7 @@
 """Weights of recorded experts come from the live logits by the family's rule, with its gradient."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,11 @@ from l2r import LinearConfig, record, replay
 from l2r.hf.routes import Fingerprint
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import new_router, old_weight, router_sites
-from tests.hf.families import TINY, tiny_model
+from tests.hf.families import matrix_of_logits, tiny_model
+from tests.hf.family_sizes import TINY
 from tests.hf.routes.by_hand import weights_by_hand
 from tests.hf.routes.made import drawn
-from tests.hf.swap.test_selections import passed_to, settings_of
+from tests.hf.swap.test_selections import draw_settings, passed_to
 from tests.tiers import few_families
 
 TOKENS = 24
@@ -40,14 +43,15 @@ def test_gradients_of_the_router_equal_a_reference_that_gathers_by_hand(name, sw
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, TINY["hidden_size"], generator=draw) / 4
     shares = torch.randn(TOKENS, site.sizes["top_k"], generator=draw)
-    for changed in settings_of(site.router):
-        for key, value in changed.items():
-            setattr(site.router, key, value)
+    chance = random.Random(0)
+    for again in range(5):
+        if again:
+            draw_settings(site.router, chance)
         router = site.router
         if swapped:
             router = new_router(site, LinearConfig())
             with torch.no_grad():
-                router.weight.copy_(old_weight(site))
+                router.weight.copy_(matrix_of_logits(site))
         weight = router.weight if swapped else old_weight(site)
         routes = drawn_routes(router)
         with replay(router, routes):
@@ -58,7 +62,9 @@ def test_gradients_of_the_router_equal_a_reference_that_gathers_by_hand(name, sw
         (weights * shares).sum().backward()
 
         exact = weight.detach().double().requires_grad_()
-        reference = weights_by_hand(name, site.router, x.double() @ exact.T, indices)
+        factor = 1 if swapped else getattr(site.router, "output_multiplier", 1)  # Muse Spark's
+        logits = factor * (x.double() @ exact.T)
+        reference = weights_by_hand(name, site.router, logits, indices)
         (reference * shares.double()).sum().backward()
         torch.testing.assert_close(
             weights.double(), reference, rtol=0, atol=bound(reference, TINY["hidden_size"])
@@ -74,9 +80,10 @@ def test_weighing_its_own_choice_gives_a_family_its_own_weights(name):
     model = tiny_model(FAMILIES[name])
     site = router_sites(model)[0]
     hidden, *more = passed_to(model, site.path)
-    for changed in settings_of(site.router):
-        for key, value in changed.items():
-            setattr(site.router, key, value)
+    chance = random.Random(0)
+    for again in range(13):
+        if again:
+            draw_settings(site.router, chance)
         logits, weights, indices = site.router(hidden, *more)
         weighed = site.selection.weigh(site.router, logits, indices)
         torch.testing.assert_close(weighed, weights, rtol=1e-5, atol=0)

@@ -15,7 +15,9 @@ from transformers import (
 
 import l2r
 from l2r.hf.models.opening import NeedsPackage
-from l2r.hf.swap import swap_routers
+from l2r.hf.swap import router_sites, swap_routers
+from l2r.routers.observe import find_routers, other_routers
+from tests.hf.omni import omni
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -96,3 +98,19 @@ def test_a_configuration_without_a_field_for_the_note_is_saved_and_read_too(tmp_
     Bare().save_pretrained(tmp_path)
     assert "l2r-moe" in (tmp_path / "config.json").read_text()
     assert not Bare.from_pretrained(tmp_path).auto_map
+
+
+@torch.no_grad()
+def test_an_omni_folder_opens_as_its_thinker_and_its_talker_stands_apart(tmp_path):
+    whole = omni()
+    whole.save_pretrained(tmp_path)
+    opened = l2r.load_pretrained(tmp_path)
+    assert type(opened) is type(whole.thinker)
+    ids = torch.randint(3, 60, (2, 6))
+    opened.load_state_dict(whole.thinker.state_dict())  # all names are there; copies, not mapped
+    assert torch.equal(opened(input_ids=ids).logits, whole.thinker(input_ids=ids).logits)
+    found = {f"thinker.{name}" for name in find_routers(opened)}
+    assert found == set(find_routers(whole)) == {s.path for s in router_sites(whole)}
+    assert [name.partition(".")[0] for name in other_routers(whole)] == ["talker", "talker"]
+    with pytest.warns(UserWarning, match="save_pretrained refuses .* talker_config"):
+        swap_routers(l2r.load_pretrained(tmp_path))

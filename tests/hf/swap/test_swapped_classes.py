@@ -1,5 +1,6 @@
 """A swapped checkpoint opens with its routers in every loader, or not at all."""
 
+import copy
 import json
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -85,6 +87,40 @@ def test_stock_classes_refuse_folders_of_our_own_models_too(tmp_path):
         ViTForImageClassification.from_pretrained(tmp_path / "vit")
     config = L2rViTConfig.from_pretrained(tmp_path / "vit")
     assert config.initializer_range == L2rViTConfig().initializer_range
+
+
+@pytest.mark.parametrize("kind", ["swapped", "in one layer", "own"])
+def test_a_configuration_object_of_other_routers_is_refused(kind, tmp_path):
+    """transformers does not read config.json then: stock routers would be drawn in silence."""
+    stock = copy.deepcopy(tiny_model(FAMILIES["olmoe"]).config)
+    model = (
+        own() if kind == "own" else swapped("olmoe", layers=[1] if kind == "in one layer" else None)
+    )
+    model.save_pretrained(tmp_path)
+    for auto in (AutoModelForCausalLM, OlmoeForCausalLM):
+        with pytest.raises(ValueError, match="leave config out, or take AutoConfig"):
+            auto.from_pretrained(tmp_path, config=stock)
+    with pytest.raises(ValueError, match=r"config of a swapped|leave config out"):
+        l2r.load_pretrained(tmp_path, config=stock)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.attention_dropout = 0.25
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, config=theirs)
+    assert opened.config.attention_dropout == 0.25
+    assert torch.equal(logits(opened), logits(model))
+    if kind == "in one layer":
+        theirs.l2r_swap[0]["layers"], theirs.name_or_path = [0], ""
+        with pytest.raises(ValueError, match="does not build"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, config=theirs)
+
+
+def test_a_configuration_object_for_a_stock_folder_is_taken_as_it_is(tmp_path):
+    model = tiny_model(FAMILIES["olmoe"])
+    model.save_pretrained(tmp_path)
+    config = copy.deepcopy(model.config)
+    for _ in range(2):
+        opened = OlmoeForCausalLM.from_pretrained(tmp_path, config=config)
+        assert torch.equal(logits(opened), logits(model))
+        (tmp_path / "config.json").unlink(missing_ok=True)
 
 
 def test_other_heads_open_the_same_routers(tmp_path):

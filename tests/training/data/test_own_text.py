@@ -216,7 +216,7 @@ def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
     folder.mkdir()
     for word in ("ebony", "ivory", "zinnia", "quartz", "umbra", "yonder"):
         (folder / f"{word}.txt").write_text(f"{word} " * 40)
-    made = l2r("data", "tokenizer", folder, "--out", out, "--vocab-size", 400)
+    made = l2r("data", "tokenizer", "--data", folder, "--out", out, "--vocab-size", 400)
     tokenizer, identity = load_tokenizer(out)
     size = identity.vocab_size
     assert (made.code, made.out) == (
@@ -227,9 +227,9 @@ def test_a_tokenizer_of_ones_own_is_made_of_training_text(l2r, tmp_path):
     train, held = split_files(text_documents(folder), 4_000_000)
     words = [{text.split()[0] for _, text in part} for part in (train, held)]
     assert words[0] <= tokens and not words[1] & tokens
-    again = l2r("data", "tokenizer", folder, "--out", out)
+    again = l2r("data", "tokenizer", "--data", folder, "--out", out)
     assert again.refusal() == f"error: --out must be a new folder; got {out}"
-    small = l2r("data", "tokenizer", folder, "--out", tmp_path / "b", "--vocab-size", 299)
+    small = l2r("data", "tokenizer", "--data", folder, "--out", tmp_path / "b", "--vocab-size", 299)
     assert small.refusal() == "error: --vocab-size must be >= 300; got 299"
     assert not (tmp_path / "b").exists()
 

@@ -57,7 +57,7 @@ def family_of(router: nn.Module) -> Any:
     if isinstance(router, Router):
         return None
     try:
-        from l2r.hf.swap import FAMILY_OF_ROUTER
+        from l2r.hf.swap import family_of as family
     except ImportError:  # without transformers there is none
         return None
-    return FAMILY_OF_ROUTER.get(type(router).__name__)
+    return family(router)

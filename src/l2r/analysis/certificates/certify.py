@@ -13,7 +13,6 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token, R
 """
 
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from l2r.analysis.certificates.local_bounds import LocalBounds
 from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 from l2r.routers import Router
-from l2r.routers.observe import evaluating, first_choice
+from l2r.routers.observe import evaluating, first_choice, more_inputs
 from l2r.routers.selection_rule import Selection
 
 PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
@@ -139,7 +138,13 @@ def _check_rule(router: nn.Module) -> None:
     what, family = "", family_of(router)
     if isinstance(router, Router) or family is not None:
         rule = router.selection if isinstance(router, Router) else family.selection(router)
-        if type(rule).__call__ is not Selection.__call__:
+        if rule.by_token:
+            raise ValueError(
+                f"{type(router).__name__} chooses by the ids of tokens; no certificate is known"
+            )
+        if needed := [] if rule.block_bias else more_inputs(router):
+            what = f"{', '.join(needed)} of its block"
+        elif type(rule).__call__ is not Selection.__call__:
             what = f"the rule of {type(rule).__name__}"
         elif rule.kept_groups < rule.groups:
             what = "groups of experts"
@@ -148,9 +153,7 @@ def _check_rule(router: nn.Module) -> None:
         elif rule.block_bias:
             what = "a bias of its block"
     else:
-        _, *others = inspect.signature(router.forward).parameters.values()
-        kinds = [p for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
-        needed = [p.name for p in kinds if p.default is p.empty]
+        needed = more_inputs(router)
         what = f"{', '.join(needed)} of its block" if needed else ""
     if what:
         raise ValueError(

@@ -4,6 +4,7 @@ Training and serving differ in their arithmetic; routers that are close to a tie
 experts. Routers themselves keep their precision, as ours do in a bf16 load (hf/models/olmoe.py).
 """
 
+import re
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import NamedTuple
@@ -29,15 +30,20 @@ def bf16_copy(model: nn.Module) -> nn.Module:
     """Copy of a model with the floats that it saves in bf16, but for those of its routers.
 
     Buffers that no checkpoint holds, such as the frequencies of rotary positions, keep their
-    dtype, as in a bf16 load. Selection biases belong to the routers, also where a block has them.
+    dtype, as in a bf16 load, and so does what the model keeps in float32. Selection biases belong
+    to the routers, also where a block has them.
     Raises ValueError for a model without routers.
     """
     copy = deepcopy(model)
     kept: set[Tensor] = set()
     for path, router in find_routers(copy).items():
         kept |= {*router.parameters(), *router.buffers(), *block_bias(copy, path)}
-    for tensor in copy.state_dict(keep_vars=True).values():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in kept:
+    in_float32 = getattr(copy, "_keep_in_fp32_modules_strict", None) or ()  # transformers'
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in in_float32) or "(?!)")
+    for name, tensor in copy.state_dict(keep_vars=True).items():
+        if pattern.search(name) or not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_floating_point() and tensor not in kept:
             tensor.data = tensor.data.bfloat16()
     return copy
 

@@ -3,7 +3,7 @@ the anchors that the score explorer starts with.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,16 @@ def drawn_anchors(seed: int, *, experts: int = 16, heads: int = 16) -> dict[str,
     }
 
 
-def anchors_of(model: nn.Module, layer: int | None = None) -> list[dict[str, Any]]:
-    """Anchors [N, H, 2] and settings of one layer's router, or of all that decide in a plane.
+def anchors_of(model: nn.Module, layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Anchors [N, H, 2] and settings of the layers' routers, or of all that decide in a plane.
 
     Raises ValueError for a layer that is not there, and where no router has anchors of rank 2.
     """
     routers = list(find_routers(model).items())
-    if layer is not None and not 0 <= layer < len(routers):
-        raise ValueError(f"layer must be between 0 and {len(routers) - 1}; got {layer}")
-    chosen = range(len(routers)) if layer is None else [layer]
+    for layer in layers or ():
+        if not 0 <= layer < len(routers):
+            raise ValueError(f"layers must be between 0 and {len(routers) - 1}; got {layer}")
+    chosen = range(len(routers)) if layers is None else layers
     sets = []
     for number in chosen:
         name, router = routers[number]

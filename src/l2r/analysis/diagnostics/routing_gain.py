@@ -47,26 +47,33 @@ def measure_routing_gain(
 ) -> RoutingGain:
     """Routing gain of all layers at once; ``loss`` gives the mean loss of a batch.
 
-    Batches count by their first dimension. Experts are drawn on the CPU from ``seed``, the same on
-    every device; the model is in evaluation mode meanwhile. Raises ValueError for a model without
-    routers, for routers that return something else, and for no batches.
+    Batches count by the next tokens that they predict, those of images by their number. Experts are
+    drawn on the CPU from ``seed``, the same on every device; the model is in evaluation mode
+    meanwhile. Raises ValueError for a model without routers, for routers that return something
+    else, and for no batches.
     """
     generator = torch.Generator().manual_seed(seed)
     routers = find_routers(model).values()
-    sums, rows = [0.0, 0.0, 0.0], 0
+    sums, total = [0.0, 0.0, 0.0], 0
     with evaluating(model):
         for batch in batches:
-            count = len(next(iter(batch.values())))
-            rows += count
+            count = _predictions(batch)
+            total += count
             sums[0] += count * float(loss(model, batch))
             for i, instead in enumerate(("random", "shuffled"), start=1):
                 hook = _replacing(instead, generator)
                 with hooked(dict.fromkeys(routers, hook)):
                     sums[i] += count * float(loss(model, batch))
-    if not rows:
+    if not total:
         raise ValueError("a routing gain needs at least 1 batch; got 0")
-    own, random, shuffled = (total / rows for total in sums)
+    own, random, shuffled = (each / total for each in sums)
     return RoutingGain(own, random - own, shuffled - own)
+
+
+def _predictions(batch: Batch) -> int:
+    """Next tokens that a batch of text predicts, or its images."""
+    ids = batch.get("input_ids")
+    return len(next(iter(batch.values()))) if ids is None else ids[:, 1:].numel()
 
 
 def batch_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -47,10 +47,12 @@ class TextTrace(Reducer):
         self._domain: list[int] = []
         self._shown: list[int] = []
         self._columns = 0
+        self._called: set[str] = set()
 
     def begin(self, reading: Reading) -> None:
         """Choose the tokens of the batch that are kept one by one, and note its text."""
         assert reading.domain is not None
+        self._called.clear()
         ids, domain = reading.inputs["input_ids"].cpu(), reading.domain.tolist()
         share = self._tokens // len(self._domains)
         self._columns = min(ids.shape[1], share)
@@ -66,7 +68,13 @@ class TextTrace(Reducer):
             layer.expect(ids.flatten(), keep.flatten(), start * ids.shape[1])
 
     def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
-        """Count and keep the tokens of one call."""
+        """Count and keep the tokens of one call. Raises ValueError for a second one in a batch."""
+        if where in self._called:
+            raise ValueError(
+                f"the router {where} was called twice in a call: its layers run in a loop, and a "
+                "token has no single route; use --data with --text-tokens 0"
+            )
+        self._called.add(where)
         self._layers[where].add(x, output)
 
     def result(

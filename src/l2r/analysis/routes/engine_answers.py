@@ -1,6 +1,7 @@
-"""Answers of a server that say which experts their tokens took (vLLM's completions)."""
+"""Answers of a server that say which experts their tokens took: vLLM's and SGLang's."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,16 +9,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from l2r.hf.routes import Fingerprint, Routes, from_vllm
+from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
+
+_MEASURED = ("logprob", "expert")  # parts of the names of fields that hold measurements
+_READ = {"logprobs", "routed_experts", "input_token_logprobs", "output_token_logprobs"}
 
 
 class Answers(NamedTuple):
     """rows: prompt and generated tokens of each choice. log_probs: of each row's next token, NaN
-    where the server gave none."""
+    where the server gave none. unread: names of fields with further experts or log-probabilities.
+    """
 
     rows: list[Int[Tensor, " S"]]
     routes: Routes
     log_probs: list[Float[Tensor, " S"]]
+    unread: tuple[str, ...] = ()
+
+
+class _Choice(NamedTuple):
+    """prompt and generated tokens, log-probabilities of the latter, or none, and routes."""
+
+    prompt: list[int]
+    tokens: list[int]
+    given: list[float | None]
+    routes: Routes
 
 
 def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) -> Answers:
@@ -25,46 +40,103 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
 
     Each choice has ``prompt_token_ids`` (or its object has), ``token_ids`` and ``routed_experts``
     as vLLM answers with ``return_token_ids`` and ``--enable-return-routed-experts``, and may have
-    ``logprobs.token_logprobs``. Raises ValueError for anything else, with the place.
+    ``logprobs``, those of a completion or of a chat. An object with ``meta_info`` is of SGLang's
+    ``/generate``, asked with ``return_routed_experts``, ``return_logprob`` and
+    ``logprob_start_len=0``. Raises ValueError for anything else, with the place.
     """
-    rows, texts, log_probs = [], [], []
+    rows, routes, log_probs, unread = [], [], [], set[str]()
     for number, answer in enumerate(_objects(path)):
-        for choice in answer.get("choices") or [{}]:
-            where = f"{path}, answer {number}"
-            if not isinstance(choice, dict):
-                raise ValueError(f"{where}: a choice must be an object; got {choice!r}")
-            prompt: Any = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-            tokens: Any = choice.get("token_ids")
-            experts = choice.get("routed_experts")
-            if not _are_ids(prompt) or not _are_ids(tokens) or not isinstance(experts, str):
-                raise ValueError(
-                    f"{where}: a choice must have prompt_token_ids, token_ids (ask with "
-                    "return_token_ids) and routed_experts (serve with "
-                    f"--enable-return-routed-experts); got {', '.join(choice) or 'nothing'}"
-                )
-            row = torch.tensor([*prompt, *tokens])
-            given = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            if any(not isinstance(value, int | float | None) for value in given):
-                raise ValueError(f"{where}: token_logprobs must be numbers or null; got {given}")
-            if given and len(given) != len(tokens):
-                raise ValueError(
-                    f"{where}: token_logprobs must be one per generated token, {len(tokens)}; "
-                    f"got {len(given)}"
-                )
-            values = torch.full((len(row),), torch.nan)
-            for place, value in enumerate(given, start=len(prompt) - 1):
-                values[place] = torch.nan if value is None else value
-            rows.append(row)
-            texts.append(experts)
-            log_probs.append(values)
+        try:
+            read = _sglang if "meta_info" in answer else _vllm
+            for choice in read(answer, fingerprint, prompt_start):
+                row = torch.tensor([*choice.prompt, *choice.tokens])
+                if choice.routes.lengths.tolist() != [len(row)]:
+                    raise ValueError(
+                        f"routes must be of all tokens but the last: {len(row) - 1} are due; got "
+                        f"{choice.routes.counts[0]} from token {prompt_start} on"
+                    )
+                log_probs.append(_next_log_probs(choice, len(row)))
+                rows.append(row)
+                routes.append(choice.routes)
+            unread |= _unread(answer)
+        except ValueError as error:
+            raise ValueError(f"{path}, answer {number}: {error}") from error
     if not rows:
         raise ValueError(f"{path} must hold at least one answer; got none")
-    return Answers(rows, from_vllm(texts, fingerprint, prompt_start=prompt_start), log_probs)
+    return Answers(rows, Routes.concatenate(routes), log_probs, tuple(sorted(unread)))
+
+
+def _vllm(answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int) -> Iterator[_Choice]:
+    for choice in answer.get("choices") or [{}]:
+        if not isinstance(choice, dict):
+            raise ValueError(f"a choice must be an object; got {choice!r}")
+        prompt: Any = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        tokens: Any = choice.get("token_ids")
+        experts = choice.get("routed_experts")
+        if not _are_ids(prompt) or not _are_ids(tokens) or not isinstance(experts, str):
+            raise ValueError(
+                "a choice must have prompt_token_ids, token_ids (ask with return_token_ids) and "
+                "routed_experts (serve with --enable-return-routed-experts); got "
+                f"{', '.join(choice) or 'nothing'}"
+            )
+        logs = choice.get("logprobs") or {}
+        given = logs.get("token_logprobs") or []
+        if logs.get("content"):  # of a chat
+            given = [_field(token, "logprob") for token in logs["content"]]
+        routes = from_vllm([experts], fingerprint, prompt_start=prompt_start)
+        yield _Choice(prompt, tokens, given, routes)
+
+
+def _sglang(
+    answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int
+) -> Iterator[_Choice]:
+    meta: Any = answer["meta_info"]
+    tokens: Any = answer.get("output_ids")
+    before = _field(meta, "input_token_logprobs") or []
+    after = _field(meta, "output_token_logprobs") or []
+    prompt: Any = [_item(entry, 1) for entry in before]
+    whole = _field(meta, "prompt_tokens") in (None, len(prompt))
+    if not whole or not _are_ids(prompt) or not _are_ids(tokens) or "routed_experts" not in meta:
+        raise ValueError(
+            "an answer of SGLang must have output_ids, and in meta_info routed_experts "
+            "(return_routed_experts, --enable-return-routed-experts) and input_token_logprobs of "
+            "the whole prompt, which hold its token ids (return_logprob, logprob_start_len=0); "
+            f"got {', '.join([*answer, *(meta if isinstance(meta, dict) else ())])}"
+        )
+    routes = from_sglang([answer], fingerprint, start_len=prompt_start)
+    yield _Choice(prompt, tokens, [_item(entry, 0) for entry in after], routes)
+
+
+def _next_log_probs(choice: _Choice, length: int) -> Float[Tensor, " S"]:
+    given, tokens = choice.given, choice.tokens
+    if any(not isinstance(value, int | float | None) for value in given):
+        raise ValueError(f"log-probabilities must be numbers or null; got {given!s:.80}")
+    if given and len(given) != len(tokens):
+        raise ValueError(
+            f"log-probabilities must be one per generated token, {len(tokens)}; got {len(given)}"
+        )
+    values = torch.full((length,), torch.nan)
+    for place, value in enumerate(given, start=len(choice.prompt) - 1):
+        values[place] = torch.nan if value is None else value
+    return values
+
+
+def _unread(answer: dict[str, Any]) -> set[str]:
+    """Names of fields of an answer and its choices that hold measurements nobody reads."""
+    parts: Sequence[Any] = (answer, *(answer.get("choices") or ()), answer.get("meta_info"))
+    found = {
+        name
+        for part in parts
+        for name, value in (part.items() if isinstance(part, dict) else ())
+        if value and any(word in name for word in _MEASURED)
+    }
+    return found - _READ
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
+    # Other ends of lines, U+2028 among them, may stand in a string of JSON.
     text = path.read_text(encoding="utf-8").strip()
-    lines = [text] if text.startswith("[") else text.splitlines()
+    lines = [text] if text.startswith("[") else text.split("\n")
     try:
         values = [json.loads(line) for line in lines if line.strip()]
     except json.JSONDecodeError as error:
@@ -73,6 +145,14 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     if not all(isinstance(value, dict) for value in flat):
         raise ValueError(f"{path} must hold JSON objects, one for each answer")
     return flat
+
+
+def _field(part: Any, name: str) -> Any:
+    return part.get(name) if isinstance(part, dict) else None
+
+
+def _item(entry: Any, place: int) -> Any:
+    return entry[place] if isinstance(entry, list) and len(entry) > place else None
 
 
 def _are_ids(value: Any) -> bool:

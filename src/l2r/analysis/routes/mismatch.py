@@ -24,6 +24,7 @@ from l2r.runs.mismatch import NO_STATEMENT
 class Comparison:
     """Compare a model with another, or with recorded routes, token by token; see ``arrays``.
 
+    A swapped model is of the type of its stock model, so that the two can be compared.
     Raises ValueError where the two do not have the same layers, experts, k, model type and number
     of token embeddings, and for token ids that the model does not have.
     """
@@ -42,11 +43,11 @@ class Comparison:
                     f"other {_vocabulary(other):,}"
                 )
             pairs = zip(self._routers, running_sites(other), strict=True)
-            self._alike = [_equal(router, site.router) for router, site in pairs]
-        remark = "the two routers have other parameters"
-        if other is None:
-            remark = "the other side's inputs of the router are not known"
-        self.remarks = ["" if alike else remark for alike in self._alike]
+            self.remarks = [_difference(router, site.router) for router, site in pairs]
+            self._alike = [not remark for remark in self.remarks]
+        else:
+            unknown = "the other side's inputs of the router are not known"
+            self.remarks = [unknown] * len(self._routers)
         self.lengths: list[int] = []  # of the sequences read
         self._parts: dict[str, list[np.ndarray]] = {}
 
@@ -211,13 +212,18 @@ def _vocabulary(model: nn.Module) -> int:
     return size
 
 
-def _equal(one: nn.Module, other: nn.Module) -> bool:
+def _difference(one: nn.Module, other: nn.Module) -> str:
+    """Why no radius of one router says anything of the other; empty where they are equal."""
+    kinds = type(one).__name__, type(other).__name__
+    if kinds[0] != kinds[1]:
+        return f"a certificate is of one router, and these are {kinds[0]} and {kinds[1]}"
     pairs = dict(one.state_dict()), dict(other.state_dict())
-    return pairs[0].keys() == pairs[1].keys() and all(
+    equal = pairs[0].keys() == pairs[1].keys() and all(
         value.dtype == pairs[1][name].dtype  # torch.equal compares values alone
         and torch.equal(value, pairs[1][name].to(value.device))
         for name, value in pairs[0].items()
     )
+    return "" if equal else "the two routers have other parameters"
 
 
 def _by_layer(routes: Routes) -> Int[Tensor, "L T K"]:
@@ -237,7 +243,12 @@ def _log_probs(logits: Float[Tensor, "B S V"], ids: Int[Tensor, "B S"]) -> Float
 def _divergence(
     logits: Float[Tensor, "B S V"], other: Float[Tensor, "B S V"]
 ) -> Float[Tensor, " T"]:
-    """KL(reference, other) of the next token's distribution, in nats."""
+    """KL(reference, other) of the next token's distribution, in nats.
+
+    A word that the reference gives no probability adds none; one that the other gives none, where
+    the reference gives some, makes it infinite.
+    """
     first = logits.double().log_softmax(dim=-1)
     second = other.to(logits.device).double().log_softmax(dim=-1)
-    return (first.exp() * (first - second)).sum(dim=-1).flatten().float().cpu()
+    parts = torch.where(first.isneginf(), 0.0, first.exp() * (first - second))
+    return parts.sum(dim=-1).flatten().float().cpu()

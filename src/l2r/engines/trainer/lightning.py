@@ -65,3 +65,7 @@ class RouterHooks:
         """Leave no hook behind."""
         if self._watch is not None:
             self._watch.stop()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Leave no hook behind a training that fails."""
+        self.on_train_end(trainer, pl_module)

@@ -1,8 +1,9 @@
 """Statistics of routers in the logs of transformers' own Trainer and those built on it."""
 
 import math
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -29,7 +30,25 @@ def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "Rou
         raise ValueError(f"every must be >= 1; got every={every}")
     log = RouterLog(trainer, every)
     call_first(trainer, log)
+    after_training(trainer, log.stop)
     return log
+
+
+def after_training(trainer: Trainer, stop: Callable[[], object]) -> None:
+    """Call ``stop`` at the end of every training, also of one that an exception ends.
+
+    ``on_train_end`` is not called then.
+    """
+    train = trainer.train
+
+    @wraps(train)
+    def training(*args: Any, **options: Any) -> Any:
+        try:
+            return train(*args, **options)
+        finally:
+            stop()
+
+    trainer.train = training
 
 
 def call_first(trainer: Trainer, callback: TrainerCallback) -> None:
@@ -73,7 +92,7 @@ class RouterLog(TrainerCallback):
         for writer in (getattr(callback, "tb_writer", None) for callback in callbacks):
             draw(writer, statistics, state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def stop(self) -> None:
         """Leave no hook behind."""
         self._watch.stop()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 
-from l2r.engines.trainer.router_log import call_first
+from l2r.engines.trainer.router_log import after_training, call_first
 from l2r.engines.trainer.task_loss import check_gradient, micro_batch_share, task_loss
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.routers import Captured, Router, capture, constrain
@@ -62,6 +62,7 @@ def add_router_losses(
     losses = RouterLosses(trainer, balance, z, balance_variant, z_variant, margin, margin_gap)
     trainer.compute_loss_func = losses
     call_first(trainer, losses)
+    after_training(trainer, losses.stop)
     return losses
 
 
@@ -128,9 +129,9 @@ class RouterLosses(TrainerCallback):
         """Watch the forward passes again, in a second training of one Trainer."""
         self._watch()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def stop(self) -> None:
         """Leave the model without hooks: it can be copied and pickled, and trained by others."""
-        self._stop()
+        self._close()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -167,14 +168,14 @@ class RouterLosses(TrainerCallback):
         if not self._hooks:
             self._hooks = [
                 self.model.register_forward_pre_hook(self._start, with_kwargs=True),
-                self.model.register_forward_hook(self._stop),
+                self.model.register_forward_hook(self._close, always_call=True),
             ]
 
-    def _stop(self, *_: Any) -> None:
+    def _close(self, *_: Any) -> None:
         self._open.close()
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._open.close()  # a forward that failed left it open
+        self._open.close()  # of a forward whose hook was not called
         mask = kwargs.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._captured = self._open.enter_context(capture(module))

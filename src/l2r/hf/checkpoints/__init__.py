@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.folders import check_reads as check_reads
     from l2r.hf.checkpoints.folders import check_reads_text as check_reads_text
     from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
+    from l2r.hf.checkpoints.folders import files_left_out as files_left_out
     from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.loading import load_image_classifier as load_image_classifier
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
-    from l2r.hf.checkpoints.loading import processor_files as processor_files
     from l2r.hf.checkpoints.placement import Placement as Placement
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
     from l2r.hf.checkpoints.pretrained import model_like as model_like

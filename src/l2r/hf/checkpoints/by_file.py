@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from l2r.hf.checkpoints.folders import checkpoint_folder
 from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models.weight_files import check_finite, files_of_weights
-from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import recognition_note, router_sites
 from l2r.runs.atomic import write_json
 from l2r.runs.reading import read_bytes
 
@@ -39,10 +39,13 @@ class CheckpointOnDisk:
         self._old = self._router_tensors()
 
     @classmethod
-    def open(cls, folder: str | Path) -> "CheckpointOnDisk | None":
+    def open(
+        cls, folder: str | Path, report: Callable[[str], object] = lambda line: None
+    ) -> "CheckpointOnDisk | None":
         """The checkpoint in a folder or run, None where it must be read whole.
 
         That is one without safetensors, quantized, or with routers under names of an older form.
+        ``report`` takes a line on routers that are in no table.
         Raises ValueError as ``load_pretrained``, and as ``router_sites`` for an unknown family.
         """
         folder = checkpoint_folder(folder)
@@ -52,21 +55,24 @@ class CheckpointOnDisk:
             return None
         checkpoint = cls(folder)
         stored = {name for names in checkpoint._names.values() for name in names}
-        return checkpoint if checkpoint._stored_names(checkpoint._old) <= stored else None
+        if not checkpoint._stored_names(checkpoint._old) <= stored:
+            return None
+        if note := recognition_note(checkpoint.model):
+            report(note)
+        return checkpoint
 
     def save(
         self,
         out: Path,
         *,
         tokenizer: Any = None,
-        files: Mapping[str, str] | None = None,
         sections: Sequence[str] = (),
         report: Report = lambda done, total, file: None,
     ) -> None:
         """Write ``model`` as ``save_model`` does. Raises ValueError as it and ``write``."""
-        write = partial(self.write, report=report)
-        more: dict[str, Any] = {"tokenizer": tokenizer, "files": files, "sections": sections}
-        save_model(self.model, out, write=write, unchanged=self._folder, **more)
+        more: dict[str, Any] = {"tokenizer": tokenizer, "sections": sections}
+        more["write"] = partial(self.write, report=report)
+        save_model(self.model, out, source=self._folder, unchanged=True, **more)
 
     def write(
         self, model: Any, out: Path, *, report: Report = lambda done, total, file: None

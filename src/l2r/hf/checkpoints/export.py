@@ -5,7 +5,7 @@ transformers alone; fused kernels are left out, results are the same.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,16 @@ def export_remote_code(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
+    source: Path | None = None,
 ) -> Path:
     """Write a folder that plain transformers loads with ``trust_remote_code=True``.
 
     ``model`` is ours, or one whose routers were swapped, in all layers or in some; a stock OLMoE
     whose routers were all swapped alike becomes our own, which engines know.
     ``sections`` are those of the model's card that say how it was made and what was measured;
-    ``files``, besides the code, and ``write`` are those of ``save_model``. Raises ValueError for a
+    ``write`` and ``source`` are those of ``save_model``. Raises ValueError for a
     model without a router of ours, for a class of the user's own, for a router's file that imports
     what the folder would lack and for a folder that is not empty.
     """
@@ -57,9 +57,10 @@ def export_remote_code(
             model,
             Path(out),
             tokenizer=tokenizer,
-            files={**(files or {}), **code},
+            files=code,
             sections=sections,
             write=write,
+            source=source,
         )
     finally:
         del model.config.auto_map
@@ -133,9 +134,10 @@ def as_l2r_olmoe(model: Any) -> Any:
 
     The weights are copies, or none where they are on torch's meta device.
     """
+    if not isinstance(model, OlmoeForCausalLM):
+        return model
     swaps = getattr(model.config, "l2r_swap", None) or []
-    alike = len(swaps) == 1 and len(swaps[0]["layers"]) == model.config.num_hidden_layers
-    if not isinstance(model, OlmoeForCausalLM) or not alike:
+    if len(swaps) != 1 or len(swaps[0]["layers"]) != model.config.num_hidden_layers:
         return model
     router = RouterConfig.from_dict(swaps[0]["router"])
     if swaps[0]["selection"] == "family":

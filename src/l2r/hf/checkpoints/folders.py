@@ -3,6 +3,8 @@
 Nothing here reads weights or imports torch: commands refuse a bad folder before they do.
 """
 
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ _TOKENIZERS = (
     "spiece.model",
     "tekken.json",
 )
+# Files beside the weights that prepare inputs, steer generation or say what one may do.
+_KEPT = (
+    "*token*.json", "*vocab*", "merges.txt", "encoder.json", "tekken.json", "*.model", "*.tiktoken",
+    "*.jinja", "*processor_config.json", "video_preprocessor_config.json", "generation_config.json",
+    "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_REPLACED = (  # by the new folder's own
+    "config.json", "README.md", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -66,6 +77,29 @@ def has_tokenizer(path: str | Path) -> bool:
     """Whether a Hugging Face or run folder holds a tokenizer, by the names of its files."""
     folder = checkpoint_folder(path)
     return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def kept_files(path: str | Path) -> list[Path]:
+    """Files of a folder or run folder that a copy of its model keeps: tokenizer, processors."""
+    files = sorted(checkpoint_folder(path).iterdir())
+    return [
+        file
+        for file in files
+        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in _KEPT)
+    ]
+
+
+def files_left_out(path: str | Path, new: Path, weights: Collection[Path]) -> list[str]:
+    """Names in a folder or run folder that a folder made from it lacks; hidden ones do not count.
+
+    ``weights`` are the files from which the weights were read.
+    """
+    replaced = {file.name for file in weights} | {entry.name for entry in new.iterdir()}
+    return [
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in sorted(checkpoint_folder(path).iterdir())
+        if entry.name not in {*replaced, *_REPLACED} and not entry.name.startswith(".")
+    ]
 
 
 def check_reads(path: str | Path, data: str | Path | None) -> None:

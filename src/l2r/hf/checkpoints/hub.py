@@ -5,7 +5,7 @@ from pathlib import Path
 
 from l2r.hf.checkpoints.folders import checkpoint_folder
 
-_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "README.md")
+_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "README.md")
 _PICKLED = ("pytorch_model*.bin",)  # where there is nothing else; transformers reads numbers alone
 _NOT_BELOW = ("*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.bin")  # others' forms
 # An organization or a person, and a model of theirs; huggingface_hub itself knows more rules.

@@ -19,14 +19,9 @@ from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
 from l2r.hf.models.weight_files import read_weights
+from l2r.hf.swap.sites import recognition_note
 
 FLOAT32 = Placement("float32")
-_PROCESSORS = (
-    "audio_tokenizer_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 
 
 def load_causal_lm(
@@ -50,9 +45,14 @@ def load_causal_lm(
 def load_model(
     folder: Path, *, placement: Placement, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """Load a language model or an image classifier, and its tokenizer or None, from a folder."""
+    """Load a language model or an image classifier, and its tokenizer or None, from a folder.
+
+    ``placement.report`` takes a line on routers that are in no table.
+    """
     options = placement.options(checkpoint_folder(folder))
     model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    if note := recognition_note(model):
+        placement.report(note)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return placement.place(model).eval(), tokenizer
 
@@ -65,12 +65,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     if not has_tokenizer(path):
         return None
     return _tokenizer(checkpoint_folder(path), trust_remote_code=trust_remote_code)
-
-
-def processor_files(path: str | Path) -> dict[str, str]:
-    """Text of the files of a folder or run folder that prepare images, video or sound, by name."""
-    files = (checkpoint_folder(path) / name for name in _PROCESSORS)
-    return {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
 
 
 def load_image_classifier(

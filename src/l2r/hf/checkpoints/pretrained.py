@@ -1,5 +1,6 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
+import shutil
 import tempfile
 import warnings
 import weakref
@@ -9,17 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from l2r.hf.checkpoints.folders import checkpoint_folder, classifies_images
+from l2r.hf.checkpoints.folders import (
+    checkpoint_folder,
+    classifies_images,
+    kept_files,
+)
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
+from l2r.hf.models.opening import NeedsPackageAndCode
 from l2r.hf.models.stored_tensors import check_unchanged
 from l2r.hf.models.weight_files import check_finite, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
-from l2r.hf.swap.swapped_classes import mark_config
+from l2r.hf.swap.swapped_classes import mark_config, swapped_model
 from l2r.runs.atomic import check_new_folder, naming
 
 _SIZES = (
@@ -27,6 +40,12 @@ _SIZES = (
     "intermediate_size", "num_experts", "num_experts_per_tok", "rms_norm_eps",
 )  # fmt: skip
 _OF_LOADING = ("dtype",)  # fields of a configuration that from_pretrained takes itself
+_READS_TEXT = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForTokenClassification,
+)
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
 
 
@@ -42,7 +61,8 @@ def load_pretrained(
     ``path`` is a folder, a run folder of ours (its ``model/``) or a hub id, of which ``revision``
     names a branch, a tag or a commit. Where config.json carries ``l2r_swap`` the routers are
     swapped before the weights are read. Every tensor must be there, have its place in the model
-    and be finite.
+    and be finite. A wrapper is opened whole, but for omni models, whose thinker is the one part
+    that reads.
     ``options`` go to ``from_pretrained`` (``dtype``, ``device_map``, fields of the configuration,
     ...); what a ``device_map`` leaves on disk lies in a temporary folder that is gone with the
     model, unless ``offload_folder`` names one.
@@ -61,12 +81,18 @@ def load_pretrained(
         config = read_config(folder, trust_remote_code=trust_remote_code)
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
+        if swaps and "config" in options:
+            raise ValueError(
+                "config of a swapped model is that of its folder; pass fields of it by their names"
+            )
         if swaps:
             for name in [n for n in options if n in config.to_dict() and n not in _OF_LOADING]:
                 setattr(config, name, options.pop(name))
-            model = read_weights(_swapped_class(config), folder, config=config, **options)
+            model = read_weights(_swapped_class(config, folder), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
+            if hasattr(config, "thinker_config"):  # the whole generates alone, without a forward
+                config = options["config"] = config.thinker_config
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
         if offloaded is not None:
@@ -109,25 +135,31 @@ def save_model(
     files: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
-    unchanged: Path | None = None,
+    source: Path | None = None,
+    unchanged: bool = False,
 ) -> None:
     """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
-    ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``unchanged`` is a
-    folder whose tensors, besides those of routers, the new one must hold byte for byte.
+    ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``source`` is the
+    folder that the model came from: files of its tokenizer, its processors and its license that
+    nothing writes are copied. ``unchanged``: its tensors, besides those of routers, must be in the
+    new folder byte for byte.
     Raises ValueError when ``out`` holds something already, a weight is not finite, or one that
     must not has changed.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
-        if unchanged is not None:
-            check_unchanged(model, unchanged, part, renamed=write is None)
+        if source is not None and unchanged:
+            check_unchanged(model, source, part, renamed=write is None)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
+        for file in () if source is None else kept_files(source):
+            if not (part / file.name).exists():
+                shutil.copyfile(file, part / file.name)
         write_card(part, model, sections)
 
 
@@ -170,14 +202,19 @@ def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class of what a configuration describes.
+    """The Auto class of what a configuration describes: that of the class which wrote the folder.
 
-    Raises ValueError for another kind of model, which transformers answers with all that it has.
+    So a wrapper opens whole, although some open as their language model alone too. Raises
+    ValueError for another kind of model, which transformers answers with all that it has.
     """
     if classifies_images(config.architectures):
         return AutoModelForImageClassification
-    registered = type(config) in AutoModelForCausalLM._model_mapping
-    if registered or getattr(config, "auto_map", None):
+    known = [kind for kind in _READS_TEXT if type(config) in kind._model_mapping]
+    names = config.architectures if isinstance(config.architectures, list) else []
+    wrote = [k for k in known if k._model_mapping[type(config)].__name__ in names]
+    if known:
+        return (wrote or known)[0]
+    if getattr(config, "auto_map", None):
         return AutoModelForCausalLM
     raise ValueError(
         f"neither a causal language model nor an image classifier: model_type "
@@ -196,11 +233,14 @@ def _check_choices(model: Any) -> None:
             )
 
 
-def _swapped_class(config: Any) -> Any:
+def _swapped_class(config: Any, folder: Path) -> Any:
     """The class of a model whose routers were swapped; its configuration gets its class too.
 
-    Folders of 0.2 have the names of the model before the swap.
+    Folders of 0.2 have the names of the model before the swap; those with code name it.
     """
+    if isinstance(config, NeedsPackageAndCode):
+        code = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], folder)
+        return swapped_model(code)
     names = config.architectures if isinstance(config.architectures, list) else []
     architecture = class_registry.swapped_architecture(str(names[0]) if names else "")
     mark_config(config)

@@ -102,9 +102,10 @@ def _check_compiler() -> None:
 
 def _samples(model: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(_SEED)
-    longest = getattr(model.config, "max_position_embeddings", None) or _SHAPES[-1][1]
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _SHAPES[-1][1]
     shapes = [(rows, min(tokens, longest)) for rows, tokens in _SHAPES]
-    return [torch.randint(model.config.vocab_size, s, generator=generator) for s in shapes]
+    return [torch.randint(config.vocab_size, s, generator=generator) for s in shapes]
 
 
 def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:

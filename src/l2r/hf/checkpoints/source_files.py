@@ -15,7 +15,7 @@ from l2r.kernels import dispatch, plain
 
 _INSTALLED = ("torch", "transformers", "numpy", "safetensors")  # needed by every exported folder
 _ALLOWED = "from l2r ... import ..., the standard library, torch, transformers, numpy, safetensors"
-_SHAPES = ("Bool", "Float", "Int", "Shaped")  # of jaxtyping
+_SHAPES = ("Bool", "Float", "Int", "Real", "Shaped")  # of jaxtyping
 
 _STAND_INS = {
     "jaxtyping": """
@@ -26,7 +26,7 @@ class _Array:
         return item[0]
 
 
-Bool = Float = Int = Shaped = _Array
+Bool = Float = Int = Real = Shaped = _Array
 """,
     "l2r.kernels.dispatch": """
 import sys
@@ -57,6 +57,11 @@ def check_save(model, **options):
     "l2r.hf.models.opening": """
 class NeedsPackage:
     \"\"\"In l2r-moe this notes in config.json that the package is needed.\"\"\"
+
+
+def config_with_code(base):
+    \"\"\"In l2r-moe this notes that the package and the folder's code are needed.\"\"\"
+    return base
 """,
 }
 

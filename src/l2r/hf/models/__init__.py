@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from l2r.hf.models.vit import L2rViTForImageClassification as L2rViTForImageClassification
     from l2r.hf.models.vit import L2rViTModel as L2rViTModel
     from l2r.hf.models.weight_files import check_finite as check_finite
+    from l2r.hf.models.weight_files import files_of_weights as files_of_weights
     from l2r.hf.models.weight_files import read_config as read_config
     from l2r.hf.models.whole_sequences import reading_whole_sequences as reading_whole_sequences
 else:

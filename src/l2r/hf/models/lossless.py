@@ -156,9 +156,9 @@ def _lost_parts(model: nn.Module, folder: Path) -> str | None:
         return None
     return (
         f"is a wrapper, and {type(inner).__name__} is one part of it: {' and '.join(lost)} would "
-        "be lost with what they describe; open the whole in Python (AutoModelForImageTextToText, "
+        "be lost with what they describe; open the whole in Python (AutoModelForMultimodalLM, "
         "l2r.swap_routers, save_pretrained), or write a copy of the part "
-        "(AutoModelForCausalLM.from_pretrained, save_pretrained) and take that"
+        f"({type(inner).__name__}.from_pretrained, save_pretrained) and take that"
     )
 
 

@@ -6,8 +6,11 @@ transformers builds a family's own class from any folder of weights, and draws w
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 _PACKAGE = (
     "The routers of this checkpoint need the Python package l2r-moe (pip install 'l2r-moe[lm]', "
@@ -19,6 +22,7 @@ _PACKAGE = (
 _AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
 _FIELDS = ("initializer_range", "tie_word_embeddings")
 _SAVED = "l2r_"  # before the name of the field, for its value
+CODE = f"{_SAVED}auto_map"  # the folder's own code, which builds the model without its routers
 _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pretrained"
 
 
@@ -53,3 +57,64 @@ class NeedsPackage:
         if values.get("auto_map") == _AUTO_MAP:
             del values["auto_map"]
         return super().from_dict(values, **options)  # type: ignore[misc]
+
+
+class NeedsPackageAndCode(NeedsPackage):
+    """Mixin of configurations whose models need this package and the code in their folder."""
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
+        """Write config.json as transformers does, the note in the place of the code's names."""
+        super().to_json_file(json_file_path, use_diff=use_diff)
+        path = Path(json_file_path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.get("auto_map") != _AUTO_MAP:
+            values |= {CODE: values.get("auto_map"), "auto_map": _AUTO_MAP}
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        """Read config.json as transformers does, with the code's names in their place."""
+        values = dict(config_dict)
+        if CODE in values:
+            values["auto_map"] = values.pop(CODE)
+        return super().from_dict(values, **options)
+
+
+@cache
+def config_with_code(base: Any) -> Any:
+    """The configuration class, from a folder's code, of models whose routers were replaced."""
+    if issubclass(base, NeedsPackageAndCode):
+        return base
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (NeedsPackageAndCode, base), body)
+
+
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> None:
+    """Compare a configuration object that is given for a folder or hub id with the one there.
+
+    ``options`` are those of ``from_pretrained``. Raises ValueError where the folder is of a model
+    type of ours and the object of another, or of swaps in other layers: its routers would be drawn.
+    """
+    if not isinstance(config, PreTrainedConfig) or config.name_or_path == str(path):
+        return  # read there
+    hub = {name: options[name] for name in _OF_THE_HUB if name in options}
+    try:
+        there, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except (OSError, ValueError):
+        return  # no config.json, of which loading goes on without
+    given = {"model_type": config.model_type, "l2r_swap": getattr(config, "l2r_swap", None)}
+    ours = str(there.get("model_type", "")).startswith("l2r_") or there.get("l2r_swap")
+    if ours and _routers(there) != _routers(given):
+        raise ValueError(
+            f"{path} holds a model of type {there.get('model_type')} with routers of l2r, which "
+            f"the given config, of type {config.model_type}, does not build: they would be drawn "
+            f"at random; leave config out, or take AutoConfig.from_pretrained({str(path)!r})"
+        )
+
+
+def _routers(values: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """Model type and, of each swap, the layers."""
+    return values.get("model_type"), [swap.get("layers") for swap in values.get("l2r_swap") or ()]

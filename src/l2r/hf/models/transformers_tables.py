@@ -41,7 +41,22 @@ def share_conversion(ours: str, theirs: str) -> None:
     """
     keys = get_checkpoint_conversion_mapping(theirs)
     if keys is not None:
-        register_checkpoint_conversion_mapping(ours, keys, overwrite=True)
+        kept = [_sparing_routers(transform) for transform in keys]
+        register_checkpoint_conversion_mapping(ours, kept, overwrite=True)
+
+
+# What stands before a name inside a router, its dot included or not: lookbehinds have fixed widths.
+_IN_ROUTER = "".join(rf"(?<!\.{name})(?<!\.{name}\.)" for name in ("gate", "router"))
+_NORM = ".gate.norm.weight"
+
+
+def _sparing_routers(transform: Any) -> Any:
+    """The same, but for a norm inside a router: some families rename every ``norm``."""
+    match = transform.compiled_sources.search(_NORM)
+    if match is None or match.start() < _NORM.index(".norm"):
+        return transform
+    sources = [_IN_ROUTER + source for source in transform._original_source_patterns]
+    return transform.copy(sources, transform._original_target_patterns)
 
 
 def share_preparation(made: Any, base: Any) -> None:

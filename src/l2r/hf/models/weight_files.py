@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,6 +25,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from l2r.hf.models.opening import CODE, config_with_code
 from l2r.runs.reading import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -75,7 +77,9 @@ def read_weights(
     refuse(
         {
             "missing": _needed(info["missing_keys"], optional),
-            "not in the model of config.json": _needed(info["unexpected_keys"], optional),
+            "not in the model of config.json": _needed(
+                _without_mtp(info["unexpected_keys"], model.config), optional
+            ),
             "of another shape": [
                 f"{name} is {list(stored)} in the files and {list(built)} in the model"
                 for name, stored, built in sorted(info["mismatched_keys"])
@@ -96,6 +100,13 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     shapes = _stored_shapes(folder)
     if shapes is not None:
         _check_fields(folder, shapes)
+    code = read_json(folder / "config.json", strict=False).get(CODE)
+    if code is not None:
+        if not trust_remote_code:
+            raise ValueError("trust_remote_code is off")
+        kind = get_class_from_dynamic_module(code["AutoConfig"], folder)
+        kind.register_for_auto_class()
+        return config_with_code(kind).from_pretrained(folder)
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
@@ -204,6 +215,23 @@ def _numbers(shapes: Shapes) -> int:
 
 def _needed(names: Iterable[str], optional: tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if not any(part in name for part in optional))
+
+
+def _without_mtp(names: Iterable[str], config: Any) -> list[str]:
+    """Names outside of the blocks after the last layer that predict further tokens (MTP).
+
+    transformers leaves them aside at the depth of the published checkpoints alone. A layer that
+    config.json does not count is none of them: they have a projection of two hidden states.
+    """
+    text = config.get_text_config()
+    layers, blocks = (getattr(text, n, None) for n in ("num_hidden_layers", "num_mtp_layers"))
+    blocks = getattr(text, "num_nextn_predict_layers", None) if blocks is None else blocks
+    every = list(names)
+    for number in range(layers or 0, (layers or 0) + (blocks or 0)):
+        block = [name for name in every if f".layers.{number}." in f".{name}"]
+        if any(name.endswith(".eh_proj.weight") for name in block):
+            every = [name for name in every if name not in block]
+    return every
 
 
 def uneven_experts(shapes: Shapes) -> list[str]:

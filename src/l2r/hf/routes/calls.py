@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
@@ -47,7 +48,12 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     values = _named(model, args, kwargs)
     first = _first_tensor(values)
     rows, columns = _shape(first)
+    # Known by what it does: transformers renames it, and continuous batching has another kind.
+    cache = next((value for value in values.values() if hasattr(value, "get_seq_length")), None)
+    past = 0 if cache is None else int(cache.get_seq_length())
     mask = values.get("attention_mask")
+    if cache is not None and columns is not None:
+        mask = _own_columns(mask, past, rows, columns)
     if mask is not None and getattr(mask, "ndim", 0) != 2:
         raise ValueError(
             "attention_mask must be [rows, columns] so that routes find their tokens; got "
@@ -56,9 +62,6 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     tokens = None if mask is None or columns is None else (mask.detach() != 0).cpu().numpy()
     if tokens is not None and tokens.all():
         tokens = None
-    # Known by what it does: transformers renames it, and continuous batching has another kind.
-    cache = next((value for value in values.values() if hasattr(value, "get_seq_length")), None)
-    past = 0 if cache is None else int(cache.get_seq_length())
     grows = cache is not None or values.get("use_cache") is True
     positions: Any = values.get("position_ids")
     packed = None
@@ -160,6 +163,21 @@ def _places(tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray,
     sequence = np.where(tokens, first + np.arange(len(tokens))[:, None], PADDING)
     token = np.where(tokens, before[:, None] + np.cumsum(tokens, axis=1) - 1, PADDING)
     return Places(sequence.flatten(), token.flatten())
+
+
+def _own_columns(mask: Any, past: int, rows: int, columns: int) -> Any:
+    """Which new columns are tokens [B, W], by a mask as generation makes it for a static cache.
+
+    That is [B, 1, W, length of the cache], one for each kind of layer in some families: a token
+    sees itself, and padding is seen by none. Another mask is returned as it is.
+    """
+    kinds = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    for part in kinds:
+        if isinstance(part, Tensor) and part.ndim == 4 and part.shape[3] >= past + columns:
+            seen = part if part.dtype == torch.bool else part == 0  # else what is added to scores
+            own = seen[:, 0, :, past : past + columns].diagonal(dim1=1, dim2=2)
+            return own.expand(rows, -1)
+    return mask
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Shape letters: T inputs of a router, L layers with a router, K experts chosen per token.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ class Choices:
         self._notes_weights = weights
         self._chosen = [_Chosen() for _ in self._layers]
         self._open = False
+        self._caller = 0  # thread of the running call
+        self._ended = False  # the block, whose functions later blocks may still call
 
     def forwards(self) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
         """A forward that notes its choice for every router."""
@@ -47,7 +50,15 @@ class Choices:
 
     @outside_of_graphs
     def begin(self) -> None:
-        """A call of the model begins: forget what was chosen before."""
+        """A call of the model begins: forget what was chosen before.
+
+        Raises ValueError while a call of another thread runs.
+        """
+        if self._open and self._caller != threading.get_ident():
+            raise ValueError(
+                "a recorded model is called by one thread at a time; another thread's call runs"
+            )
+        self._caller = threading.get_ident()
         for chosen in self._chosen:
             chosen.indices = chosen.weights = None
         self._open = True
@@ -55,7 +66,12 @@ class Choices:
     @outside_of_graphs
     def close(self) -> None:
         """The call is over, whether it succeeded or not."""
-        self._open = False
+        if self._caller == threading.get_ident():
+            self._open = False
+
+    def end(self) -> None:
+        """The block is over: functions that later blocks keep alive note nothing."""
+        self._open, self._ended = False, True
 
     def experts(self) -> Int[Tensor, "T L K"]:
         """Experts of the whole call, uint8 up to 256 of them and int32 above.
@@ -89,12 +105,13 @@ class Choices:
                 _, weights, indices = routed(router, output)
                 if chosen.indices is not None:
                     raise ValueError(
-                        f"the router of layer {layer.layer} was called twice in a call"
+                        f"the router of layer {layer.layer} was called twice in a call: its layers "
+                        "run in a loop, and a token has no single route"
                     )
                 chosen.indices = indices.detach()
                 if self._notes_weights:
                     chosen.weights = weights.detach()
-            else:
+            elif not self._ended:
                 _check_recomputed(layer)
             return output
 

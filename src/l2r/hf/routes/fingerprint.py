@@ -5,10 +5,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from l2r.transformers_hook import stock_type
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Sizes that routes and a model must share.
+    """Sizes that routes and a model must share; a swapped model is of its stock model's type.
 
     layers: indices of the decoder layers that have a router. hidden_layers: all layers, those
     without a router too. model_type: as in the configuration. tokenizer: digest of its vocabulary.
@@ -53,7 +55,9 @@ class Fingerprint:
         """Raise ValueError with the first field in which routes and a model differ."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(model, field.name)
-            if ours != theirs and None not in (ours, theirs):
+            if None in (ours, theirs):
+                continue
+            if _compared(field.name, ours) != _compared(field.name, theirs):
                 raise ValueError(
                     f"routes and model must have the same {field.name}; "
                     f"got {ours} in the routes and {theirs} in the model"
@@ -73,6 +77,11 @@ class Fingerprint:
 
     def _texts(self) -> tuple[Any, Any]:
         return self.model_type, self.tokenizer
+
+
+def _compared(name: str, value: Any) -> Any:
+    """A swap keeps the experts and their numbers, so routes of both sides are about the same."""
+    return stock_type(value) if name == "model_type" else value
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:

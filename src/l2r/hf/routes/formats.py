@@ -21,6 +21,8 @@ from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.fingerprint import Fingerprint
 from l2r.hf.routes.routes import Routes, Side
 
+_TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
+
 
 def from_vllm(
     sequences: Iterable[str | bytes | np.ndarray],
@@ -64,12 +66,18 @@ def from_sglang(
 
     Each is an answer with its ``meta_info``, or the base64 text in it: int32 numbers without a
     shape. ``start_len``: ``routed_experts_start_len`` of the request, as in ``from_vllm``.
-    Raises ValueError for anything else and for sizes other than the fingerprint's.
+    Raises ValueError for anything else, for sizes other than the fingerprint's, and for an answer
+    with another number of routes than its counts of tokens say.
     """
     shape = (-1, _hidden_layers(fingerprint), fingerprint.top_k)
-    arrays = []
+    arrays, lengths = [], list[int | None]()
     for value in sequences:
-        text = value["meta_info"]["routed_experts"] if isinstance(value, dict) else value
+        text: Any = value
+        lengths.append(None)
+        if isinstance(value, dict):
+            meta = value["meta_info"]
+            text, counts = meta["routed_experts"], [meta.get(name) for name in _TOKEN_COUNTS]
+            lengths[-1] = None if None in counts else sum(counts)
         try:
             numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
             arrays.append(numbers.reshape(shape))
@@ -78,7 +86,7 @@ def from_sglang(
                 f"routed_experts of SGLang must be base64 of int32 numbers [tokens, "
                 f"{shape[1]}, {shape[2]}]: {error}"
             ) from error
-    return _from_engine(arrays, fingerprint, start_len)
+    return _from_engine(arrays, fingerprint, start_len, lengths)
 
 
 def to_sglang(routes: Routes) -> list[str]:
@@ -113,8 +121,8 @@ def to_megatron(
     """Write a padded batch for ``RouterReplay.set_replay_data``, int64, one tensor per layer.
 
     Megatron-core replays every place. Padding, and a last token without a route, get experts in
-    turn, so that none has more of them than another. Raises ValueError where another token has no
-    route, since Megatron-core has no way to let it choose.
+    turn, so that none has over one more of them than another. Raises ValueError where another
+    token has no route, since Megatron-core has no way to let it choose.
     """
     f = routes.fingerprint
     if (
@@ -126,14 +134,19 @@ def to_megatron(
         )
     experts, _ = routes.padded(side, width)
     grid = experts.transpose(0, 1).flatten(0, 1)
-    turn = torch.arange(len(grid)).view(-1, 1, 1) * f.top_k + torch.arange(f.top_k)
-    grid = torch.where(grid == NO_ROUTE, turn % f.num_experts, grid)
+    empty = (grid[:, 0, 0] == NO_ROUTE).nonzero()[:, 0]
+    turn = torch.arange(len(empty) * f.top_k).view(-1, 1, f.top_k) % f.num_experts
+    grid[empty] = turn.to(grid.dtype).expand(-1, grid.shape[1], -1)
     return list(grid.unbind(1))
 
 
 def _from_engine(
-    arrays: Sequence[np.ndarray], fingerprint: Fingerprint, start: int | Sequence[int]
+    arrays: Sequence[np.ndarray],
+    fingerprint: Fingerprint,
+    start: int | Sequence[int],
+    lengths: Sequence[int | None] = (),
 ) -> Routes:
+    """Routes of arrays, one per sequence; ``lengths`` in tokens are those that an engine gave."""
     hidden = _hidden_layers(fingerprint)
     starts = [start] * len(arrays) if isinstance(start, int) else list(start)
     if len(starts) != len(arrays) or min(starts, default=0) < 0:
@@ -148,6 +161,15 @@ def _from_engine(
             )
         if array.dtype.kind not in "iu":
             raise ValueError(f"routed_experts must be whole numbers; got {array.dtype}")
+    for number, (length, begin) in enumerate(zip(lengths, starts, strict=False)):
+        found = len(arrays[number])
+        if length is not None and found != length - 1 - begin:
+            raise ValueError(
+                f"sequence {number} has {length} tokens, and {found} routes from token {begin} on, "
+                f"where {length - 1 - begin} are due; the server may have ignored start_len"
+            )
+    for number, array in enumerate(arrays):
+        _check_recorded(number, array[:, list(fingerprint.layers)])
     empty = np.zeros((0, hidden, fingerprint.top_k), np.uint8)
     experts = np.concatenate([empty, *map(_signed, arrays)])[:, list(fingerprint.layers)]
     counts = np.array([len(array) for array in arrays], np.int64)
@@ -155,6 +177,25 @@ def _from_engine(
     places = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
     positions = np.concatenate([np.arange(0), *places])
     return Routes(experts, fingerprint, first + counts + 1, counts, positions)
+
+
+def _check_recorded(number: int, experts: Int[np.ndarray, "T L K"]) -> None:
+    """Raise ValueError where a server gave zeros, with which its arrays begin, and no experts.
+
+    With one expert per token, 0 may be a choice: of 2 experts, 16 choices are all the first by
+    chance once in 65,536 times.
+    """
+    zero = (experts == 0).all(axis=(1, 2))
+    if experts.shape[2] > 1 and zero.any():
+        raise ValueError(
+            f"the server recorded nothing for token {int(zero.argmax())} of sequence {number}, "
+            f"and for {int(zero.sum())} of its {len(experts)} in all: their experts are all 0"
+        )
+    if zero.all() and experts.size >= 16:
+        raise ValueError(
+            f"the server recorded nothing for sequence {number}: expert 0 in every layer of all "
+            f"its {len(experts)} tokens"
+        )
 
 
 def _signed(array: np.ndarray) -> np.ndarray:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
+from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import Site, find_sites, router_sites
 from l2r.routers.selection_rule import Selection
 
@@ -79,6 +81,8 @@ def fingerprint_of(
 def check_weighable(site: Site) -> Selection:
     """Selection of a site. Raises ValueError where it cannot weigh experts of another's choice."""
     selection = site.selection
+    if isinstance(selection, Unmatched):
+        raise ValueError(f"cannot replay {type(site.router).__name__}: {selection.reason}")
     kind = type(selection)
     if kind.__call__ is not Selection.__call__ and kind.weigh is Selection.weigh:
         raise ValueError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")
@@ -100,16 +104,27 @@ def replaced_functions(
 ) -> Iterator[None]:
     """Set functions on module instances inside the block; what was there before comes back.
 
+    Blocks on one model may end in any order: the function of the last that is open stays. A
+    function may call the one before it after that one's block.
     torch.compile guards what an instance has under ``forward``, and no forward hooks.
     """
-    before = {(module, name): vars(module).get(name) for module, name in values}
     try:
         for (module, name), value in values.items():
+            stack = _STACKS.setdefault(module, {}).setdefault(name, [vars(module).get(name)])
+            stack.append(value)
             setattr(module, name, value)
         yield
     finally:
-        for (module, name), old in before.items():
-            if old is None:
+        for (module, name), value in values.items():
+            stack = _STACKS[module][name]
+            stack.remove(value)
+            if stack[-1] is None:
                 delattr(module, name)
             else:
-                setattr(module, name, old)
+                setattr(module, name, stack[-1])
+            if len(stack) == 1:
+                del _STACKS[module][name]
+
+
+# What a module had under a name before the first block, None for nothing, and of each open block.
+_STACKS: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()

@@ -57,8 +57,8 @@ class Recorder:
     @outside_of_graphs
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the shape of a call."""
-        self._inputs = read_inputs(model, args, kwargs)
         self._choices.begin()
+        self._inputs = read_inputs(model, args, kwargs)
 
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -86,6 +86,10 @@ class Recorder:
         """Record nothing more, whether the call succeeded or not."""
         self._choices.close()
 
+    def leave(self) -> None:
+        """End the block."""
+        self._choices.end()
+
     def forwards(self) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
         """A forward that records for every router."""
         return self._choices.forwards()
@@ -99,6 +103,7 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
     its sequences: the rows of a padded batch by their 2-D ``attention_mask``, packed sequences by
     ``position_ids``; a call with a cache continues those of the call before. Layers that a
     backward pass recomputes are not recorded again. A compiled model is passed compiled.
+    Calls of every thread are recorded, one at a time; blocks may end in any order.
 
     weights: record the weights of the experts too. tokenizer: its digest goes into the
     fingerprint. Raises ValueError for a model without routers of ours or of a supported family.
@@ -113,5 +118,6 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
         with replaced_functions(recorder.forwards()):
             yield recorder
     finally:
+        recorder.leave()
         for hook in hooks:
             hook.remove()

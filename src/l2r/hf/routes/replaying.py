@@ -43,6 +43,7 @@ class Replay:
         self._routes = routes
         self._reading = Reading(routes)
         self._rows: Rows | None = None  # of the call that runs
+        self._caller = 0  # thread of the running call
         self._first_node = 0
         self._spans: list[tuple[range, Rows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
@@ -51,6 +52,7 @@ class Replay:
             (site.router, "forward"): self._replaying(place, layer, site, weights)
             for place, layer in enumerate(layers)
             for site in layer.sites
+            if not site.by_token  # the same tokens have the same experts
         }
         self._checkpoints = {
             (module, name): self._carrying(vars(module)[name])
@@ -78,6 +80,11 @@ class Replay:
     @outside_of_graphs
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the rows of the routes that a call reads."""
+        if self._rows is not None and self._caller != threading.get_ident():
+            raise ValueError(
+                "a replayed model is called by one thread at a time; another thread's call runs"
+            )
+        self._caller = threading.get_ident()
         rows = self._reading.rows(read_inputs(model, args, kwargs))
         complete = bool((rows < len(self._routes.experts)).all())
         self._rows = Rows(torch.from_numpy(rows).to(self._device), complete)
@@ -91,6 +98,8 @@ class Replay:
     @outside_of_graphs
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forget the rows when the call is over, but for its backward pass."""
+        if self._caller != threading.get_ident():
+            return
         if self._rows is not None and next_number() > self._first_node:
             self._spans.append((range(self._first_node, next_number()), self._rows))
         self._rows = None
@@ -161,6 +170,8 @@ class Replay:
                     return rows
             if not self._spans or number < self._spans[0][0].start:
                 return None
+        if not self._active:  # a later block keeps this one's function alive
+            return None
         raise ValueError(
             f"the router of layer {layer} ran outside of a call of the model that is replayed; "
             "pass the model that is called to replay, compiled where it is"

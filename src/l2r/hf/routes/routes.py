@@ -2,8 +2,6 @@
 
 Shape letters: T tokens with a route, S sequences, W width of a padded batch, L layers with a
 router, K experts chosen per token.
-
-Longer than 250 lines: one class, whose methods keep the same arrays in step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -9,8 +9,9 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.hf.swap.families import FAMILIES as FAMILIES
-    from l2r.hf.swap.families import FAMILY_OF_ROUTER as FAMILY_OF_ROUTER
+    from l2r.hf.swap.families import family_of as family_of
     from l2r.hf.swap.preferred import preferred_router as preferred_router
+    from l2r.hf.swap.rules import Unmatched as Unmatched
     from l2r.hf.swap.sites import Site as Site
     from l2r.hf.swap.sites import layer_index as layer_index
     from l2r.hf.swap.sites import new_router as new_router
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from l2r.hf.swap.sites import router_sites as router_sites
     from l2r.hf.swap.sites import running_sites as running_sites
     from l2r.hf.swap.sites import select_sites as select_sites
+    from l2r.hf.swap.sites import selection_biases as selection_biases
     from l2r.hf.swap.swap import UNTRAINED_WARNING as UNTRAINED_WARNING
     from l2r.hf.swap.swap import forget_replaced as forget_replaced
     from l2r.hf.swap.swap import record_swap as record_swap

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
-from l2r.hf.swap.families import FAMILIES, FAMILY_OF_ROUTER, REFUSED
+from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
+from l2r.hf.swap.recognition import recognize
+from l2r.hf.swap.rules import Unmatched
 from l2r.routers import Router, RouterConfig
 from l2r.routers.holder import Holder
+from l2r.routers.observe import block_bias, reads_text
 from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
@@ -33,25 +36,47 @@ class Site:
         """Selection in force here."""
         if isinstance(self.router, Router):
             return self.router.selection
-        return FAMILY_OF_ROUTER[type(self.router).__name__].selection(self.router)
+        return self.family.selection(self.router)
+
+    @property
+    def family(self) -> Family:
+        """Family of a stock router."""
+        family = family_of(self.router)
+        assert family is not None, self.path
+        return family
+
+    @property
+    def by_token(self) -> bool:
+        """Whether token ids choose the experts here: such a router is not replaced."""
+        return self.selection.by_token
 
     @property
     def sizes(self) -> dict[str, int]:
         """hidden_size, num_experts and top_k of the router here."""
         if isinstance(self.router, Router):
             shape: Sequence[int] = (self.router.num_experts, self.router.hidden_size)
+            top_k = int(self.router.top_k)
         else:
             shape = old_weight(self).shape
-        top_k = int(self.router.top_k)
+            top_k = int(attrgetter(self.family.top_k)(self.router))
         return {"num_experts": shape[0], "hidden_size": shape[1], "top_k": top_k}
 
 
 def router_sites(model: nn.Module) -> list[Site]:
-    """The routers of a supported family, or ours in their place, in the order of the layers.
+    """The routers that can be replaced, or ours in their place, in the order of the layers.
 
-    Raises ValueError where there is none, with the reason for families known not to fit, and
-    where PEFT has put adapters on them.
+    Without those that choose by token ids. Raises ValueError where there is none, with the reason
+    for families known not to fit and for routers that follow no rule of the table, and where PEFT
+    has put adapters on them.
     """
+    sites = _all_sites(model)
+    for site in sites:
+        if isinstance(site.selection, Unmatched):
+            raise ValueError(f"cannot swap the routers of {_kind(model)!r}: {site.family.note}")
+    return [site for site in sites if not site.by_token]
+
+
+def _all_sites(model: nn.Module) -> list[Site]:
     sites = find_sites(model)
     adapted = [site.path for site in sites if site.path.endswith(".base_layer")]
     if adapted:
@@ -61,8 +86,7 @@ def router_sites(model: nn.Module) -> list[Site]:
         )
     if sites:
         return sites
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    reason = REFUSED.get(kind.removesuffix("_text"))
+    kind, reason = _kind(model), _refusal(model)
     if reason:
         raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
     raise ValueError(
@@ -70,13 +94,70 @@ def router_sites(model: nn.Module) -> list[Site]:
     )
 
 
+def _kind(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+
+
+def _refusal(model: nn.Module) -> str | None:
+    return REFUSED.get(_kind(model).removesuffix("_text"))
+
+
 def find_sites(model: nn.Module) -> list[Site]:
-    """Sites of all routers in ``model``, in module order; an empty list where there are none."""
+    """Sites of all routers in ``model``, in module order; an empty list where there are none.
+
+    Where no router is of a family of the table, those that stand beside ``experts`` are looked at:
+    see recognition.py.
+    """
+    sites: list[Site] = []
+    unknown: list[Site] = []
+    blocks: dict[str, nn.Module] = {}  # that hold experts, by the path of what stands beside them
+    for path, module in modules_by_path(model):
+        if isinstance(module, Router) or is_of_family(module, path):
+            sites.append(Site(path, layer_index(path), module))
+        elif path in blocks:
+            unknown.append(Site(path, layer_index(path), module))
+        elif "experts" in module._modules:
+            prefix = f"{path}." if path else ""
+            blocks.update({f"{prefix}{name}": module for name in ("gate", "router")})
+    unknown = [site for site in unknown if not _is_wrapper(site, sites)]
+    if not unknown or _refusal(model) or any(not isinstance(s.router, Router) for s in sites):
+        return sites
+    found = _recognized(model, unknown, blocks)
+    order = {path: place for place, (path, _) in enumerate(modules_by_path(model))}
+    return sorted([*sites, *found], key=lambda site: order[site.path])
+
+
+def _is_wrapper(site: Site, inside: Sequence[Site]) -> bool:
+    """Whether PEFT has put a module around a router."""
+    around = any(other.path.startswith(f"{site.path}.") for other in inside)
+    return around or type(site.router).__module__.startswith("peft.")
+
+
+def _recognized(
+    model: nn.Module, sites: Sequence[Site], blocks: Mapping[str, nn.Module]
+) -> list[Site]:
+    """Those whose routers, which are in no table, follow transformers' contract."""
+    embed = getattr(model, "get_input_embeddings", lambda: None)
+    try:
+        embeddings = getattr(embed(), "weight", None)
+    except NotImplementedError:  # of a model without
+        embeddings = None
+    kind = _kind(model)
+    alike: dict[Any, Family | None] = {}
     return [
-        Site(path, layer_index(path), module)
-        for path, module in modules_by_path(model)
-        if type(module).__name__ in FAMILY_OF_ROUTER or isinstance(module, Router)
+        site
+        for site in sites
+        if reads_text(site.path)
+        and recognize(site.router, kind, blocks[site.path], embeddings, alike) is not None
     ]
+
+
+def recognition_note(model: nn.Module) -> str:
+    """A line on routers that are in no table, and what they were recognized as; else nothing."""
+    for site in find_sites(model):
+        if not isinstance(site.router, Router) and site.family.note:
+            return f"routers of {_kind(model)}: {site.family.note}"
+    return ""
 
 
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,10 +180,27 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def running_sites(model: nn.Module) -> list[Site]:
     """The sites of routers that run: besides each copy that PEFT trains it keeps an original.
 
+    With those that choose by token ids. Raises ValueError as ``router_sites``.
+    """
+    sites = _all_sites(model)
+    return [site for site in sites if "original_module" not in site.path.split(".")] or sites
+
+
+def selection_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Selection biases [N] by the paths of their routers, whether the router holds it or its block.
+
+    They are the model's own tensors, for ``update_selection_bias``; ``model`` has routers of ours,
+    swapped ones, or those of a supported family. Empty where experts are chosen without a bias.
     Raises ValueError as ``router_sites``.
     """
-    sites = router_sites(model)
-    return [site for site in sites if "original_module" not in site.path.split(".")] or sites
+    found = {}
+    for site in running_sites(model):
+        rule, bias = site.selection, site.selection.held_bias(site.router)
+        if bias is None and rule.block_bias:
+            bias = next((each.view(-1) for each in block_bias(model, site.path)), None)
+        if bias is not None:
+            found[site.path] = bias.detach()
+    return found
 
 
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
@@ -126,7 +224,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 def old_weight(site: Site) -> Tensor:
     """The [N, D] matrix of a family's own router."""
-    weight: Tensor = attrgetter(FAMILY_OF_ROUTER[type(site.router).__name__].weight)(site.router)
+    weight: Tensor = attrgetter(site.family.weight)(site.router)
     return weight
 
 
@@ -149,7 +247,8 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
             router.selection = site.selection
             if router.selection.bias is not None:
                 _carry(site.router, router, router.selection.bias.partition(".")[0])
-    if not isinstance(site.router, Router) or _is_recorded(site.router):
+    ours = isinstance(site.router, Router)
+    if _is_recorded(site.router) if ours else site.family.recorded:
         # transformers looks for the old class, so the new module brings the hook itself.
         router.register_forward_hook(_record_logits)
     return router.train(site.router.training)

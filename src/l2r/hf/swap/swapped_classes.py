@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
-from l2r.hf.models.opening import NeedsPackage
+from l2r.hf.models.opening import NeedsPackage, config_with_code
 from l2r.hf.swap.sites import replay_swaps
 from l2r.routers import Router
 from l2r.transformers_hook import type_name
@@ -53,7 +53,8 @@ def swapped_config(base: Any) -> Any:
 def swapped_model(base: Any) -> Any:
     """The model class of swapped models that were of class ``base``.
 
-    A new model gets the routers of ``config.l2r_swap``.
+    A new model gets the routers of ``config.l2r_swap``. A class from a folder's code keeps its
+    name, by which that code is saved again.
     """
 
     # vLLM asks isinstance(argument, annotation), one place off: ``self`` must have no annotation.
@@ -87,10 +88,16 @@ def swapped_model(base: Any) -> Any:
 
     body = {
         "__init__": build,
-        "__module__": HOME,
         "_init_weights": initialize,
         "save_pretrained": save,
         "push_to_hub": push,
+    }
+    if not is_known(base):
+        body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        body["_auto_class"] = "AutoModelForCausalLM"
+        return _recording(type(base.__name__, (base,), body))
+    body |= {
+        "__module__": HOME,
         "config_class": swapped_config(base.config_class),
         # These read the source of the class's module and ask whether it is transformers' own.
         "_can_set_attn_implementation": classmethod(
@@ -101,7 +108,11 @@ def swapped_model(base: Any) -> Any:
         ),
         "is_custom_code": classmethod(lambda cls: False),
     }
-    swapped: Any = type(class_name(base), (base,), body)
+    return _recording(type(class_name(base), (base,), body))
+
+
+def _recording(swapped: Any) -> Any:
+    """A class of swapped models, of which transformers records what it does of its base."""
     dict.__setitem__(
         output_capturing._CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs
     )
@@ -111,7 +122,8 @@ def swapped_model(base: Any) -> Any:
 def mark(model: nn.Module) -> None:
     """Change a model with replaced routers, and its configuration, to the classes of swapped ones.
 
-    A class that the user wrote is not changed; the configuration then names the routers.
+    A class that the user wrote is not changed; the configuration then names the routers, and one
+    with code in its folder says that it needs this package too.
     """
     config: Any = model.config
     if not isinstance(config, PreTrainedConfig):
@@ -124,11 +136,13 @@ def mark(model: nn.Module) -> None:
 
 def mark_config(config: Any) -> None:
     """Change the class of a configuration, transformers' or ours, to that of swapped models."""
-    base = type(config)
+    base: Any = type(config)
     if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
         config.__dict__.pop("auto_map", None)  # of code that knows nothing of the swap
+    elif getattr(config, "auto_map", None) and base.__module__ != HOME:
+        config.__class__ = config_with_code(base)
 
 
 def stock_base(swapped: type) -> Any:
@@ -153,16 +167,21 @@ def _rename(model: nn.Module) -> None:
 
 
 def _take_classes(model: nn.Module) -> list[str]:
-    """Change the classes of the Hugging Face models in a model that share its configuration.
+    """Change the classes of the Hugging Face models in a model that hold routers of ours.
 
-    Returns their names, from the outside to the inside.
+    The text model of a wrapper among them: it initializes what a checkpoint lacks. Returns the
+    names of those that share the configuration, from the outside to the inside.
     """
     names = []
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config is not model.config:
+        if not isinstance(module, PreTrainedModel):
             continue
         base: Any = type(module)
+        shares = module.config is model.config
+        if not shares and not any(isinstance(part, Router) for part in module.modules()):
+            continue
         if is_known(base):
             module.__class__ = swapped_model(base)
-        names.append(type(module).__name__)
+        if shares:
+            names.append(type(module).__name__)
     return names

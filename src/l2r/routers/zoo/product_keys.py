@@ -35,6 +35,8 @@ from l2r.routers.zoo.product_top_k import (
     product_top_k,
 )
 
+_ROUNDING = 1e-6  # relative error of a weight that ``choose`` may leave
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductKeysConfig(RouterConfig):
@@ -127,7 +129,14 @@ class ProductKeysRouter(Router):
             return routing_probs(logits), indices
         wide = torch.promote_types(logits.dtype, torch.float32)  # as in routing_probs
         total = product_logsumexp(as_dtype(first, wide), as_dtype(second, wide))
-        return torch.exp(logits - total), indices
+        weights = torch.exp(logits - total)
+        # Where scores are large, rounding of every sum counts, which a product of sums leaves out.
+        rounding = torch.finfo(wide).eps * (first.abs().amax(1) + second.abs().amax(1))
+        rounded = (rounding > _ROUNDING).nonzero().flatten()
+        if len(rounded):
+            probs = routing_probs(product_scores(first[rounded], second[rounded]))
+            weights = weights.index_copy(0, rounded, probs.gather(1, indices[rounded]))
+        return weights, indices
 
     def _logits(self, x: Tensor, parts: KernelWeights | None) -> Tensor:
         """The sums of tempered halves: the numbers that ``_choose`` compares, to the bit."""

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from l2r.training.data.rows import name_domains_without_rows as name_domains_without_rows
     from l2r.training.data.rows import spread_evenly as spread_evenly
     from l2r.training.data.rows import too_small_domain as too_small_domain
-    from l2r.training.data.sample_text import packed_rows as packed_rows
+    from l2r.training.data.sample_text import read_line as read_line
     from l2r.training.data.sample_text import sample_batches as sample_batches
+    from l2r.training.data.sample_text import spread_rows as spread_rows
     from l2r.training.data.sources import embedded_sample as embedded_sample
+    from l2r.training.data.sources import file_texts as file_texts
     from l2r.training.data.sources import folder_sources as folder_sources
     from l2r.training.data.sources import text_documents as text_documents
     from l2r.training.data.split import TRAIN_PART as TRAIN_PART

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from l2r.runs.atomic import write_json
 from l2r.runs.cache import cache_folder
-from l2r.training.data.held_out import NEWEST, split_files
+from l2r.training.data.held_out import NEWEST, Texts, split_files
 from l2r.training.data.new_tokenizer import write_new_tokenizer
 from l2r.training.data.sources import (
     Files,
@@ -126,14 +126,27 @@ def split_corpus(
 
     Raises ValueError for an empty or missing text folder, and a domain that cannot be split.
     """
-    train: dict[str, list[str]] = {}
-    validation: dict[str, list[str]] = {}
+    train, validation = split_documents(options, report)
+    return _texts(train), _texts(validation)
+
+
+def split_documents(
+    options: CorpusOptions, report: Callable[[str], None] = lambda line: None
+) -> tuple[dict[str, Texts], dict[str, Texts]]:
+    """The same with the name of every text."""
+    train: dict[str, Texts] = {}
+    validation: dict[str, Texts] = {}
     cut = options.characters_per_domain
     for domain, files in options.sources().items():
         report(f"reading {domain}")
-        parts = split_files(files(), cut, domain=domain, version=options.version)
-        train[domain], validation[domain] = ([text for _, text in part] for part in parts)
+        train[domain], validation[domain] = split_files(
+            files(), cut, domain=domain, version=options.version
+        )
     return train, validation
+
+
+def _texts(domains: dict[str, Texts]) -> dict[str, list[str]]:
+    return {domain: [text for _, text in named] for domain, named in domains.items()}
 
 
 def _build(folder: Path, options: CorpusOptions, report: Callable[[str], None]) -> None:

@@ -20,7 +20,12 @@ from l2r.training.data.shuffling import epoch_order
 
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+IMAGE_SUFFIXES = frozenset(
+    {
+        ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".avif", ".ppm",
+        ".tif", ".tiff",
+    }
+)  # fmt: skip
 # What reading an image raises; SyntaxError is pillow's for a broken PNG chunk.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 SIDEWAYS = frozenset(  # transposes that exchange width and height
@@ -40,6 +45,7 @@ _TURNS = {  # by the orientation that EXIF gives
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
 _HELD_OUT = 0.2  # of each class, where the source has no validation part
 _IDX_BYTE = 0x08
 _IDX_MOST = 1 << 32  # bytes, all of them in memory: 90 times Fashion-MNIST
@@ -92,12 +98,17 @@ def shown_size(image: Image.Image) -> tuple[int, int]:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits scaled to 8, which pillow would cut at 255; other images as they are.
+    """Gray of 16 bits scaled to 8, which pillow would cut at 255; transparency over white.
 
+    Other images are returned as they are.
     Raises ValueError for numbers of 32 bits, which have no range that is known.
     """
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels must have 8 or 16 bits; got pillow's mode {image.mode!r}")
+    if image.mode in _ALPHA or "transparency" in image.info:
+        drawn = image.convert("RGBA")
+        over = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
+        return over.convert("L" if image.mode in ("LA", "La", "L", "1") else "RGB")
     if not image.mode.startswith("I;16"):
         return image
     return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
@@ -233,5 +244,5 @@ def _image_files(folder: Path) -> list[str]:
         f"{parent}/{name}"
         for parent, _, names in os.walk(folder)
         for name in names
-        if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
+        if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES and not name.startswith(".")
     ]

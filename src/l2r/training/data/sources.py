@@ -76,6 +76,23 @@ def text_documents(path: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"text must be a file or a folder; got {path}")
 
 
+def file_texts(path: Path) -> dict[str, list[Iterator[str]]]:
+    """Documents of every file of text, by domain; nothing is read before it is asked for.
+
+    Raises ValueError as :func:`text_documents` and :func:`domain_files` do.
+    """
+    if path.is_file():
+        return {path.stem: [(text for _, text in text_documents(path))]}
+    return {
+        name: [_texts_of(file) for file in files] for name, (_, files) in domain_files(path).items()
+    }
+
+
+def _texts_of(file: Path) -> Iterator[str]:
+    for _, text in _documents(file, file.name):
+        yield text
+
+
 def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     """Folder and files of every domain: one per sub-folder, or ``text`` for files in ``folder``.
 
@@ -108,16 +125,20 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
 def folder_sources(folder: Path, version: int = NEWEST) -> dict[str, Callable[[], Files]]:
     """Domains of a user's folder, see :func:`domain_files`; version 1 read ``*.txt`` only.
 
-    Raises ValueError when the folder is missing or holds no text.
+    A single file is one domain. Raises ValueError when the folder is missing or holds no text.
     """
     if version == 1:
         return _folder_sources_1(folder)
+    if folder.is_file():
+        return {folder.stem: partial(text_documents, folder)}
     domains = domain_files(folder)
     return {name: partial(text_documents, path) for name, (path, _) in domains.items()}
 
 
 def folder_files(folder: Path, version: int = NEWEST) -> list[Path]:
     """Files that :func:`folder_sources` reads."""
+    if folder.is_file():
+        return [folder]
     return sorted(folder.rglob("*.txt")) if version == 1 else _files_below(folder)
 
 

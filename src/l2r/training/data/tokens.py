@@ -126,6 +126,10 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             domain[row] = self.domains.index(self._files[position][1].domain)
         return {"input_ids": torch.from_numpy(ids), "domain": torch.from_numpy(domain)}
 
+    def files_of(self, indices: Int[np.ndarray, " B"]) -> tuple[int, int]:
+        """Number of files that rows lie in, and of all files."""
+        return len({*np.searchsorted(self._starts, indices, side="right")}), len(self._files)
+
     def domain_rows(self, domain: str) -> list[range]:
         """Rows of a domain, a range for each of its files."""
         return [

@@ -32,19 +32,23 @@ from l2r.training.evaluation.text_loss import TextDocument, text_losses
 from l2r.training.evaluation.text_scoring import document_losses, read_tokens, start_token
 
 _PART = 1 << 20  # characters of text that are scored and kept together
+_OWN = "text"  # name of a text that no file has
 _LINE = re.compile(r":\d+$")  # text_documents names a file's documents FILE:LINE
 
 
 class Texts:
     """Documents of files and folders; read twice, so that none has to be held in memory.
 
-    bytes: of all documents. Raises ValueError where there is no text or a limit below 1.
+    own: one text, in place of files. bytes: of all documents. Raises ValueError where there is no
+    text or a limit below 1.
     """
 
-    def __init__(self, paths: Sequence[Path], limit: int | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], limit: int | None = None, *, own: str | None = None
+    ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be >= 1; got {limit}")
-        self.limit = limit
+        self.limit, self.own = limit, own
         names = {path.resolve().name: path for path in paths}
         self.paths = names if len(names) == len(paths) else {str(path): path for path in paths}
         sums, self.bytes = hashlib.sha256(), 0
@@ -58,6 +62,8 @@ class Texts:
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
         """File, name of the document and its text, which has no lone surrogates."""
+        if self.own is not None:
+            yield _OWN, _OWN, self.own
         for name, path in self.paths.items():
             read: dict[str, int] = {}
             for document, text in text_documents(path):

@@ -1,7 +1,4 @@
-"""The fields of a recipe, their defaults and their limits. Unknown fields are refused.
-
-Longer than 250 lines: every field of a language recipe on one page.
-"""
+"""The fields of a recipe, their defaults and their limits. Unknown fields are refused."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -71,8 +68,8 @@ def check_experts(model: Any) -> None:
 class OlmoeSection(Section):
     """Architecture of the language model; defaults are OLMoE-1B-7B's in the paper's table.
 
-    init_from: folder of a model to start from, such as ``l2r upcycle`` or a run writes; its sizes
-    and its routers must be those of the recipe.
+    init_from: folder of a model to start from, such as ``l2r swap --fit`` or a run writes; its
+    sizes and its routers must be those of the recipe.
     """
 
     read_with: ClassVar = {"initializer_range": {"init_from": (None,)}}

@@ -9,14 +9,19 @@ from l2r import L2RConfig
 from l2r.analysis.diagnostics.checks import check_model
 from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
-from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import replace_routers
 from tests.hf.families import tiny_model
+from tests.hf.swap.test_composite_models import llava, qwen
 from tests.tiers import few_families
 
 
 def statuses(model, batch=None, **options):
     return {found.check: found.status for found in check_model(model, batch, **options)}
+
+
+def found_by_name(model, batch=None, **options):
+    return {found.check: found for found in check_model(model, batch, **options)}
 
 
 def unwell(model, batch=None, **options):
@@ -89,6 +94,41 @@ def test_the_one_expert_of_a_layer_needs_no_gradient_of_its_router(normalize):
     assert unwell(model) == {}
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_balance_loss_of_a_wrapper_is_asked_for_and_compared(swapped):
+    """It keeps the weight in the text's configuration alone, which its forward reads."""
+    model, ids = qwen().eval(), torch.randint(3, 64, (4, 48))
+    if swapped:
+        replace_routers(model, L2RConfig(rank=2, heads=2))
+    off = found_by_name(model, {"input_ids": ids})
+    assert off["auxiliary loss"].status == "warning" and "off:" in off["auxiliary loss"].found
+    with torch.no_grad():
+        without = model(input_ids=ids, labels=ids).loss
+        model.config.text_config.output_router_logits = True
+        output = model(input_ids=ids, labels=ids)
+    found = found_by_name(model, {"input_ids": ids})
+    weight = model.config.text_config.router_aux_loss_coef
+    torch.testing.assert_close(output.loss, without + weight * output.aux_loss)
+    assert f"on, with router_aux_loss_coef={weight:g}" in found["auxiliary loss"].found
+    assert f"{weight:g} x balance loss {float(output.aux_loss):.4f}" in found["loss"].found
+    for name in ("auxiliary loss", "loss", "padding in the loss", "balance gradient"):
+        assert found[name].status == "ok", found[name]
+    twice = found_by_name(model, {"input_ids": ids}, balance=0.01)["auxiliary loss"]
+    assert twice.status == "warning" and "both count" in twice.remedy
+
+
+def test_a_wrapper_that_adds_no_loss_is_said_to_have_none():
+    """LLaVA around a Mixtral, whose own wrapper would add one."""
+    model = llava().eval()
+    model.config.text_config.output_router_logits = True
+    ids = torch.randint(3, 32, (4, 48))
+    found = found_by_name(model, {"input_ids": ids})
+    assert "no balance loss in transformers" in found["auxiliary loss"].found
+    assert {found[n].status for n in ("loss", "padding in the loss", "balance gradient")} == {
+        "skipped"
+    }
+
+
 def test_what_trains_is_no_fault():
     model = with_loss()
     train_routers_only(model)
@@ -138,3 +178,41 @@ def test_a_swapped_model_that_was_trained_without_a_fit_is_trained():
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     assert statuses(model)["trained"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "mixtral"])
+def test_scores_that_saturate_are_a_warning_and_no_replaced_forward(name):
+    """Equal scores are ties, which a family's topk breaks in another order than the rule."""
+    model = tiny_model(FAMILIES[name]).eval()
+    healthy = findings(model)["weights"]
+    assert healthy.status == "ok"
+    with torch.no_grad():
+        for site in router_sites(model):
+            old_weight(site).mul_(3000 / old_weight(site).std())
+    found = findings(model)["weights"]
+    assert found.status == "warning" and "are saturated" in found.found
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
+def test_a_selection_bias_that_was_rounded_to_bfloat16_is_a_warning(name):
+    model = tiny_model(FAMILIES[name]).eval()
+    draw = torch.Generator().manual_seed(0)
+    for stored, status in ((torch.float32, "ok"), (torch.bfloat16, "warning")):
+        for site in router_sites(model):
+            bias = site.selection.held_bias(site.router)
+            values = 6.8 + 0.25 * torch.rand(bias.shape, generator=draw)
+            with torch.no_grad():
+                bias.copy_(values.to(stored))
+        assert findings(model)["selection bias"].status == status
+    assert "in steps of 0.031 at" in findings(model)["selection bias"].found
+    with torch.no_grad():  # one step of updates: bfloat16 has numbers so near to 0
+        for site in router_sites(model):
+            site.selection.held_bias(site.router).uniform_(-1e-3, 1e-3).copy_(
+                site.selection.held_bias(site.router).bfloat16()
+            )
+    assert findings(model)["selection bias"].status == "ok"
+
+
+def findings(model):
+    batch = {"input_ids": torch.randint(3, 64, (4, 64), generator=torch.Generator().manual_seed(1))}
+    return {finding.check: finding for finding in check_model(model, batch)}

@@ -131,6 +131,12 @@ def detached(model):
         router.register_forward_hook(lambda m, a, out: (out[0], out[1].detach(), out[2]))
 
 
+def cut_for_a_log(model):
+    """A wrapper that hands logits to a log: the balance loss has its value and no gradient."""
+    for router in routers(model):
+        router.register_forward_hook(lambda m, a, out: (out[0].detach(), *out[1:]), prepend=True)
+
+
 def reentrant(model):
     model.activation_checkpointing_enable({"use_reentrant": True})
 
@@ -202,6 +208,7 @@ WITH_A_LOSS = {
     "loss weight edited after the model was built": (edited_weight, "auxiliary loss", "fault"),
     "negative loss weight": (negative_weight, "auxiliary loss", "fault"),
     "balance loss of other experts": (counts_other_experts, "loss", "fault"),
+    "router logits detached for a log": (cut_for_a_log, "balance gradient", "fault"),
 }
 WITH_A_BIAS = {
     "groups that config.json does not say": (kept_groups, "selection", "fault"),
@@ -225,7 +232,8 @@ def test_a_healthy_model_is_silent(kind):
     findings = check(model)
     assert {f.status for f in findings.values()} <= {"ok", "skipped"}, findings
     skipped = {name for name, f in findings.items() if f.status == "skipped"}
-    no_loss = {"loss", "padding in the loss"} if "deepseek" in kind else set()
+    names = {"loss", "padding in the loss", "balance gradient"}
+    no_loss = names if "deepseek" in kind else set()
     assert skipped == no_loss
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -255,6 +263,19 @@ def test_a_planted_fault_is_named(planted, name):
         )
         status = "warning" if bare else "fault"
     assert (finding.status, bool(finding.remedy)) == (status, True), finding
+
+
+@pytest.mark.parametrize("planted", ["stock deepseek_v3", "swapped mixtral"], indirect=True)
+def test_a_gradient_that_is_cut_is_named_of_the_loss_that_training_adds(planted):
+    """A family without a loss of its own, and one whose own is off."""
+    planted.config.output_router_logits = False
+    assert check(planted, balance=0.01)["balance gradient"].status == "ok"
+    cut_for_a_log(planted)
+    found = check(planted, balance=0.01)
+    assert found["balance gradient"].status == "fault"
+    assert "reaches" not in found["balance gradient"].found
+    own = "deepseek" not in type(planted).__name__.lower()
+    assert check(planted)["balance gradient"].status == ("warning" if own else "skipped")
 
 
 @pytest.mark.parametrize("planted", ["stock mixtral", "swapped mixtral"], indirect=True)

@@ -1,8 +1,11 @@
 """Checks of the backward pass: frozen routers, gradients that are zero, recomputation."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, skipped, warning
 from l2r.analysis.diagnostics.checks.subject import Subject
@@ -70,6 +73,39 @@ def gradient(subject: Subject) -> Finding:
         sum(float(value.float().square().sum()) for value in found.values() if value is not None)
     )
     return ok(f"the task loss reaches {len(found)} router parameters, gradient norm {norm:.2g}")
+
+
+def balance_gradient(subject: Subject) -> Finding:
+    """The balance loss must reach the routers that train: its value may be right all the same."""
+    if subject.own_loss is None and not (subject.balance > 0 or subject.z > 0):
+        return skipped("neither the model nor the training has a balance loss")
+    if reason := _nothing_to_reach(subject):
+        return skipped(reason)
+    found = subject.balance_gradients
+    sites = [site for site in subject.sites if _of(site, found)]
+    cut = [site for site in sites if all(value is None for value in _of(site, found))]
+    if cut:
+        return (fault if subject.loss_is_on else warning)(
+            f"the balance loss gives the routers in {in_layers(cut)} no gradient: it has the right "
+            "value and trains nothing",
+            "something detaches the router logits, such as a hook or a wrapper that logs them",
+        )
+    reached = [value for value in found.values() if value is not None]
+    bad = [n for n, value in found.items() if value is not None and not value.isfinite().all()]
+    if bad:
+        return fault(
+            f"the balance loss's gradient of {bad[0]} is not finite",
+            "look for overflow in the router's inputs",
+        )
+    norm = math.sqrt(sum(float(value.float().square().sum()) for value in reached))
+    return ok(
+        f"the balance loss reaches {len(reached)} router parameters, gradient norm {norm:.2g}"
+    )
+
+
+def _of(site: Site, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the parameters of a router that train."""
+    return [value for name, value in gradients.items() if name.startswith(f"{site.path}.")]
 
 
 def _is_settled(subject: Subject, site: Site) -> bool:

@@ -68,7 +68,7 @@ def loads(subject: Subject) -> Finding:
         return warning(
             f"none of {tokens} different tokens reaches {counted(total, 'expert')} in "
             f"{in_layers(empty)}; chance explains that in less than {ALPHA:.1%} of checks",
-            "give a larger text of all domains; raise the balance loss if they stay empty",
+            "read more text (--instances N) of all domains; raise the balance loss if they stay so",
         )
     full = [site for site, shares in usage.items() if _overloaded(site, shares, tokens, level)]
     if full:

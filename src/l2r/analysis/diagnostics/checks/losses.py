@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped, warning
+from l2r.analysis.diagnostics.checks.own_loss import OwnLoss
 from l2r.analysis.diagnostics.checks.subject import Pass, Subject
 from l2r.functional import load_balancing_loss
+from l2r.hf.swap import selection_biases
 
 _NO_LOSS = "the family has no balance loss in transformers"
 _ADD = "add router losses (add_router_losses, or load_balancing_loss of captured logits)"
@@ -21,53 +23,53 @@ def auxiliary_loss(subject: Subject) -> Finding:
     for name, weight in (("balance", subject.balance), ("z", subject.z)):
         if not 0 <= weight < math.inf:
             return fault(f"the loss weight {name} is {weight}", "give it a finite weight >= 0")
-    if subject.own_loss:
-        return _own_loss(subject)
+    if subject.own_loss is not None:
+        return _own_loss(subject, subject.own_loss)
     if subject.balance > 0:
         return ok(f"the training adds a balance loss of weight {subject.balance:g}")
-    if any(site.selection.bias or site.selection.block_bias for site in subject.sites):
+    if selection_biases(subject.model):
         return ok(
             f"{_NO_LOSS}: its selection bias balances; transformers never updates it, "
-            "l2r.routers.update_selection_bias does"
+            "l2r.routers.update_selection_bias of l2r.hf.swap.selection_biases does"
         )
     return warning(f"{_NO_LOSS}, and no selection bias: nothing balances the experts", _ADD)
 
 
-def _own_loss(subject: Subject) -> Finding:
-    used = float(subject.model.router_aux_loss_coef)
-    written = getattr(subject.config, "router_aux_loss_coef", used)
-    if used != written:
+def _own_loss(subject: Subject, own: OwnLoss) -> Finding:
+    written = getattr(subject.config, "router_aux_loss_coef", own.weight)
+    if own.weight != written:
         return fault(
-            f"the model weighs its balance loss by {used:g}, config.json says {written:g}",
+            f"the model weighs its balance loss by {own.weight:g}, config.json says {written:g}",
             "set model.router_aux_loss_coef too: the model read the config when it was built",
         )
-    if not 0 <= used < math.inf:
-        return fault(f"router_aux_loss_coef is {used:g}", "give it a finite weight >= 0")
-    return _own_loss_once(subject, used)
+    if not 0 <= own.weight < math.inf:
+        return fault(f"router_aux_loss_coef is {own.weight:g}", "give it a finite weight >= 0")
+    return _own_loss_once(subject, own)
 
 
-def _own_loss_once(subject: Subject, used: float) -> Finding:
-    if not getattr(subject.config, "output_router_logits", False):
+def _own_loss_once(subject: Subject, own: OwnLoss) -> Finding:
+    if not own.is_on:
         if subject.balance > 0:
             return ok(f"off in the model; the training adds one of weight {subject.balance:g}")
         return warning(
             "off: the model's loss has no balance loss while config.output_router_logits is False",
             f"set it to True, or {_ADD}",
         )
-    if used == 0:
+    if own.weight == 0:
         return warning("on, with router_aux_loss_coef=0", "give it a weight, such as 0.01")
     if subject.balance > 0:
         return warning(
-            f"the model adds a balance loss of weight {used:g}, the training one of "
+            f"the model adds a balance loss of weight {own.weight:g}, the training one of "
             f"{subject.balance:g}",
             "turn one off; with labels in the batch both count",
         )
-    return ok(f"on, with router_aux_loss_coef={used:g}")
+    return ok(f"on, with router_aux_loss_coef={own.weight:g}")
 
 
 def loss_value(subject: Subject) -> Finding:
     """The model's loss, against cross-entropy plus the weighted balance loss of its logits."""
-    if not (subject.own_loss and subject.reads_text):
+    own = subject.own_loss
+    if own is None or not subject.reads_text:
         return skipped(_NO_LOSS if subject.reads_text else "the batch holds no token ids")
     done, mask = subject.plain, subject.batch.get("attention_mask")
     aux, by_hand = _auxiliary(done), _by_hand(subject, done, mask)
@@ -81,7 +83,7 @@ def loss_value(subject: Subject) -> Finding:
     task = subject.model.loss_function(
         logits=done.output.logits, labels=labels, vocab_size=subject.config.vocab_size
     )
-    weight = float(subject.model.router_aux_loss_coef)
+    weight = own.weight
     added, whole = float(done.output.loss - task), float(done.output.loss)
     # Both losses are sums of float32 numbers of this size.
     rounding = 16 * torch.finfo(torch.float32).eps * abs(whole)
@@ -117,7 +119,7 @@ def padding(subject: Subject) -> Finding:
 
 def padding_in_loss(subject: Subject) -> Finding:
     """Tokens outside of the attention mask must not count in the balance loss."""
-    if not (subject.own_loss and subject.reads_text):
+    if subject.own_loss is None or not subject.reads_text:
         return skipped(f"{_NO_LOSS}; pass mask= to load_balancing_loss")
     mask, first, _ = subject.padded
     aux = _auxiliary(first)
@@ -142,8 +144,11 @@ def _auxiliary(done: Pass) -> float:
 
 
 def _by_hand(subject: Subject, done: Pass, mask: Tensor | None) -> float:
-    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers."""
-    logits = done.logits()
+    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers.
+
+    Layers that choose by token ids have nothing to balance and do not count.
+    """
+    logits = [done.routed[site.path].logits for site in subject.sites if not site.by_token]
     top_k = subject.sites[0].sizes["top_k"]
     best = [layer.topk(top_k, dim=-1).indices for layer in logits]
     flat = mask if mask is not None and mask.numel() == len(logits[0]) else None

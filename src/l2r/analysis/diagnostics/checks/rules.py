@@ -5,7 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import inspect
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,15 +22,19 @@ from l2r.analysis.diagnostics.checks.finding import (
     warning,
 )
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.swap import FAMILIES, FAMILY_OF_ROUTER, Site
+from l2r.hf.swap import FAMILIES, Site, Unmatched
 from l2r.routers import Router
+from l2r.routers.observe import block_bias
 from l2r.routers.selection_rule import Selection
 
-_TIES = 0.01  # of the tokens may choose otherwise: with a bias, equals differ in their logits
+_BIAS_UPDATE = 0.001  # by which a step of loss-free balancing moves a bias
+_TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a rounding
 
 
 def selection(subject: Subject) -> Finding:
     """The rule in force, experts per token and groups, against config.json and against itself."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if impossible := _impossible(site):
             return fault(f"{in_layers([site])}: {impossible}", "correct config.json")
@@ -54,10 +58,13 @@ def selection(subject: Subject) -> Finding:
                 f"{in_layers([site])} differs from config.json: {', '.join(differs)}",
                 "change config.json and load the model again: routers read it when they are built",
             )
-    rule = subject.sites[0].selection
-    top_k, experts = (subject.sites[0].sizes[name] for name in ("top_k", "num_experts"))
-    whose = f"of {rule.family}" if rule.family else "of the router itself"
-    return ok(f"{top_k} of {experts} experts by the rule {whose}, as config.json says")
+    first, rule = subject.sites[0], subject.sites[0].selection
+    top_k, experts = (first.sizes[name] for name in ("top_k", "num_experts"))
+    whose = f"by the rule of {rule.family}" if rule.family else "by the rule of the router itself"
+    where = ", as config.json says"
+    if not isinstance(first.router, Router) and first.family.note:
+        whose, where = f"as config.json says; {rule.family} is", f" {first.family.note}"
+    return ok(f"{top_k} of {experts} experts {whose}{where}")
 
 
 def bias(subject: Subject) -> Finding:
@@ -83,12 +90,23 @@ def bias(subject: Subject) -> Finding:
             "updates of 0.001 are lost",
             "keep it in float32",
         )
+    for site, tensor in biased.items():
+        step = _bf16_step(tensor)
+        if step >= _BIAS_UPDATE:
+            return warning(
+                f"the selection bias in {in_layers([site])} holds bfloat16 numbers, in steps of "
+                f"{step:.2g} at {float(tensor.abs().max()):.2g}: {_values_of(tensor)} values for "
+                f"{counted(len(tensor), 'expert')}",
+                "it was rounded when it was saved: take it from a checkpoint with float32",
+            )
     spread = max(float(tensor.max() - tensor.min()) for tensor in biased.values())
     return ok(f"the selection biases of {len(biased)} layers span at most {spread:.2f} of a score")
 
 
 def weights(subject: Subject) -> Finding:
     """Experts and weights that a router returned, against those that its rule gives."""
+    if note := _unmatched(subject):
+        return skipped(note)
     for site in subject.sites:
         if site.path not in subject.plain.routed:
             return fault(
@@ -106,17 +124,44 @@ def weights(subject: Subject) -> Finding:
                 f"{sums[1]:.3f}; largest difference {gap:.2g}",
                 "something replaced the router's forward: load the model again",
             )
-        share = _other_experts(site, rule, logits, indices)
+        share = _other_experts(subject, site, logits, indices)
         if share > _TIES:
             return fault(
                 f"in {in_layers([site])} {share:.0%} of the tokens chose other experts than the "
                 f"rule {rule} gives",
                 "something replaced the router's forward: load the model again",
             )
+    for site in subject.sites:
+        share = _saturated(site, subject.plain.routed[site.path][0])
+        if share > _TIES:
+            return warning(
+                f"in {in_layers([site])} the scores of {share:.0%} of the tokens are saturated: "
+                "the last expert chosen and the next have the same, 0 or 1, and the order of the "
+                "experts decides",
+                "the router's logits are too large: train with a z-loss or a lower learning rate",
+            )
     _, returned, _ = subject.plain.routed[subject.sites[0].path]
     return ok(
         f"the k weights sum to {float(returned.float().sum(dim=1).mean()):.3f}, as the rule gives"
     )
+
+
+def _bf16_step(bias: Tensor) -> float:
+    """Distance of neighbors in bfloat16 at the largest bias, 0 where others than these are held."""
+    wide = bias.float()
+    if not torch.equal(wide, wide.bfloat16().float()) or _values_of(wide) < 3:
+        return 0.0
+    return float(torch.finfo(torch.bfloat16).eps * 2 ** wide.abs().max().log2().floor())
+
+
+def _values_of(bias: Tensor) -> int:
+    return len(set(bias.tolist()))
+
+
+def _unmatched(subject: Subject) -> str:
+    """What is known of routers that follow no rule of the table; nothing where all do."""
+    notes = (s.family.note for s in subject.sites if isinstance(s.selection, Unmatched))
+    return next(notes, "")
 
 
 def _impossible(site: Site) -> str:
@@ -136,7 +181,8 @@ def _impossible(site: Site) -> str:
 
 def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | None:
     """Rule and sizes of the family's own router, built from the configuration without storage."""
-    entry = FAMILIES.get(family)
+    stock = not isinstance(site.router, Router)
+    entry = site.family if stock else FAMILIES.get(family)
     modules = [sys.modules[base.__module__] for base in type(subject.model).__mro__]
     modules += [sys.modules[type(site.router).__module__]]
     kinds = [
@@ -150,11 +196,15 @@ def _expected(subject: Subject, site: Site, family: str) -> dict[str, Any] | Non
     try:
         with torch.device("meta"):
             router = kinds[0](*arguments)
-        rule = FAMILY_OF_ROUTER[entry.router].selection(router)
+        rule = entry.selection(router)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
     shape = attrgetter(entry.weight)(router).shape
-    sizes = {"num_experts": shape[0], "hidden_size": shape[1], "top_k": int(router.top_k)}
+    sizes = {
+        "num_experts": shape[0],
+        "hidden_size": shape[1],
+        "top_k": int(attrgetter(entry.top_k)(router)),
+    }
     return {**sizes, **_values(rule)}
 
 
@@ -173,27 +223,63 @@ def _values(rule: Selection) -> dict[str, Any]:
 
 def _bias(subject: Subject, site: Site) -> Tensor | None:
     path = site.selection.bias
-    return None if path is None else subject.tensors(site)[path].detach().reshape(-1)
+    if path is not None:
+        return subject.tensors(site)[path].detach().reshape(-1)
+    return next((bias.detach() for bias in _of_block(subject, site) if not bias.is_meta), None)
+
+
+def _of_block(subject: Subject, site: Site) -> tuple[Tensor, ...]:
+    """The selection bias that the block passes to its router, or nothing."""
+    return block_bias(subject.model, site.path) if site.selection.block_bias else ()
 
 
 def _unreachable(site: Site, values: Tensor) -> int:
-    """Experts that k others of their group outdo by more than scores can differ."""
+    """Experts that k others of their group outdo by more than scores can differ.
+
+    0 where the bias is added to what has no bounds.
+    """
+    if site.selection.gate == "sqrtsoftplus" or site.selection.biased == "logits":
+        return 0
     top_k, groups = site.sizes["top_k"], site.selection.groups
     grouped = values.float().view(groups, -1)
     ahead = (grouped[:, :, None] > grouped[:, None, :] + 1).sum(dim=1)
     return int((ahead >= top_k).sum())
 
 
-def _other_experts(site: Site, rule: Selection, logits: Tensor, indices: Tensor) -> float:
-    """Share of the tokens whose experts score otherwise than those of the rule, whatever the ties.
+def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor) -> float:
+    """Share of the tokens whose experts score otherwise than the rule's, whatever the ties.
 
-    0 where the block has a say.
+    Scores that are equal when rounded are ties, though their logits differ; so are the sums of
+    groups. 0 where a token's id chooses, or a bias of the block that is elsewhere or in half
+    precision: sums of it and scores tie often.
     """
-    if rule.block_bias:
+    rule, bias = site.selection, _of_block(subject, site)
+    narrow = any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias)
+    if narrow or site.by_token:
         return 0.0
-    _, expected = rule(site.router, logits)
-    one, other = (logits.gather(1, chosen).sort(dim=1).values for chosen in (indices, expected))
-    return float((one != other).any(dim=1).float().mean())
+    _, expected = rule(site.router, logits, *bias)
+    orders = [logits]
+    if type(rule).__call__ is Selection.__call__:
+        orders.append(rule.scores(site.router, logits, *bias))
+    pairs = [[part.gather(1, i).sort(dim=1).values for i in (indices, expected)] for part in orders]
+    differs = torch.stack([(one != other).any(dim=1) for one, other in pairs]).all(dim=0)
+    if rule.kept_groups < rule.groups:
+        grouped = orders[1].view(len(logits), rule.groups, -1)
+        quality = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
+        best = quality.topk(rule.kept_groups + 1, dim=-1).values
+        differs &= best[:, -1] != best[:, -2]
+    return float(differs.float().mean())
+
+
+def _saturated(site: Site, logits: Tensor) -> float:
+    """Share of the tokens whose k-th and next score are both 0 or both 1, in float32."""
+    rule, top_k = site.selection, site.sizes["top_k"]
+    if top_k == logits.shape[1] or type(rule) is not Selection or rule.biased == "logits":
+        return 0.0
+    scores = replace(rule, bias=None, block_bias=False).scores(site.router, logits.float())
+    last, following = scores.topk(top_k + 1, dim=1).values[:, -2:].unbind(dim=1)
+    tied = (last == following) & ((last == 0) | (last == 1))
+    return float(tied.float().mean())
 
 
 def _tolerance(*tensors: Tensor) -> float:

@@ -7,7 +7,8 @@ Shape letters: B sequences or images, S length, T tokens, N experts, K experts c
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.analysis.diagnostics.checks.own_loss import Asked, OwnLoss, own_loss_of
+from l2r.functional import load_balancing_loss
 from l2r.hf.routes import unwrapped_model
 from l2r.hf.swap import Site, running_sites, trainable_parameters
 from l2r.routers import RouterOutput
@@ -74,15 +77,24 @@ class Subject:
         """Whether the batch holds token ids."""
         return "input_ids" in self.batch
 
-    @property
-    def own_loss(self) -> bool:
-        """Whether the model adds a balance loss to its own loss when its configuration says so."""
-        return hasattr(self.model, "router_aux_loss_coef")
+    @cached_property
+    def own_loss(self) -> OwnLoss | None:
+        """The balance loss that the model adds when its configuration says so, None without one.
+
+        The model is asked, since wrappers differ in where they keep its weight: three passes over
+        a few tokens, with ``output_router_logits`` as it is, off and on. What its attributes say
+        counts for images and for a model that does not run.
+        """
+        asked: list[Asked] = []
+        if self.reads_text:
+            with suppress(Exception):  # of any kind, from the code of any model
+                asked = [self._asked(logits) for logits in (None, False, True)]
+        return own_loss_of(self.model, self.config, asked)
 
     @property
     def loss_is_on(self) -> bool:
         """Whether some balance loss or z-loss trains the routers."""
-        own = self.own_loss and bool(getattr(self.config, "output_router_logits", False))
+        own = self.own_loss is not None and self.own_loss.is_on
         return own or self.balance > 0 or self.z > 0
 
     @property
@@ -114,20 +126,37 @@ class Subject:
     @cached_property
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradient of the task loss alone for every router parameter that trains, by its path."""
-        wanted = {
-            f"{site.path}.{name}": parameter
-            for site in self.sites
-            for name, parameter in trainable_parameters(site).items()
-            if parameter.requires_grad
-        }
-        small = {name: value[:2, :_SMALL] for name, value in self.batch.items() if value.dim() == 2}
-        small = small if self.reads_text else {k: v[:2] for k, v in self.batch.items()}
+        wanted, small = self._trained(), self._small()
+        off = None if self.own_loss is None else False
         with torch.enable_grad(), evaluating(self.model):
-            output = self._call(small, self.labels(small), router_logits=False)
+            output = self._call(small, self.labels(small), router_logits=off)
             loss = (
                 output["loss"] if self.reads_text else output["logits"].float().logsumexp(-1).sum()
             )
             grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return dict(zip(wanted, grads, strict=True))
+
+    @cached_property
+    def balance_gradients(self) -> dict[str, Tensor | None]:
+        """Gradient of the balance loss alone for every router parameter that trains, by its path.
+
+        Of the model's own, or else of what the training would compute from the routers' logits.
+        """
+        wanted, small = self._trained(), self._small()
+        seen: list[RouterOutput] = []
+        routers = {site.path: site.router for site in self.sites}
+        on = None if self.own_loss is None else True
+        with torch.enable_grad(), evaluating(self.model):
+            with watched(routers, lambda x, output, path: seen.append(output)):
+                output = self._call(small, self.labels(small), router_logits=on)
+            loss = getattr(output, "aux_loss", None) if on else None
+            if not isinstance(loss, Tensor):
+                loss = load_balancing_loss(
+                    [each.logits for each in seen], [each.indices for each in seen], variant="hf"
+                )
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            if loss.requires_grad:
+                grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, grads, strict=True))
 
     def weights_of_gradients(self, site: Site) -> Tensor:
@@ -151,16 +180,41 @@ class Subject:
 
         routers = {site.path: site.router for site in self.sites}
         with torch.no_grad(), evaluating(self.model), watched(routers, keep):
-            output = self._call(batch, labels, router_logits=self.own_loss)
+            on = None if self.own_loss is None else True
+            output = self._call(batch, labels, router_logits=on)
         return Pass(output, seen)
 
+    def _asked(self, router_logits: bool | None) -> Asked:
+        """The balance loss that the model returns for a few tokens, if any, and its whole loss."""
+        small = self._small()
+        with torch.no_grad(), evaluating(self.model):
+            output = self._call(small, self.labels(small), router_logits=router_logits)
+        aux = getattr(output, "aux_loss", None)
+        return Asked(None if aux is None else float(aux), float(output["loss"]))
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Router parameters that train, by their path."""
+        return {
+            f"{site.path}.{name}": parameter
+            for site in self.sites
+            for name, parameter in trainable_parameters(site).items()
+            if parameter.requires_grad
+        }
+
+    def _small(self) -> dict[str, Tensor]:
+        """Two rows of the batch, cut where they are text."""
+        if not self.reads_text:
+            return {name: value[:2] for name, value in self.batch.items()}
+        return {name: v[:2, :_SMALL] for name, v in self.batch.items() if v.dim() == 2}
+
     def _call(
-        self, batch: Mapping[str, Tensor], labels: Tensor | None, *, router_logits: bool
+        self, batch: Mapping[str, Tensor], labels: Tensor | None, *, router_logits: bool | None
     ) -> Any:
+        """``router_logits`` None: as the model is configured."""
         options: dict[str, Any] = {}
         if labels is not None:
             options = {"labels": labels, "use_cache": False}
-        if self.own_loss:
+        if router_logits is not None:
             options["output_router_logits"] = router_logits
         return self.model(**batch, **options)
 

@@ -9,10 +9,11 @@ from l2r.analysis.diagnostics.checks import gradients, losses, rules, weights
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped
 from l2r.analysis.diagnostics.checks.loads import loads
 from l2r.analysis.diagnostics.checks.subject import Subject
+from l2r.routers.observe import other_routers
 
 Check = Callable[[Subject], Finding]
 
-# Of weights and settings alone.
+# Of weights and settings; that of the loss asks the model, and does without where it does not run.
 AT_REST: Mapping[str, Check] = {
     "finite": weights.finite,
     "dtype": weights.dtype,
@@ -32,6 +33,7 @@ RUNNING: Mapping[str, Check] = {
     "padding in the loss": losses.padding_in_loss,
     "loads": loads,
     "gradient": gradients.gradient,
+    "balance gradient": gradients.balance_gradient,
 }
 CHECKS = 1 + len(AT_REST) + len(RUNNING)
 
@@ -89,4 +91,6 @@ def _needs_a_pass(subject: Subject) -> Finding:
 
 def _runs(subject: Subject) -> Finding:
     """The forward pass on which other checks build."""
-    return ok(f"a forward pass calls {len(subject.plain.routed)} routers")
+    others = other_routers(subject.model)
+    apart = f"; others read no text and stand apart: {', '.join(others)}" if others else ""
+    return ok(f"a forward pass calls {len(subject.plain.routed)} routers{apart}")

@@ -1,0 +1,38 @@
+"""Routers that keep their dtype while others change that of the whole model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from l2r.routers import Router
+
+
+@contextmanager
+def routers_keep_dtype(model: nn.Module) -> Iterator[None]:
+    """Let ``model.to(dtype)`` inside the block move routers of ours, and not round them.
+
+    Trainer's ``bf16_full_eval`` and ``fp16_full_eval`` call it on the model that they evaluate, and
+    leave it so.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        vars(router)["_apply"] = partial(_apply, router)
+    try:
+        yield
+    finally:
+        for router in routers:
+            vars(router).pop("_apply", None)
+
+
+def _apply(
+    router: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    def keeping(tensor: Tensor) -> Tensor:
+        changed = change(tensor)
+        same = changed.dtype == tensor.dtype or not tensor.is_floating_point()
+        return changed if same else tensor.to(changed.device)
+
+    applied: nn.Module = type(router)._apply(router, keeping, recurse)  # type: ignore[no-untyped-call]
+    return applied

@@ -11,9 +11,15 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from l2r.hf.swap.families import Family
+from l2r.hf.swap.families import FAMILIES, Family
 from l2r.hf.swap.sites import Site, old_weight, router_sites
 from tests.hf.family_sizes import AROUND, OWN_SIZES, TINY
+
+# Their layers run several times in a call, so a token has several routes in a layer.
+LOOPED = ("inkling2_loop_text",)
+# Checks that find a fault in a stock model: DeepSeek-V4 compresses keys of neighbouring tokens,
+# those under the mask too.
+FAULTS = {"deepseek_v4": {"padding"}}
 
 _KINDS = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
 
@@ -48,6 +54,13 @@ def tiny_model(family: Family, **sizes: Any) -> Any:
                 if name.endswith("tid2eid"):  # a token's experts differ from each other
                     value.copy_(torch.rand(len(value), 8).argsort(dim=1)[:, : value.shape[1]])
     return model
+
+
+def from_folder(name: str, folder: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A small model of a family, as transformers opens it from a folder."""
+    model = tiny_model(FAMILIES[name])
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=dtype).eval()
 
 
 def matrix_of_logits(site: Site) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from l2r import load_pretrained, record
 from l2r.hf.swap.families import FAMILIES
 from l2r.runs.diagnosis import read_diagnosis
-from tests.hf.families import tiny_model
+from tests.hf.families import FAULTS, LOOPED, tiny_model
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 
@@ -45,10 +45,6 @@ SAME_DTYPE = (
     "qwen3_omni_moe_thinker", "qwen3_vl_moe", "aria_text", "granitemoe_swa", "mistral4",
     "deepseek_v4",
 )  # fmt: skip
-# DeepSeek-V4 compresses keys of neighbouring tokens, those under the mask too.
-FAULTS = {"deepseek_v4": {"padding"}}
-# Layers that run several times in a call: a token has several routes in them.
-LOOPED = ("inkling2_loop_text",)
 BY_TOKEN = ("DeepseekV4HashRouter",)
 NONE_KNOWN = {
     "phimoe": "the rule of SparseMixer",

@@ -38,8 +38,8 @@ def export(
     device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a checkpoint with the code of its routers, for
-    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True), or one program.
+    """Write a checkpoint with the code of its routers, which transformers loads without this
+    package (trust_remote_code=True), or one program.
 
     The folder gets weights, configuration, tokenizer, model card and code. A program is
     any language model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
@@ -72,7 +72,7 @@ def export(
         run_of_checkpoint,
         run_sections,
     )
-    from l2r.hf.models import check_source, check_whole
+    from l2r.hf.models import auto_class, check_source, check_whole
 
     placement = placement.here()
     sections = run_sections(run_of_checkpoint(folder))
@@ -96,7 +96,8 @@ def export(
             )
             more: dict[str, Any] = {"sections": sections, "write": write}
             export_remote_code(model, out, tokenizer=tokenizer, source=source, **more)
-        call = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
+        opens = f"{auto_class(model).__name__}.from_pretrained"
+        call = f"{opens}({str(out)!r}, trust_remote_code=True)"
         say_left_out(checkpoint, source, out)
         typer.echo(f"saved: {out}; load it with {call}")
         return

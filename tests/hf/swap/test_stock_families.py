@@ -1,7 +1,5 @@
 """Stock models of every family in bf16, from a folder: recorded, replayed, checked, diagnosed."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,20 +12,8 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import find_sites, router_sites
 from l2r.routers import L2RConfig, Router
 from l2r.training import fit_routers
-from tests.hf.families import sample_tokens, tiny_model
+from tests.hf.families import FAULTS, LOOPED, from_folder, sample_tokens, tiny_model
 from tests.tiers import few_families
-
-# Their layers run several times in a call, so a token has several routes in a layer.
-LOOPED = ("inkling2_loop_text",)
-# DeepSeek-V4 compresses keys of neighbouring tokens, those under the mask too.
-FAULTS = {"deepseek_v4": ("padding",)}
-
-
-def from_folder(name: str, folder: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A small model of a family, as transformers opens it from a folder."""
-    model = tiny_model(FAMILIES[name])
-    model.save_pretrained(folder)
-    return type(model).from_pretrained(folder, dtype=dtype).eval()
 
 
 @pytest.mark.parametrize("name", few_families([n for n in FAMILIES if n not in LOOPED]))

@@ -108,7 +108,6 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
         if swapped:
             maker = "swapped_model" if hasattr(base, "config_class") else "swapped_config"
             made.append(f"{kind.__name__} = {maker}({base.__name__})")
-            made.append(f"share_conversion({_key(kind)!r}, {_key(base)!r})")
             changed[_key(base)] = _key(kind)
         # save_pretrained copies the file of a class's module: all of the code.
         made.append(f"{kind.__name__}.__module__ = __name__")
@@ -119,7 +118,7 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
             f"from .{file_stem(swapped_classes.__name__)} import swapped_config, swapped_model"
         )
         tables = file_stem(transformers_tables.__name__)
-        imports.append(f"from .{tables} import share_conversion, share_names")
+        imports.append(f"from .{tables} import share_names")
     return [*imports, "", *made], sorted(modules)
 
 

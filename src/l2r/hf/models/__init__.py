@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         checkpoint_activations as checkpoint_activations,
     )
     from l2r.hf.models.cache_argument import CACHE as CACHE
+    from l2r.hf.models.card import auto_class as auto_class
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
     from l2r.hf.models.lossless import check_parts as check_parts

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
 
 from l2r.hf.models.lossless import check_save
 from l2r.routers import Router
@@ -23,9 +30,11 @@ from l2r.runs.markdown import one_cell
 CARD = "README.md"
 _MARK = "<!-- Written by l2r-moe; kept as it is once its text has another sum than {sum} -->\n"
 _MARKED = re.compile(_MARK.format(sum="([0-9a-f]{64})") + r"\Z")
-_USES = {  # by the end of the class's name: pipeline_tag, Auto class
-    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
-    "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
+_TAGS = {  # Auto classes, each with its pipeline_tag
+    AutoModelForCausalLM: "text-generation",
+    AutoModelForImageTextToText: "image-text-to-text",
+    AutoModelForTokenClassification: "token-classification",
+    AutoModelForImageClassification: "image-classification",
 }
 _UPLOAD = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
 
@@ -93,22 +102,21 @@ def is_untouched(text: str) -> bool:
 
 
 def _card_text(folder: Path, model: Any, sections: Sequence[str], loading: Loading | None) -> str:
-    name = type(model).__name__
-    use, auto_class = next((_USES[end] for end in _USES if name.endswith(end)), (None, "AutoModel"))
-    loading = loading or _loading(folder, model.config, auto_class)
+    auto = auto_class(model)
+    loading = loading or _loading(folder, model.config, auto)
     groups = _router_groups(model)
     kinds = sorted({router.config.kind for router in groups.values()})
     data = ModelCardData(
         library_name=loading.library,
         license="unknown",
-        pipeline_tag=use,
+        pipeline_tag=_TAGS.get(auto),
         tags=["mixture-of-experts", "l2r", *kinds, *(model.model_tags or [])],
     )
     routers = sum(
         p.numel() for m in model.modules() if isinstance(m, Router) for p in m.parameters()
     )
     parts = [
-        f"# {name} with {' and '.join(kinds) or 'no'} routers",
+        f"# {type(model).__name__} with {' and '.join(kinds) or 'no'} routers",
         f"{model.num_parameters():,} parameters, {routers:,} of them in routers.",
         *(_router_section(layers, router) for layers, router in groups.items()),
         f"## How to load it\n\n{loading.text}",
@@ -203,27 +211,35 @@ def _router_section(layers: str, router: Router) -> str:
     return f"{title}\n\n{table(list(settings.items()), ('setting', 'value'))}"
 
 
-def _loading(folder: Path, config: Any, auto_class: str) -> Loading:
-    code = f"from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({{}})"
+def _loading(folder: Path, config: Any, auto: Any) -> Loading:
+    name = auto.__name__
+    code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained({{}})"
     files = [
-        name.partition(".")[0] + ".py"
-        for name in (getattr(config, "auto_map", None) or {}).values()
+        place.partition(".")[0] + ".py"
+        for place in (getattr(config, "auto_map", None) or {}).values()
     ]
     if files and all((folder / file).is_file() for file in files):
         call = python_block(code.format('"FOLDER", trust_remote_code=True'))
         text = f"The router's code is in this folder; torch and transformers are enough:\n\n{call}"
         return Loading("transformers", text)
     code = f"import l2r  # transformers then knows the model type\n{code}"
-    alone = (
-        "A copy that needs transformers alone is written by `l2r export FOLDER --out COPY`,"
-        " one program by `l2r export FOLDER --format onnx --out COPY`."
-        if auto_class == "AutoModelForCausalLM"
-        else "There is no form of it that loads without the package."
-    )
+    alone = "A copy that needs transformers alone is written by `l2r export FOLDER --out COPY`"
+    if auto is AutoModelForCausalLM:
+        alone += ", one program by `l2r export FOLDER --format onnx --out COPY`"
+    elif auto in (AutoModel, AutoModelForImageClassification):
+        alone = "There is no form of it that loads without the package"
     call = python_block(code.format('"FOLDER"'))
     return Loading(
-        "l2r-moe", f"With the package (`pip install 'l2r-moe[lm]'`):\n\n{call}\n\n{alone}"
+        "l2r-moe", f"With the package (`pip install 'l2r-moe[lm]'`):\n\n{call}\n\n{alone}."
     )
+
+
+def auto_class(model: Any) -> Any:
+    """Return the Auto class of transformers that opens a saved model as its own class."""
+    kind, config = type(model), type(model.config)
+    mapped = (auto for auto in _TAGS if auto._model_mapping.get(config, None) is kind)
+    with_code = AutoModelForCausalLM if kind.__name__.endswith("ForCausalLM") else AutoModel
+    return next(mapped, with_code)
 
 
 def python_block(code: str) -> str:

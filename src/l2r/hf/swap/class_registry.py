@@ -14,12 +14,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
-from l2r.hf.models.transformers_tables import (
-    share_adapters,
-    share_conversion,
-    share_names,
-    share_preparation,
-)
+from l2r.hf.models.transformers_tables import share_adapters, share_names, share_preparation
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
 from l2r.hf.swap.swapped_classes import class_name, swapped_config, swapped_model
 from l2r.transformers_hook import PREFIX, SWAPPED, type_name
@@ -54,8 +49,6 @@ def config_class(model_type: str) -> Any:
         auto.register(config, model, exist_ok=True)
         names[stock.__name__] = model.__name__
     share_names(names)
-    for theirs, ours in names.items():
-        share_conversion(ours, theirs)
     share_preparation(config, base)
     share_adapters(model_type, name)
     return config

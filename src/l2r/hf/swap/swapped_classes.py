@@ -4,6 +4,8 @@ A separate model type (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every l
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -16,11 +18,14 @@ from transformers.utils import output_capturing
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage, config_with_code
+from l2r.hf.models.transformers_tables import share_conversion
 from l2r.hf.swap.sites import replay_swaps
 from l2r.routers import Router
 from l2r.transformers_hook import type_name
 
 HOME = "l2r.hf.swap.class_registry"  # where pickle and PEFT look the classes up by name
+# Where transformers' own classes are, ours, and ours in the code of an exported folder.
+_KNOWN = ("transformers.models.", "l2r.hf.models.", f"{__name__.rpartition('.')[0]}.hf_models_")
 UNSAVED = "swapped in memory; save_pretrained it and load that folder"
 
 
@@ -33,7 +38,7 @@ def class_name(base: Any) -> str:
 
 def is_known(base: type) -> bool:
     """Whether a class is of transformers or of this package, and no user's own."""
-    return base.__module__.startswith(("transformers.models.", "l2r.hf.models."))
+    return base.__module__.startswith(_KNOWN)
 
 
 @cache
@@ -46,6 +51,7 @@ def swapped_config(base: Any) -> Any:
 
     body = {"__init__": build, "__module__": HOME, "model_type": type_name(base.model_type)}
     bases = (base,) if issubclass(base, NeedsPackage) else (NeedsPackage, base)
+    share_conversion(type_name(base.model_type), base.model_type)
     return type(class_name(base), bases, body)
 
 
@@ -64,7 +70,8 @@ def swapped_model(base: Any) -> Any:
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
             raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
-        base.__init__(self, config, *args, **options)
+        with _of_class(config, base.config_class if is_known(base) else type(config)):
+            base.__init__(self, config, *args, **options)
         paths = replay_swaps(self, swaps)
         self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}
         _take_classes(self)
@@ -108,7 +115,24 @@ def swapped_model(base: Any) -> Any:
         ),
         "is_custom_code": classmethod(lambda cls: False),
     }
+    share_conversion(class_name(base), base.__name__)
     return _recording(type(class_name(base), (base,), body))
+
+
+@contextmanager
+def _of_class(config: Any, base: type) -> Iterator[None]:
+    """Give a configuration its stock class, without code, as long as the stock model is built.
+
+    Some build their inner model by AutoModel, which takes the configuration's class and code.
+    """
+    own, auto_map = type(config), config.__dict__.pop("auto_map", None)
+    config.__class__ = base
+    try:
+        yield
+    finally:
+        config.__class__ = own
+        if auto_map is not None:
+            config.auto_map = auto_map
 
 
 def _recording(swapped: Any) -> Any:

@@ -108,4 +108,4 @@ def test_the_command_compares_with_a_file_and_exits_1_on_a_regression(l2r, tmp_p
     monkeypatch.undo()
     assert "too few turns to detect" in l2r(*asked, "--against", tmp_path / "one_turn.json").err
     line = l2r(*asked, "--against", tmp_path / "none.json").refusal()
-    assert "--compare must be a file or a folder that exists" in line
+    assert "--against must be a file or a folder that exists" in line

@@ -26,7 +26,7 @@ from l2r.hf.models.weight_files import check_finite
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig
-from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.hf.families import TINY, auto_class, sample_tokens, tiny_model
 from tests.tiers import few_families
 
 GATE = "model.layers.0.mlp.gate"
@@ -332,7 +332,7 @@ def test_what_transformers_saved_loads_in_every_family(tmp_path, family):
     model = tiny_model(FAMILIES[family])
     model.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    theirs = auto_class(model.config).from_pretrained(tmp_path).state_dict()
     ours = loaded.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "GGUF": "no GGUF file holds ours",
     "transformers.conversion_mapping._MODEL_TO_": "read into the cache of conversions, with ours",
     "peft.utils.transformers_weight_conversion._MOE_": "by the name of the conversion",
+    "auto_docstring.HARDCODED_CONFIG_FOR_MODELS": "of docstrings",
 }
 # Our own OLMoE has a tokenizer of its own, and our ViT's files have the names of the model.
 OWN_ELSEWHERE = (

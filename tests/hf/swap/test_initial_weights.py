@@ -94,7 +94,7 @@ def test_what_a_checkpoint_lacks_is_set_and_a_selection_bias_zero(name, swap, tm
     file = tmp_path / "model.safetensors"
     stored, names = load_file(file), revert_weight_conversion(model, dict(gone))
     save_file({n: stored[n] for n in stored.keys() - names}, file, metadata={"format": "pt"})
-    assert len(load_file(file)) + len(gone) == len(stored)
+    assert gone and names.keys() <= stored.keys()
     opened = auto_class(stock_config).from_pretrained(tmp_path)
     assert unset(opened) == []
     assert all(not bias.any() for bias in biases(opened).values())

@@ -29,7 +29,7 @@ from l2r.hf.models import (
 )
 from l2r.hf.swap import class_registry, swap_routers
 from l2r.hf.swap.families import FAMILIES
-from tests.hf.families import TINY, sample_tokens, tiny_model
+from tests.hf.families import TINY, auto_class, sample_tokens, tiny_model
 from tests.tiers import few_families
 
 CONFIG = L2RConfig(rank=2, heads=4)
@@ -54,7 +54,7 @@ def own(**options):
 def test_an_auto_class_opens_the_routers_that_were_saved(name, tmp_path):
     model = swapped(name)
     model.save_pretrained(tmp_path / "swapped")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "swapped")
+    loaded = auto_class(model.config).from_pretrained(tmp_path / "swapped")
     assert type(loaded) is type(model)
     saved = model.state_dict()
     assert {n for n in saved if not torch.equal(saved[n], loaded.state_dict()[n])} == set()

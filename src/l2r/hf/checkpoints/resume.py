@@ -75,8 +75,19 @@ def _stored(files: list[Path], device: str) -> dict[str, Tensor]:
 
 def _check(model: Any, places: dict[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Refuse tensors that have no place in the model, and places for which there is no tensor."""
-    refuse({UNEVEN: uneven_experts({n: tuple(t.shape) for n, t in stored.items()})})
-    built = [(name, tensor.shape) for name, tensor in _converted(model, places, stored)]
+    uneven = {UNEVEN: uneven_experts({n: tuple(t.shape) for n, t in stored.items()})}
+    try:
+        built = [(name, tensor.shape) for name, tensor in _converted(model, places, stored)]
+    except ValueError:
+        refuse(uneven)
+        raise
+    shapes = [
+        f"{name} is {list(shape)} in the checkpoint and {list(places[name].shape)} in the model"
+        for name, shape in built
+        if name in places and shape != places[name].shape
+    ]
+    if shapes:  # identity experts, as LongCat's, have fewer matrices than others
+        refuse(uneven)
     names = [name for name, _ in built]
     filled = {id(places[name]) for name in names if name in places}  # a tied matrix has two names
     refuse(
@@ -89,12 +100,7 @@ def _check(model: Any, places: dict[str, Tensor], stored: Mapping[str, Tensor]) 
             ],
             "not in the model": [name for name in names if name not in places],
             "there twice": [name for name, times in Counter(names).items() if times > 1],
-            "of another shape": [
-                f"{name} is {list(shape)} in the checkpoint and {list(places[name].shape)} in the "
-                "model"
-                for name, shape in built
-                if name in places and shape != places[name].shape
-            ],
+            "of another shape": shapes,
             "sharded or not in memory": [
                 name for name in names if name in places and _is_elsewhere(places[name])
             ],

@@ -20,7 +20,7 @@ _PACKAGE = (
 # a repository of this name cannot be. The second stands in a field whose type the configuration
 # class checks, printing the value: the first of these that it has.
 _AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
-_FIELDS = ("initializer_range", "tie_word_embeddings")
+_FIELDS = ("initializer_range", "tie_word_embeddings", "image_token_id")
 _SAVED = "l2r_"  # before the name of the field, for its value
 CODE = f"{_SAVED}auto_map"  # the folder's own code, which builds the model without its routers
 _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pretrained"

@@ -81,7 +81,8 @@ def swapped_model(base: Any) -> Any:
         if isinstance(module, Router):
             reset_missing(module)
         else:
-            base._init_weights(self, module)
+            with _without_routers(module):
+                base._init_weights(self, module)
 
     @wraps(base.save_pretrained)
     def save(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -133,6 +134,24 @@ def _of_class(config: Any, base: type) -> Iterator[None]:
         config.__class__ = own
         if auto_map is not None:
             config.auto_map = auto_map
+
+
+class _Scratch(nn.Module):
+    """Stands for a router while its block is initialized: a number for any name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.empty(1)
+
+
+@contextmanager
+def _without_routers(block: nn.Module) -> Iterator[None]:
+    """Let a family initialize a block whose router it knows by the names of its tensors."""
+    routers = {name: part for name, part in block._modules.items() if isinstance(part, Router)}
+    block._modules.update({name: _Scratch() for name in routers})
+    try:
+        yield
+    finally:
+        block._modules.update(routers)
 
 
 def _recording(swapped: Any) -> Any:
@@ -206,6 +225,15 @@ def _take_classes(model: nn.Module) -> list[str]:
             continue
         if is_known(base):
             module.__class__ = swapped_model(base)
+            _leave_blocks_to_it(module)
         if shares:
             names.append(type(module).__name__)
     return names
+
+
+def _leave_blocks_to_it(model: nn.Module) -> None:
+    """Have a swapped class initialize the blocks of its routers: no class of the user's could."""
+    for block in model.modules():
+        for part in block.children():
+            if isinstance(part, Router) and hasattr(block, "_is_hf_initialized"):
+                block._is_hf_initialized = getattr(part, "_is_hf_initialized", False)

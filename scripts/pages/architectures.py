@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from l2r.hf.swap.families import FAMILY_OF_ROUTER, REFUSED
 
-SUPPORTED, REFUSAL, NEW = "supported", "refused", "not looked at"
+SUPPORTED, RECOGNIZED, REFUSAL, NEW = "supported", "recognized", "refused", "not looked at"
 MODELS = Path(transformers.__file__).parent / "models"
 # Routers of supported architectures that stay as they are.
 APART = {
@@ -32,7 +32,7 @@ _RETURNS_EXPERTS = re.compile(r"top_?k|num_experts|n_routed_experts", re.IGNOREC
 @dataclass(frozen=True)
 class Architecture:
     """A folder of transformers' models. families: ours, where it is supported. why: a refusal's
-    reason, or the routers that nobody looked at."""
+    reason, what its routers were recognized as, or the routers that nobody looked at."""
 
     name: str
     state: str
@@ -55,7 +55,7 @@ def has_experts(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> Architecture:
-    types = _model_types(folder)
+    types = model_types(folder)
     reasons = [REFUSED[name] for name in (folder.name, *types) if name in REFUSED]
     if reasons:
         return Architecture(folder.name, REFUSAL, why=reasons[0])
@@ -85,7 +85,8 @@ def _elsewhere(folder: Path, types: list[str]) -> Iterator[Path]:
         yield folder.parent / module.split(".")[-2]
 
 
-def _model_types(folder: Path) -> list[str]:
+def model_types(folder: Path) -> list[str]:
+    """Model types of the configurations of an architecture."""
     configuration = folder / f"configuration_{folder.name}.py"
     if not configuration.is_file():
         return []

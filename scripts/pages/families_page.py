@@ -16,8 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
 
-from scripts.pages.architectures import NEW, REFUSAL, SUPPORTED, Architecture, architectures
+from scripts.pages.architectures import (
+    NEW,
+    RECOGNIZED,
+    REFUSAL,
+    SUPPORTED,
+    Architecture,
+    architectures,
+)
 from scripts.pages.marks import with_section
+from scripts.pages.recognized import looked_at
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 
 from l2r.hf.swap import rules
@@ -44,7 +52,7 @@ A small random model of each, on a CPU, with {versions}:
 {table}{exceptions}
 ### Refused
 
-{refused}
+{refused}{recognized}
 """
 
 
@@ -62,6 +70,7 @@ def section(results: Sequence[FamilyResult], found: Sequence[Architecture]) -> s
             f"{len(passed)} of {len(results)} families pass all six checks; the table has the "
             "others."
         )
+    recognized = _with_reasons(found, RECOGNIZED)
     failed = Table("Families that fail a check", COLUMNS, tuple(rows)).to_markdown() if rows else ""
     return TEXT.format(
         counts=_counts(found),
@@ -70,8 +79,13 @@ def section(results: Sequence[FamilyResult], found: Sequence[Architecture]) -> s
         supported=_by_rule([result.family for result in passed]),
         table=f"\n{failed}" if failed else "",
         exceptions=_exceptions(results),
-        refused="".join(f"- `{a.name}`: {a.why}.\n" for a in found if a.state == REFUSAL),
+        refused=_with_reasons(found, REFUSAL),
+        recognized=f"\n### Recognized\n\n{recognized}" if recognized else "",
     )
+
+
+def _with_reasons(found: Sequence[Architecture], state: str) -> str:
+    return "".join(f"- `{a.name}`: {a.why}.\n" for a in found if a.state == state)
 
 
 def _counts(found: Sequence[Architecture]) -> str:
@@ -81,7 +95,8 @@ def _counts(found: Sequence[Architecture]) -> str:
         f"transformers {short} has {len(found)} MoE architectures: {states.count(SUPPORTED)} are "
         f"supported, {states.count(REFUSAL)} refused"
     )
-    return f"{text}, {states.count(NEW)} not looked at." if NEW in states else f"{text}."
+    rest = [f", {states.count(state)} {state}" for state in (RECOGNIZED, NEW) if state in states]
+    return f"{text}{''.join(rest)}."
 
 
 def _by_rule(families: Sequence[str]) -> str:
@@ -122,7 +137,7 @@ def main() -> int:
         results = list(check_families(options.only.split(",")))
         sys.stdout.write("".join(f"{result}\n" for result in results))
         return 0 if all(map(_passes, results)) else 1
-    found = architectures()
+    found = [looked_at(architecture) for architecture in architectures()]
     new = [architecture for architecture in found if architecture.state == NEW]
     if options.list:
         for name, state, families, why in map(astuple, found):

@@ -3,11 +3,14 @@
 import re
 
 import pytest
-from scripts.pages import architectures, families_page
+from scripts.pages import architectures, families_page, recognized
 
 from l2r.hf.swap.families import FAMILIES, REFUSED
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 from tests.hf.family_sizes import OWN_SIZES
+from tests.hf.swap.test_recognition import taken_out
+
+__all__ = ["taken_out"]
 
 
 def test_the_page_names_every_family_and_the_reason_of_every_refusal():
@@ -69,3 +72,21 @@ def test_a_second_router_of_a_supported_architecture_is_new(tmp_path):
     assert architectures.architectures(tmp_path)[0].state == architectures.SUPPORTED
     source.write_text(classes + "class OlmoeVisionRouter:\n    top_k = 1\n")
     assert architectures.architectures(tmp_path)[0].why == "OlmoeVisionRouter"
+
+
+def test_an_architecture_in_no_table_is_recognized_where_a_rule_gives_its_results(taken_out):
+    """Mixtral and Qwen3-VL, whose text model has the router, as if they were new."""
+    for name in ("mixtral", "qwen3_vl_moe"):
+        taken_out(name)
+        (found,) = (a for a in architectures.architectures() if a.name == name)
+        assert found.state == architectures.NEW
+        found = recognized.looked_at(found)
+        assert found.state == architectures.RECOGNIZED
+        assert re.fullmatch(r"behaves as \w+ on 4,\d+ tokens", found.why)
+    page = families_page.section([], [found])
+    assert "1 recognized" in page and f"- `qwen3_vl_moe`: {found.why}." in page
+
+
+def test_an_architecture_that_cannot_be_built_small_stays_new():
+    new = architectures.Architecture("llama4", architectures.NEW, why="Llama4Router")
+    assert recognized.looked_at(new) == new

@@ -74,6 +74,7 @@ def test_a_second_router_of_a_supported_architecture_is_new(tmp_path):
     assert architectures.architectures(tmp_path)[0].why == "OlmoeVisionRouter"
 
 
+@pytest.mark.slow("reads all of transformers twice")
 def test_an_architecture_in_no_table_is_recognized_where_a_rule_gives_its_results(taken_out):
     """Mixtral and Qwen3-VL, whose text model has the router, as if they were new."""
     for name in ("mixtral", "qwen3_vl_moe"):

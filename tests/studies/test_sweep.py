@@ -135,7 +135,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
     assert "out of memory more lines" in (tmp_path / "report.html").read_text()
     monkeypatch.undo()
 
-    code, out, _ = command(capsys, *args, "--plan", "--json")
+    code, out, _ = command(capsys, *args, "--show", "--json")
     states = {row["cell"]: (row["state"], row["last step"]) for row in json.loads(out)}
     assert code == 0 and states.pop(broken) == ("unfinished", 2)
     assert set(states.values()) == {("finished", 4)}

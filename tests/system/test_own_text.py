@@ -24,7 +24,7 @@ SMALLER = {
         "training.logger=none"
     ),
     "diagnose": "--instances 4 --length 32 --certify 1",
-    "data prepare": "--workers 1",
+    "data prepare": "--processes 1",
 }
 
 

@@ -20,7 +20,7 @@ from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
 SELECTIONS = ("family", "router")
-_INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
+INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
 
 
 @dataclass(frozen=True)
@@ -259,12 +259,12 @@ def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
     parent, _, name = site.path.rpartition(".")
     block: Any = model.get_submodule(parent)
     setattr(block, name, router)
-    if hasattr(site.router, _INITIALIZED):
-        setattr(router, _INITIALIZED, site.router._is_hf_initialized)
+    if hasattr(site.router, INITIALIZED):
+        setattr(router, INITIALIZED, site.router._is_hf_initialized)
     # Some families initialize ``block.gate.weight`` by name while a checkpoint loads; those whose
     # block has tensors, a selection bias, initialize these alone.
     if not [*block.parameters(recurse=False), *block.buffers(recurse=False)]:
-        setattr(block, _INITIALIZED, True)
+        setattr(block, INITIALIZED, True)
 
 
 def _is_recorded(router: Router) -> bool:

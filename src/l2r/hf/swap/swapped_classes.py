@@ -19,7 +19,7 @@ from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage, config_with_code
 from l2r.hf.models.transformers_tables import share_conversion
-from l2r.hf.swap.sites import replay_swaps
+from l2r.hf.swap.sites import INITIALIZED, replay_swaps
 from l2r.routers import Router
 from l2r.transformers_hook import type_name
 
@@ -235,5 +235,5 @@ def _leave_blocks_to_it(model: nn.Module) -> None:
     """Have a swapped class initialize the blocks of its routers: no class of the user's could."""
     for block in model.modules():
         for part in block.children():
-            if isinstance(part, Router) and hasattr(block, "_is_hf_initialized"):
-                block._is_hf_initialized = getattr(part, "_is_hf_initialized", False)
+            if isinstance(part, Router) and hasattr(block, INITIALIZED):
+                setattr(block, INITIALIZED, getattr(part, INITIALIZED, False))

@@ -50,7 +50,8 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
     Outputs keep their graph, so losses computed from them train the routers. Close the block
     before ``backward`` when activation checkpointing is on: it runs the forward hooks again.
-    Calls of other threads are not recorded.
+    Calls of other threads are not recorded. Around a compiled model, open a block for each call:
+    torch compiles anew for each further call in a block, whose lists have another length.
     Raises ValueError if the model has no Router.
     """
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}

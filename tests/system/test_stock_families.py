@@ -45,6 +45,8 @@ SAME_DTYPE = (
     "qwen3_omni_moe_thinker", "qwen3_vl_moe", "aria_text", "granitemoe_swa", "mistral4",
     "deepseek_v4",
 )  # fmt: skip
+# Stock models whose forward raises in float16: some of its tensors stay in float32.
+NO_FP16 = ("deepseek_v4",)
 BY_TOKEN = ("DeepseekV4HashRouter",)
 NONE_KNOWN = {
     "phimoe": "the rule of SparseMixer",
@@ -113,7 +115,7 @@ def text(tmp_path_factory):
             pytest.param((family, dtype), marks=pytest.mark.slow("every family"))
             for dtype in (torch.bfloat16, torch.float16)
             for family in FAMILIES
-            if family not in OF_EACH_CONTRACT or dtype == torch.float16
+            if family not in (NO_FP16 if dtype == torch.float16 else OF_EACH_CONTRACT)
         ),
     ],
     ids=lambda case: "-".join(map(str, case)).replace("torch.", ""),

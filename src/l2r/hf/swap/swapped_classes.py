@@ -5,7 +5,7 @@ by config.json build our routers, or stop: it cannot take the folder for a stock
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -70,7 +70,7 @@ def swapped_model(base: Any) -> Any:
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
             raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
-        with _of_class(config, base.config_class if is_known(base) else type(config)):
+        with _of_class(config, base.config_class) if is_known(base) else nullcontext():
             base.__init__(self, config, *args, **options)
         paths = replay_swaps(self, swaps)
         self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}

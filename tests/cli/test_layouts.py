@@ -14,6 +14,7 @@ from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.swap.families import FAMILIES
 from tests.cli.test_lossless import add_tokenizer, stored
 from tests.hf.families import sample_tokens, tiny_model
+from tests.tiers import few
 
 SHARD = "30KB"
 
@@ -59,7 +60,11 @@ def float16(model, folder):
 LAYOUTS = (one_file, shards, fused, pickled, pickled_shards, float16)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.fixture(
+    scope="module",
+    params=few(LAYOUTS, (shards, fused), "every layout"),
+    ids=lambda layout: layout.__name__,
+)
 def laid_out(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout") / "moe"
     request.param(tiny_model(FAMILIES["qwen3_moe"]), folder)

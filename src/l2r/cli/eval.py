@@ -139,9 +139,12 @@ def eval(
             raise ValueError(f"data must be one folder of images; got {', '.join(data or ())}")
         source = data[0] if data else None
         check_reads(folders[images[0]], source)
-        if average:
-            averaged_folder(folders[images[0]])
+        opened = averaged_folder(folders[images[0]]) if average else folders[images[0]]
         common |= {"limit": limit, "data": source, "averaged": average}
+        from l2r.cost.planning import Reads, announce
+
+        some = [Reads(limit, None, batch_size)] if limit else []
+        announce([(opened, some)], placement, say, trust_remote_code=trust_remote_code)
         _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
     refuse_options(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")

@@ -6,27 +6,34 @@ speed of such a product here, and of reading the weights. What cannot be told is
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from l2r.analysis import Extent, passages, rows_of_text
+from l2r.analysis.diagnostics import GAIN_IMAGES
 from l2r.cost.benchmarks import product_speed
 from l2r.hf.checkpoints import (
     Placement,
     checkpoint_folder,
+    is_image_classifier,
+    load_tokenizer,
     meta_model,
     weight_bytes,
     weight_files,
 )
-from l2r.hf.models import forward_flops
+from l2r.hf.models import forward_flops, read_config
 from l2r.hf.swap import find_sites
+from l2r.runs.mismatch import ARITHMETICS
+from l2r.training.evaluation import Texts, TextSettings
 
 _BLOCK, _BLOCKS = 1 << 23, 4  # bytes of weights that are read to know the speed, and how often
+_TEXT = 1 << 20  # characters of a text that are tokenized to know how many tokens it has
 _WITH_BACKWARD = 3  # forward passes that one with a backward pass counts as
 _UNITS = {"day": (86_400, 36 * 3600), "hour": (3600, 90 * 60), "minute": (60, 45)}
 
@@ -35,7 +42,8 @@ _UNITS = {"day": (86_400, 36 * 3600), "hour": (3600, 90 * 60), "minute": (60, 45
 class Reads:
     """Forward passes: each of ``rows`` is read ``times``, at most ``at_once`` of them in a pass.
 
-    length: tokens of a row, None for images. backward: with gradients.
+    length: tokens of a row, None for images. backward: with gradients. dtype: another one than the
+    weights are loaded in.
     """
 
     rows: int
@@ -43,6 +51,7 @@ class Reads:
     at_once: int
     times: int = 1
     backward: bool = False
+    dtype: str | None = None
 
     @property
     def passes(self) -> int:
@@ -50,7 +59,7 @@ class Reads:
         return self.times * -(-self.rows // self.at_once)
 
 
-def check_reads(rows: int, length: int | None) -> list[Reads]:
+def reads_of_check(rows: int, length: int | None) -> list[Reads]:
     """What a check reads: its batch, and a few rows for the losses, the mask and the gradients."""
     short = None if length is None else min(64, length)
     few = min(2, rows)
@@ -60,18 +69,50 @@ def check_reads(rows: int, length: int | None) -> list[Reads]:
     return reads
 
 
-def diagnosis_reads(
-    rows: int, length: int | None, at_once: int, *, gain: int, earlier: int
+def reads_of_diagnosis(
+    checkpoint: Path, instances: int, length: int, extent: Extent, earlier: Sequence[Path] = ()
 ) -> list[Reads]:
     """What a diagnosis reads: all rows for each checkpoint, and some with other experts twice."""
-    some = min(rows, gain if length is not None or not gain else max(gain, 2048))
+    rows, of = rows_read(checkpoint, instances, length)
+    gain = max(extent.gain, GAIN_IMAGES) if of is None and extent.gain else extent.gain
     return [
-        Reads(rows, length, at_once, times=1 + earlier),
-        Reads(some, length, at_once, times=3),
+        Reads(rows, of, extent.batch_size, times=1 + len(earlier)),
+        Reads(min(rows, gain), of, extent.batch_size, times=3),
     ]
 
 
-def fit_reads(
+def reads_of_comparison(
+    checkpoint: Path,
+    rows: int,
+    length: int | None,
+    at_once: int,
+    *,
+    against: str | None,
+    other: Path | None,
+    answered: bool,
+    recorded: bool,
+) -> tuple[list[tuple[Path, list[Reads]]], int | None]:
+    """What a comparison reads and its tokens, None for answers of an engine.
+
+    The other side reads all rows with its own experts and with the reference's.
+    """
+    once = Reads(rows, length, at_once)
+    own = [once] if recorded else []
+    if answered:
+        return [(checkpoint, own)], None
+    if other is not None:
+        work = [(checkpoint, [*own, once]), (other, [replace(once, times=2)])]
+    elif against in ARITHMETICS:
+        dtype = "bfloat16" if against == "bf16" else None
+        work = [(checkpoint, [*own, once, replace(once, times=2, dtype=dtype)])]
+    elif against is not None:
+        work = [(checkpoint, [*own, Reads(rows, length, 1, times=2)])]
+    else:
+        work = [(checkpoint, own)]
+    return work, rows * (length or 0)
+
+
+def reads_of_fit(
     tokens: int, held_out: int, length: int, at_once: int, *, updates: int, train_steps: int
 ) -> list[Reads]:
     """What a fit reads: its text once, the held-out text for every measurement, and to train."""
@@ -84,33 +125,85 @@ def fit_reads(
     ]
 
 
-def first_line(
-    checkpoints: Sequence[Path],
-    reads: Sequence[Reads],
+def announce(
+    work: Sequence[tuple[Path, Sequence[Reads]]],
     placement: Placement,
+    report: Callable[[str], object],
     *,
     tokens: int | None = None,
     trust_remote_code: bool = False,
-) -> str:
-    """``13.8 GB of weights, 8,192 tokens, about 7 minutes``; empty where nothing is known.
+) -> None:
+    """Report ``13.8 GB of weights, 8,192 tokens, about 7 minutes``; nothing where all is unknown.
 
-    ``reads`` are of each of the ``checkpoints``, whose weights and times are added up. ``tokens``
-    are those of the data, by default of the first of ``reads``. Without ``reads`` no time is told.
+    ``work``: checkpoints, and what each reads; their weights and times are added up. ``tokens``
+    are those of the data, by default of the first of each one's reads. No reads, no time.
     """
-    if tokens is None and reads and reads[0].length is not None:
-        tokens = reads[0].rows * reads[0].length
-    folders = [checkpoint_folder(path) for path in checkpoints]
-    parts = [_weights(folders, placement.dtype)]
-    if tokens is not None:
-        parts.append(f"{tokens:,} tokens{' each' if len(folders) > 1 else ''}")
-    elif reads:
-        parts.append(f"{reads[0].rows:,} images")
+    firsts = [reads[0] for _, reads in work if reads]
+    parts = [_weights([checkpoint_folder(path) for path, _ in work], placement.dtype)]
+    if tokens is not None or all(read.length is not None for read in firsts):
+        count = sum(r.rows * (r.length or 0) for r in firsts) if tokens is None else tokens
+        parts.append(f"{count:,} tokens" if count else "")
+    else:
+        parts.append(f"{sum(read.rows for read in firsts):,} images")
     with suppress(Exception):  # of any kind: loading the model says what is wrong
-        seconds = [
-            _seconds(folder, reads, placement.here(), trust_remote_code) for folder in folders
-        ]
-        parts.append(about(sum(seconds)) if reads else "")
-    return ", ".join(part for part in parts if part)
+        here = placement.here()
+        times = [_seconds(path, reads, here, trust_remote_code) for path, reads in work]
+        parts.append(about(sum(times)) if firsts else "")
+    if line := ", ".join(part for part in parts if part):
+        report(line)
+
+
+def rows_read(
+    checkpoint: Path,
+    instances: int,
+    length: int,
+    text: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[int, int | None]:
+    """Rows of data for a checkpoint and their length, None for images; ``text`` may give fewer."""
+    if is_image_classifier(checkpoint):
+        return instances, None
+    if text is None:
+        return instances, length
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return rows_of_text(max(1, len(ids)), instances, length)
+
+
+def reads_of_passages(
+    checkpoint: Path, text: str, *, trust_remote_code: bool = False
+) -> list[Reads]:
+    """What the routing of a text of one's own reads."""
+    trusted = {"trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(checkpoint, **trusted)
+    config = read_config(checkpoint_folder(checkpoint), **trusted)
+    return [Reads(*passages(max(1, len(tokenizer(text)["input_ids"])), config), 1)]
+
+
+def reads_of_text(
+    checkpoint: Path,
+    texts: Texts,
+    settings: TextSettings,
+    at_once: int,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[list[Reads], int]:
+    """Windows that an evaluation on text reads, and its tokens; of much text by its beginning."""
+    trusted = {"trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(checkpoint, **trusted)
+    windows = settings.windows(read_config(checkpoint_folder(checkpoint), **trusted))
+    sizes, done = list[int](), 0
+    for _, _, text in texts:
+        beginning = text[:_TEXT]
+        sizes.append(len(tokenizer(beginning, add_special_tokens=False, verbose=False).input_ids))
+        done += len(beginning.encode())
+        if done >= _TEXT:
+            break
+    share = texts.bytes / max(1, done)
+    cuts = [end - start for size in sizes for start, _, end in windows.over(size + 1)]
+    length = max(2, round(sum(cuts) / max(1, len(cuts))))
+    return [Reads(round(share * len(cuts)), length, at_once)], round(share * sum(sizes))
 
 
 def about(seconds: float) -> str:
@@ -153,7 +246,8 @@ def _seconds(
             per_row[part.length] = forward_flops(model, _row(model, part.length))[""]
         flops = part.rows * part.times * per_row[part.length]
         rows = min(part.rows, part.at_once) * (part.length or _patches(model))
-        speed = product_speed(placement.device, dtype, *_product(model, rows))
+        runs_in = getattr(torch, part.dtype) if part.dtype else dtype
+        speed = product_speed(placement.device, runs_in, *_product(model, rows))
         seconds += (_WITH_BACKWARD if part.backward else 1) * flops / speed
     again = sum(part.passes for part in reads) * placement.bytes_on_disk(folder)
     return seconds + (weight_bytes(folder) + again) / _reading_speed(weight_files(folder))
@@ -162,7 +256,7 @@ def _seconds(
 def _dtype(model: Any, placement: Placement) -> torch.dtype:
     """The dtype in which the model computes."""
     if placement.dtype != "auto":
-        return getattr(torch, placement.dtype)  # type: ignore[no-any-return]
+        return getattr(torch, placement.dtype)
     config = model.config
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return own or torch.float32
@@ -199,16 +293,16 @@ def _product(model: nn.Module, tokens: int) -> tuple[int, int, int]:
 
 
 def _reading_speed(files: Sequence[Path]) -> float:
-    """Bytes of weights a second, from disk or the cache of files into new memory."""
+    """Bytes of weights a second that are read and put in place, in memory not used before."""
     sizes = [file.stat().st_size for file in files]
-    start, done = time.perf_counter(), 0
+    start, kept = time.perf_counter(), list[bytearray]()
     for part in range(_BLOCKS):
         at = part * sum(sizes) // _BLOCKS
         for file, size in zip(files, sizes, strict=True):
             if at < size:
                 with file.open("rb", buffering=0) as stream:
                     stream.seek(at)
-                    done += len(stream.read(_BLOCK))
+                    kept.append(bytearray(stream.read(_BLOCK)))
                 break
             at -= size
-    return done / (time.perf_counter() - start)
+    return sum(map(len, kept)) / (time.perf_counter() - start)

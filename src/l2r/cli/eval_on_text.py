@@ -39,12 +39,12 @@ def evaluate_on_text(
 
     texts, results, losses = Texts(paths, settings.limit, own=own), {}, {}
     code: Any = {"trust_remote_code": options["trust_remote_code"]}
-    size, reads, tokens = options["batch_size"], [], 0
-    for folder in checkpoints.values():
-        windows, count = reads_of_text(folder, texts, settings, size, **code)
-        reads.append((folder, windows))
-        tokens += count
-    announce(reads, options["placement"], say, tokens=tokens, **code)
+
+    def expect(checkpoint: Path, share: float) -> None:
+        size = options["batch_size"]
+        reads, tokens = reads_of_text(checkpoint, texts, settings, size, share=share, **code)
+        announce([(checkpoint, reads)], options["placement"], say, tokens=tokens, **code)
+
     for name, checkpoint in checkpoints.items():
         with progress_bars() as bars:
             scored, written = evaluate_text(
@@ -53,6 +53,7 @@ def evaluate_on_text(
                 texts,
                 settings=settings,
                 on_progress=partial(bars, name),
+                expect=partial(expect, checkpoint),
                 **options,
             )
         results[name], losses[name] = scored, text_losses(scored)

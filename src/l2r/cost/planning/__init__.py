@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from l2r.cost.planning.first_line import reads_of_comparison as reads_of_comparison
     from l2r.cost.planning.first_line import reads_of_diagnosis as reads_of_diagnosis
     from l2r.cost.planning.first_line import reads_of_fit as reads_of_fit
+    from l2r.cost.planning.first_line import reads_of_inputs as reads_of_inputs
     from l2r.cost.planning.first_line import reads_of_passages as reads_of_passages
     from l2r.cost.planning.first_line import reads_of_text as reads_of_text
     from l2r.cost.planning.first_line import rows_read as rows_read

@@ -61,12 +61,16 @@ class Reads:
 
 def reads_of_check(rows: int, length: int | None) -> list[Reads]:
     """What a check reads: its batch, and a few rows for the losses, the mask and the gradients."""
-    short = None if length is None else min(64, length)
     few = min(2, rows)
-    reads = [Reads(rows, length, rows), Reads(few, short, few, times=2, backward=True)]
-    if short is not None:
-        reads += [Reads(few, short, few, times=3), Reads(2, short, 2, times=2)]
-    return reads
+    if length is None:
+        return [Reads(rows, None, rows), Reads(few, None, few, backward=True)]
+    short = min(64, length)
+    return [
+        Reads(rows, length, rows),
+        Reads(few, short, few, times=3),
+        Reads(2, short, 2, times=2),
+        Reads(few, short, few, times=2, backward=True),
+    ]
 
 
 def reads_of_diagnosis(
@@ -181,15 +185,22 @@ def reads_of_passages(
     return [Reads(*passages(max(1, len(tokenizer(text)["input_ids"])), config), 1)]
 
 
+def reads_of_inputs(lengths: Sequence[int], at_once: int) -> list[Reads]:
+    """What an evaluation reads that has inputs of these lengths; none for no inputs."""
+    mean = round(sum(lengths) / max(1, len(lengths)))
+    return [Reads(len(lengths), mean, at_once)] if lengths else []
+
+
 def reads_of_text(
     checkpoint: Path,
     texts: Texts,
     settings: TextSettings,
     at_once: int,
     *,
+    share: float = 1.0,
     trust_remote_code: bool = False,
 ) -> tuple[list[Reads], int]:
-    """Windows that an evaluation on text reads, and its tokens; of much text by its beginning."""
+    """Windows that an evaluation on a share of texts reads, and tokens; by the texts' beginning."""
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
     windows = settings.windows(read_config(checkpoint_folder(checkpoint), **trusted))
@@ -200,10 +211,10 @@ def reads_of_text(
         done += len(beginning.encode())
         if done >= _TEXT:
             break
-    share = texts.bytes / max(1, done)
+    more = share * texts.bytes / max(1, done)
     cuts = [end - start for size in sizes for start, _, end in windows.over(size + 1)]
-    length = max(2, round(sum(cuts) / max(1, len(cuts))))
-    return [Reads(round(share * len(cuts)), length, at_once)], round(share * sum(sizes))
+    (reads,) = reads_of_inputs(cuts, at_once)
+    return [replace(reads, rows=max(1, round(more * len(cuts))))], round(more * sum(sizes))
 
 
 def about(seconds: float) -> str:

@@ -19,7 +19,7 @@ COMMANDS = {
     "mismatch": ["mismatch", "--text", TEXT, "--against", "int8", "--instances", "4", *SHORT,
                  "--out", "out"],
     "recorded": ["mismatch", "--text", TEXT, "--record", "routes", "--instances", "4", *SHORT],
-    "swap": ["swap", "--fit", "--tokens", "320", "--held-out", "96", "--train-steps", "2", *SHORT],
+    "swap": ["swap", "--fit", "--tokens", "320", "--held-out", "128", "--train-steps", "2", *SHORT],
     "eval": ["eval", "--text", TEXT, "--out", "out"],
     "tasks": ["eval", "--tasks", "piqa", "--limit", "3", "--out", "out"],
 }  # fmt: skip

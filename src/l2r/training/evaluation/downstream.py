@@ -1,6 +1,6 @@
 """Evaluates a causal language model on the paper's downstream tasks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +13,8 @@ from l2r.training.evaluation.store import TaskStore
 from l2r.training.evaluation.task_scoring import Request, TaskResult, score_batch, summarize
 from l2r.training.evaluation.task_tokenizers import task_tokenizer
 from l2r.training.evaluation.tasks import Split, Task, build_requests, select_tasks
+
+_PADDED = 128  # the library's rows have a multiple of so many tokens
 
 
 def evaluate_tasks(
@@ -72,8 +74,8 @@ def read_tasks(
     split: Split = "val",
     max_length: int | None = None,
     store: TaskStore | None = None,
-) -> dict[Task, Any]:
-    """Requests of every task, tokenized, or the result of one that ``store`` has finished.
+) -> list[tuple[Task, Any]]:
+    """Tasks with their requests, tokenized, or the result of one that ``store`` has finished.
 
     Options and errors are those of ``evaluate_tasks``; ``config`` is the model's.
     """
@@ -82,25 +84,25 @@ def read_tasks(
         raise ValueError(f"give limit or requests, not both; got {limit} and {requests}")
     reader = task_tokenizer(tokenizer, vocab_size=config.get_text_config().vocab_size)
     length = model_length(config) if max_length is None else max_length
-    read = {}
+    read = []
     for task in chosen:
         documents = _documents(task, limit, requests)
         finished = store.finished(task.name) if store is not None else None
-        read[task] = finished or build_requests(
-            task, reader, split=split, max_length=length, limit=documents
-        )
+        sizes: Any = {"split": split, "max_length": length, "limit": documents}
+        read.append((task, finished or build_requests(task, reader, **sizes)))
     return read
 
 
-def input_lengths(read: Mapping[Task, Any]) -> list[int]:
-    """Tokens of every input that the model reads for tasks that are not finished."""
-    datasets = [dataset for dataset in read.values() if not isinstance(dataset, TaskResult)]
-    return [len(q) for d in datasets for q in {tuple(s["query"]) for s in d.samples}]
+def input_lengths(read: Sequence[tuple[Task, Any]]) -> list[int]:
+    """Tokens of every input that the model reads for tasks that are not finished, with padding."""
+    datasets = [dataset for _, dataset in read if not isinstance(dataset, TaskResult)]
+    inputs = (query for d in datasets for query in {tuple(s["query"]) for s in d.samples})
+    return [_PADDED * -(-len(query) // _PADDED) for query in inputs]
 
 
 def score_tasks(
     model: nn.Module,
-    read: Mapping[Task, Any],
+    read: Sequence[tuple[Task, Any]],
     *,
     batch_size: int,
     store: TaskStore | None,
@@ -113,7 +115,7 @@ def score_tasks(
             task.name: found
             if isinstance(found, TaskResult)
             else _evaluate(model, task, found, **options)
-            for task, found in read.items()
+            for task, found in read
         }
 
 

@@ -41,7 +41,7 @@ def work(monkeypatch):
         seen["loaded"] += 1
         return load(tensors)
 
-    def seconds(path, reads, placement, trust_remote_code):
+    def seconds(path, reads, placement, searched, *, trust_remote_code):
         seen["announced"].append(reads)
         seen["before"].append((seen["read"], seen["loaded"]))
         return 420.0

@@ -108,7 +108,7 @@ def diagnose(
     from l2r.report.text_view import text_page_of, text_sections
 
     rows = [(at, reads_of_diagnosis(at, instances, length, extent, earlier)) for at in folders]
-    announce(rows, placement, say, trust_remote_code=trust_remote_code)
+    announce(rows, placement, say, searched=certify, trust_remote_code=trust_remote_code)
     pages: list[Path] = []
     views, texts = {}, {}
     for name, checkpoint in named.items():

@@ -101,10 +101,10 @@ def test_the_time_is_that_of_the_products_of_a_forward(folders, one_flop_a_secon
         experts = [p for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3]
         flops += 2 * 5 * chosen * sum(p.numel() for p in experts)
     reads = [Reads(6, length, 4), Reads(2, length, 2, times=5), Reads(0, length, 1)]
-    seconds = first_line._seconds(folder, reads, CPU, trust_remote_code=False)
+    seconds = first_line._seconds(folder, reads, CPU)
     assert seconds == pytest.approx(16 * flops)
     (back,) = [Reads(2, length, 2, backward=True)]
-    seconds = first_line._seconds(folder, [back], CPU, trust_remote_code=False)
+    seconds = first_line._seconds(folder, [back], CPU)
     assert seconds == pytest.approx(3 * 2 * flops)
 
 
@@ -118,14 +118,18 @@ def test_products_are_those_of_active_parameters_and_attention(folders, one_flop
     others = sum(p.numel() for p in matrices.values()) - experts
     active = others + experts * config.num_experts_per_tok / config.num_experts
     attention = config.num_hidden_layers * 2 * length * config.hidden_size
-    seconds = first_line._seconds(folder, [Reads(1, length, 1)], CPU, trust_remote_code=False)
+    reads = [Reads(1, length, 1)]
+    seconds = first_line._seconds(folder, reads, CPU)
     assert seconds == pytest.approx(2 * length * (active + attention))
+    routers = sum(p.numel() for name, p in matrices.items() if name.endswith("mlp.gate.weight"))
+    searching = first_line._seconds(folder, reads, CPU, 128) - seconds
+    assert routers and searching == pytest.approx(128 * first_line._SEARCH * 2 * routers)
 
 
 def test_weights_are_those_of_the_files_and_of_memory_where_it_differs(folders, monkeypatch):
     model, folder = folders["stock"]
     size = sum(t.nbytes for t in model.state_dict().values())
-    monkeypatch.setattr(first_line, "_seconds", lambda *_: 420.0)
+    monkeypatch.setattr(first_line, "_seconds", lambda *_, **__: 420.0)
     work = [(folder, [Reads(32, 256, 8)])]
     assert said(work) == [f"{size / 1e6:.1f} MB of weights, 8,192 tokens, about 7 minutes"]
     (line,) = said(work, Placement("bfloat16", "cpu"))
@@ -157,9 +161,9 @@ def test_weights_on_disk_are_read_again_in_every_pass(folders, monkeypatch):
     monkeypatch.setattr(first_line, "product_speed", lambda *_: float("inf"))
     monkeypatch.setattr(first_line, "_reading_speed", lambda files: 1.0)
     reads = [Reads(6, 16, 4, times=3)]  # two batches
-    assert first_line._seconds(folder, reads, CPU, trust_remote_code=False) == size
+    assert first_line._seconds(folder, reads, CPU) == size
     monkeypatch.setattr("l2r.hf.checkpoints.placement.available_memory", lambda: 1000)
-    seconds = first_line._seconds(folder, reads, CPU, trust_remote_code=False)
+    seconds = first_line._seconds(folder, reads, CPU)
     assert seconds == size + 6 * (size - 700)
     for places in ('{"model": "cpu", "lm_head": "disk"}',):
         here = Placement("auto", "cpu", places)

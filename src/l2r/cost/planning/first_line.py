@@ -35,6 +35,9 @@ from l2r.training.evaluation import Texts, TextSettings
 _BLOCK, _BLOCKS = 1 << 23, 4  # bytes of weights that are read to know the speed, and how often
 _TEXT = 1 << 20  # characters of a text that are tokenized to know how many tokens it has
 _WITH_BACKWARD = 3  # forward passes that one with a backward pass counts as
+# Products of a router, in float64, that take as long as both searches for a flip at one token:
+# they run it 2,100 times (one with a gradient counts as 3), and do thrice as much between.
+_SEARCH = 8000
 _UNITS = {"day": (86_400, 36 * 3600), "hour": (3600, 90 * 60), "minute": (60, 45)}
 
 
@@ -135,12 +138,14 @@ def announce(
     report: Callable[[str], object],
     *,
     tokens: int | None = None,
+    searched: int = 0,
     trust_remote_code: bool = False,
 ) -> None:
     """Report ``13.8 GB of weights, 8,192 tokens, about 7 minutes``; nothing where all is unknown.
 
     ``work``: checkpoints, and what each reads; their weights and times are added up. ``tokens``
-    are those of the data, by default of the first of each one's reads. No reads, no time.
+    are those of the data, by default of the first of each one's reads. ``searched``: tokens that
+    each layer gets certified radii and searches for. No reads, no time.
     """
     firsts = [reads[0] for _, reads in work if reads]
     parts = [_weights([checkpoint_folder(path) for path, _ in work], placement.dtype)]
@@ -151,7 +156,8 @@ def announce(
         parts.append(f"{sum(read.rows for read in firsts):,} images")
     with suppress(Exception):  # of any kind: loading the model says what is wrong
         here = placement.here()
-        times = [_seconds(path, reads, here, trust_remote_code) for path, reads in work]
+        trusted = {"trust_remote_code": trust_remote_code}
+        times = [_seconds(path, reads, here, searched, **trusted) for path, reads in work]
         parts.append(about(sum(times)) if firsts else "")
     if line := ", ".join(part for part in parts if part):
         report(line)
@@ -243,7 +249,12 @@ def _size(count: int) -> str:
 
 
 def _seconds(
-    folder: Path, reads: Sequence[Reads], placement: Placement, trust_remote_code: bool
+    folder: Path,
+    reads: Sequence[Reads],
+    placement: Placement,
+    searched: int = 0,
+    *,
+    trust_remote_code: bool = False,
 ) -> float:
     """Time to read the weights of a checkpoint and run it. Raises where it cannot be told."""
     model = meta_model(folder, trust_remote_code=trust_remote_code)
@@ -260,6 +271,12 @@ def _seconds(
         runs_in = getattr(torch, part.dtype) if part.dtype else dtype
         speed = product_speed(placement.device, runs_in, *_product(model, rows))
         seconds += (_WITH_BACKWARD if part.backward else 1) * flops / speed
+    if searched:
+        sizes = [
+            (site.sizes["hidden_size"], site.sizes["num_experts"]) for site in find_sites(model)
+        ]
+        speed = product_speed(placement.device, torch.float64, searched, *sizes[0])
+        seconds += _SEARCH * searched * sum(2 * d * n for d, n in sizes) / speed
     again = sum(part.passes for part in reads) * placement.bytes_on_disk(folder)
     return seconds + (weight_bytes(folder) + again) / _reading_speed(weight_files(folder))
 

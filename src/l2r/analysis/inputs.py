@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,10 @@ def open_subject(
         )
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))
+        say_once = cache(report)  # a diagnosis reads the images several times
 
         def batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-            return images.batches(count, size, device)
+            return images.batches(count, size, device, say_once)
 
         return Subject(model, batches, count, images.domains, {}, images)
     model, tokenizer = load_causal_lm(

@@ -1,6 +1,7 @@
 """Bad paths and options are refused before torch and transformers, which take seconds."""
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import get_args, get_type_hints
@@ -157,6 +158,24 @@ plan demo/l2r-sips --imbalance 0 | --imbalance
 plan demo/l2r-sips --tokens x | --tokens
 plan demo/l2r-sips training.steps=x | training.steps
 """
+# Files that a clone without git-lfs holds in place of the real ones.
+POINTERS = """
+check weights | weights/model-00001-of-00002.safetensors is a git-lfs pointer: run git lfs pull
+diagnose weights | is a git-lfs pointer
+mismatch weights --against bf16 | is a git-lfs pointer
+mismatch whole --against weights | weights/model-00001-of-00002.safetensors is a git-lfs pointer
+swap weights --out new | is a git-lfs pointer
+export weights --out new | is a git-lfs pointer
+serve weights | is a git-lfs pointer
+eval weights | is a git-lfs pointer
+eval run | run/model/tokenizer.json is a git-lfs pointer
+check pickled | pickled/pytorch_model.bin is a git-lfs pointer
+check whole --data pointer.txt | pointer.txt is a git-lfs pointer
+mismatch whole --against bf16 --data pointer.txt | pointer.txt is a git-lfs pointer
+swap whole --fit --data pointer.txt | pointer.txt is a git-lfs pointer
+eval whole --data pointer.txt | pointer.txt is a git-lfs pointer
+"""
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4997744872\n"
 # One process for all of them: what one command imports, the next one finds.
 SCRIPT = """
 import io, json, sys
@@ -218,6 +237,19 @@ def assert_refused_before_torch(folder, text):
 
 def test_every_command_refuses_a_bad_path_before_torch_is_imported(folder):
     assert_refused_before_torch(folder, PATHS)
+
+
+def test_a_pointer_of_git_lfs_is_named_as_such_before_torch_is_imported(folder):
+    for name in ("weights", "pickled", "run/model"):
+        shutil.copytree(folder / "whole", folder / name)
+    for name in (
+        "weights/model-00001-of-00002.safetensors",
+        "pickled/pytorch_model.bin",
+        "run/model/tokenizer.json",
+        "pointer.txt",
+    ):
+        (folder / name).write_text(POINTER)
+    assert_refused_before_torch(folder, POINTERS)
 
 
 @pytest.mark.slow("a hundred commands")

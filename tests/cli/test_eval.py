@@ -107,11 +107,11 @@ def test_a_card_or_an_earlier_result_changes_no_scores(l2r, checkpoint):
 
 @pytest.mark.parametrize("right", [0, 10])
 def test_none_or_all_of_ten_right_is_not_certain(l2r, checkpoint, monkeypatch, right):
-    def evaluate(model, tokenizer, tasks, **options):
+    def score(model, read, **options):
         scored = tuple(ScoredDocument(n, 0, (float(right), 1.0)) for n in range(10))
         return {"piqa": TaskResult("piqa", right / 10, 0.0, right / 10, 10, 0, scored)}
 
-    monkeypatch.setattr("l2r.training.evaluation.whole_checkpoint.evaluate_tasks", evaluate)
+    monkeypatch.setattr("l2r.training.evaluation.whole_checkpoint.score_tasks", score)
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa", "--json")
     assert code == 0, err
     share, low, high = (row["PIQA"] for row in json.loads(out))

@@ -39,6 +39,30 @@ def test_a_batch_of_which_no_image_can_be_read_is_left_out(images, unreadable):
     assert [batch["targets"].tolist() for batch in batches] == [[0], [0]]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("unreadable", [0, 2])
+def test_images_that_are_left_out_are_counted_and_named_once(images, size, unreadable):
+    lines = []
+    batches = list(images(unreadable).batches(3, size, torch.device("cpu"), lines.append))
+    assert sum(len(batch["targets"]) for batch in batches) == 2
+    (line,) = lines
+    assert line.startswith("left out 1 of 3 images, which cannot be read, e.g. ")
+    assert line.endswith(f"{unreadable}.png")
+
+
+def test_what_is_left_out_is_said_to_a_reader_of_the_only_batch(images):
+    """``l2r check`` takes no more."""
+    lines = []
+    next(images(0).batches(3, 3, torch.device("cpu"), lines.append))
+    assert len(lines) == 1
+
+
+def test_of_readable_images_nothing_is_said(images):
+    lines = []
+    assert len(list(images().batches(3, 2, torch.device("cpu"), lines.append))) == 2
+    assert lines == []
+
+
 def test_no_readable_image_is_refused_in_one_line(images):
     with pytest.raises(ValueError, match=r"none of 3 images can be read, e\.g\. .*\.png"):
         list(images(0, 1, 2).batches(3, 2, torch.device("cpu")))

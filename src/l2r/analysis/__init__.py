@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from l2r.analysis.extent import earlier_checkpoints as earlier_checkpoints
     from l2r.analysis.inputs import Subject as Subject
     from l2r.analysis.inputs import open_subject as open_subject
+    from l2r.analysis.inputs import rows_of_text as rows_of_text
+    from l2r.analysis.own_text import passages as passages
     from l2r.analysis.own_text import route_text as route_text
     from l2r.analysis.run_inputs import load_final as load_final
     from l2r.analysis.run_inputs import open_run as open_run

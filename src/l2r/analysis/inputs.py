@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,10 @@ def open_subject(
         )
         images = open_image_input(checkpoint, model.config, data)
         count = min(instances, len(images.dataset))
+        say_once = cache(report)  # a diagnosis reads the images several times
 
         def batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-            return images.batches(count, size, device)
+            return images.batches(count, size, device, say_once)
 
         return Subject(model, batches, count, images.domains, {}, images)
     model, tokenizer = load_causal_lm(
@@ -183,14 +185,19 @@ def open_text(
     return torch.stack([row for row, _ in rows]), labels, tuple(texts)
 
 
+def rows_of_text(tokens: int, instances: int, length: int) -> tuple[int, int]:
+    """Rows that are read of a text of so many tokens, and their length."""
+    length = min(length, tokens)
+    return min(instances, tokens // length), length
+
+
 def _from_string(
     text: str, tokenizer: Any, instances: int, length: int, report: Callable[[str], None]
 ) -> Text:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < MIN_TOKENS:
         raise ValueError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
-    length = min(length, len(ids))
-    count = min(instances, len(ids) // length)
+    count, length = rows_of_text(len(ids), instances, length)
     report(f"read {count * length:,} tokens of the text")
     return (
         torch.tensor(ids[: count * length]).view(count, length),

@@ -59,19 +59,24 @@ def route_text(
     return trace.result(tokenizer)
 
 
+def passages(tokens: int, config: Any) -> tuple[int, int]:
+    """Number of passages, as few as the model's context allows, and tokens of each."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or tokens
+    count = -(-tokens // most)
+    return count, tokens // count
+
+
 def _passages(ids: list[int], config: Any, say: Callable[[str], object]) -> Tensor:
     """Rows [B, S] of tokens, as few as the context allows; a rest of less than B is left out."""
     if not ids:
         raise ValueError("text must hold at least one token; got none")
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or len(ids)
-    count = -(-len(ids) // most)
-    length = len(ids) // count
+    count, length = passages(len(ids), config)
     left = len(ids) - count * length
     if count > 1:
         rest = f"; the last {left} are left out" if left else ""
         say(
             f"{len(ids)} tokens in {count} passages of {length}, the model's context being "
-            f"{most}{rest}"
+            f"{config.get_text_config().max_position_embeddings}{rest}"
         )
     return torch.tensor(ids[: count * length]).reshape(count, length)
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -76,7 +76,11 @@ def check(
     from l2r.analysis import open_subject
     from l2r.analysis.diagnostics.checks import check_model, counted
     from l2r.cli.console import progress_bars
+    from l2r.cost.planning import announce, reads_of_check, rows_read
 
+    code: Any = {"trust_remote_code": trust_remote_code}
+    reads = reads_of_check(*rows_read(folder, instances, length, text, **code))
+    announce([(folder, reads)], placement, say, **code)
     weights = _recipe_losses(folder)
     weights.update({k: v for k, v in (("balance", balance), ("z", z)) if v is not None})
     subject = open_subject(

@@ -91,21 +91,24 @@ def diagnose(
     placement, named = Placement(dtype, device, device_map, say), names(checkpoints)
     check_place(out)
     read = None if text is None else read_text(text)
-    _check(checkpoints, data, revision, own_text=read is not None, code=trust_remote_code)
+    folders = _check(checkpoints, data, revision, own_text=read is not None, code=trust_remote_code)
     one_run = over_time and len(checkpoints) == 1
     earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
     if read is not None:
         loading: Any = {"placement": placement, "revision": revision}
         loading["trust_remote_code"] = trust_remote_code
-        _own_text(named, read, out, loading, show=open_, as_json=as_json)
+        _own_text(named, folders, read, out, loading, show=open_, as_json=as_json)
         return
     from l2r.analysis import diagnose_checkpoint
     from l2r.analysis.diagnostics import saturation_of_diagnoses
     from l2r.cli.console import print_pages, print_table, progress_bars
+    from l2r.cost.planning import announce, reads_of_diagnosis
     from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
     from l2r.report.patches import patch_links, write_patch_page
     from l2r.report.text_view import text_page_of, text_sections
 
+    rows = [(at, reads_of_diagnosis(at, instances, length, extent, earlier)) for at in folders]
+    announce(rows, placement, say, searched=certify, trust_remote_code=trust_remote_code)
     pages: list[Path] = []
     views, texts = {}, {}
     for name, checkpoint in named.items():
@@ -142,8 +145,8 @@ def diagnose(
 
 def _check(
     checkpoints: list[str], data: str | None, revision: str | None, *, own_text: bool, code: bool
-) -> None:
-    """Raise ValueError for a checkpoint that is not there or cannot read what it is to read."""
+) -> list[Path]:
+    """Folders of the checkpoints; ValueError for one that is not there or cannot read the data."""
     from l2r.hf.checkpoints import (
         check_reads,
         check_reads_text,
@@ -151,25 +154,39 @@ def _check(
         local_checkpoint,
     )
 
+    folders = []
     for checkpoint in checkpoints:  # all of them before the first, which takes minutes
         folder = local_checkpoint(checkpoint, revision=revision, code=code)
+        folders.append(folder)
         if not own_text:
             check_reads(folder, data)
         elif is_image_classifier(folder):
             raise ValueError(f"text is for language models; {checkpoint} classifies images")
         else:
             check_reads_text(folder)
+    return folders
 
 
 def _own_text(
-    named: dict[str, str], text: str, out: Path, loading: Any, *, show: bool, as_json: bool
+    named: dict[str, str],
+    folders: list[Path],
+    text: str,
+    out: Path,
+    loading: Any,
+    *,
+    show: bool,
+    as_json: bool,
 ) -> None:
     """Route one text through every checkpoint; a page of all, a table or records of each."""
     from l2r.analysis import route_text
     from l2r.cli.console import print_pages, print_table, progress_bars
+    from l2r.cost.planning import announce, reads_of_passages
     from l2r.report.own_text import own_text_records, own_text_table
     from l2r.report.text_view import write_text_page
 
+    code = {"trust_remote_code": loading["trust_remote_code"]}
+    reads = [(folder, reads_of_passages(folder, text, **code)) for folder in folders]
+    announce(reads, loading["placement"], say, **code)
     routed = {}
     with progress_bars() as bars:
         for done, (name, checkpoint) in enumerate(named.items()):

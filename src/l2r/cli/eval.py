@@ -139,9 +139,12 @@ def eval(
             raise ValueError(f"data must be one folder of images; got {', '.join(data or ())}")
         source = data[0] if data else None
         check_reads(folders[images[0]], source)
-        if average:
-            averaged_folder(folders[images[0]])
+        opened = averaged_folder(folders[images[0]]) if average else folders[images[0]]
         common |= {"limit": limit, "data": source, "averaged": average}
+        from l2r.cost.planning import Reads, announce
+
+        some = [Reads(limit, None, batch_size)] if limit else []
+        announce([(opened, some)], placement, say, trust_remote_code=trust_remote_code)
         _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
     refuse_options(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
@@ -169,6 +172,7 @@ def _language(
     checkpoints: dict[str, Path], outs: dict[str, Path], options: Any, *, as_json: bool
 ) -> None:
     from l2r.cli.console import print_table, progress_bars
+    from l2r.cost.planning import announce, reads_of_inputs
     from l2r.report.paper_tables import downstream_table
     from l2r.training.evaluation import (
         EVALUATION_FILE,
@@ -178,11 +182,19 @@ def _language(
         paper_row,
     )
 
+    code: Any = {"trust_remote_code": options["trust_remote_code"]}
+
+    def expect(checkpoint: Path, lengths: list[int]) -> None:
+        work = [(checkpoint, reads_of_inputs(lengths, options["batch_size"]))]
+        announce(work, options["placement"], say, tokens=sum(lengths), **code)
+
     results = {}
     for name, checkpoint in checkpoints.items():
-        folder = outs[name]
+        folder, expected = outs[name], partial(expect, checkpoint)
         with progress_bars() as bars:
-            results[name] = evaluate_language(checkpoint, folder, on_progress=bars, **options)
+            results[name] = evaluate_language(
+                checkpoint, folder, on_progress=bars, expect=expected, **options
+            )
         for task, result in results[name].items():
             if result.truncated:
                 cut = f"{result.truncated} contexts cut to the model's length"

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from l2r.cli.experiment import say
+
 _FILES = 30  # more are not printed one by one
 
 
@@ -24,6 +26,7 @@ def evaluate_on_text(
     The texts are those of ``paths``, or ``own`` alone.
     """
     from l2r.cli.console import print_table, progress_bars
+    from l2r.cost.planning import announce, reads_of_text
     from l2r.report.text_loss import text_table
     from l2r.training.data import read_line
     from l2r.training.evaluation import (
@@ -35,6 +38,13 @@ def evaluate_on_text(
     )
 
     texts, results, losses = Texts(paths, settings.limit, own=own), {}, {}
+    code: Any = {"trust_remote_code": options["trust_remote_code"]}
+
+    def expect(checkpoint: Path, share: float) -> None:
+        size = options["batch_size"]
+        reads, tokens = reads_of_text(checkpoint, texts, settings, size, share=share, **code)
+        announce([(checkpoint, reads)], options["placement"], say, tokens=tokens, **code)
+
     for name, checkpoint in checkpoints.items():
         with progress_bars() as bars:
             scored, written = evaluate_text(
@@ -43,6 +53,7 @@ def evaluate_on_text(
                 texts,
                 settings=settings,
                 on_progress=partial(bars, name),
+                expect=partial(expect, checkpoint),
                 **options,
             )
         results[name], losses[name] = scored, text_losses(scored)

@@ -101,8 +101,15 @@ def mismatch(
     text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
     from l2r.analysis import open_subject
+    from l2r.cost.planning import announce, reads_of_comparison, rows_read
     from l2r.report.mismatch import tables, verdict, write_mismatch
 
+    code: Any = {"trust_remote_code": trust_remote_code}
+    rows = rows_read(folder, instances, length, text, **code)
+    sides: Any = {"against": against, "other": other, "answered": answers is not None}
+    sides["recorded"] = record is not None
+    work, tokens = reads_of_comparison(folder, *rows, batch_size, **sides)
+    announce(work, placement, say, tokens=tokens, **code)
     subject = open_subject(
         folder,
         data,

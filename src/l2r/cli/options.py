@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from l2r.runs.reading import refuse_pointer
 from l2r.runs.spelling import existing_path
 
 
@@ -29,6 +30,8 @@ def must_exist(param: typer.CallbackParam, paths: Any) -> Any:
     for path in paths if isinstance(paths, list) else [paths]:
         if path is not None and not Path(path).exists():
             raise ValueError(f"{param.name} must be a file or a folder that exists; got {path}")
+        if path is not None:
+            refuse_pointer(Path(path))
     return paths
 
 
@@ -36,7 +39,10 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
     """Data that a command reads. Raises ValueError for no built-in images and no path."""
     from l2r.training.recipes import BUILT_IN_IMAGES
 
-    if source in (None, *BUILT_IN_IMAGES) or Path(source).expanduser().exists():
+    if source in (None, *BUILT_IN_IMAGES):
+        return source
+    if Path(source).expanduser().exists():
+        refuse_pointer(Path(source).expanduser())
         return source
     raise ValueError(
         f"{param.name} must be a file or a folder that exists, {' or '.join(BUILT_IN_IMAGES)}; "

@@ -119,6 +119,13 @@ def swap(
 
     opening = {"kept": out is not None, "by_file": not fit, "trained": train_steps > 0}
     opening |= {"code": trust_remote_code}
+    if fit:
+        from l2r.cost.planning import announce, reads_of_fit
+
+        steps: Any = {"updates": updates, "train_steps": train_steps}
+        reads = reads_of_fit(sizes["tokens"], held_out, length, batch_size, **steps)
+        code: Any = {"trust_remote_code": trust_remote_code}
+        announce([(folder, reads)], placement, say, tokens=sizes["tokens"] + held_out, **code)
     model, tokenizer, save = _open(checkpoint, folder, placement.here(), chosen, **opening)
     before, sites = router_sites(model), select_sites(model, chosen)
     config = preferred_router(model, sites[0], selection=selection, options=options)

@@ -30,7 +30,7 @@ from l2r.kernels.stages import backward_in_stages, forward_in_stages, in_one_sta
 # ctypes' own structures.
 _sizes, _score = Struct("7q").pack, Struct("i6f").pack
 _pointers = Struct(f"{len(Tensors._fields)}P").pack
-_NO_EXPERT = 2  # what the compiled code returns for a route to no expert
+_WRONG_ROUTE = 2  # what the compiled code returns for a route to no expert, or to one twice
 _MAX_RANK = 64  # above, the products of torch are faster
 _MAX_ANCHOR_NUMBERS = 2**18  # N H R up to which a gradient per thread stays in the caches
 
@@ -105,7 +105,7 @@ def _whole_router(given: Tensors, options: Options) -> Tensors | None:
 
 def _failed(code: int, sizes: tuple[int, ...], routes: Tensor | None) -> Exception:
     """The error for what the compiled code returned."""
-    if code == _NO_EXPERT and routes is not None:
+    if code == _WRONG_ROUTE and routes is not None:
         check_routes(routes, sizes[3])
     return MemoryError(f"the router's kernel ran out of memory for T D R N H {list(sizes)}")
 

@@ -54,6 +54,16 @@ def select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor
 
 
 def check_routes(routes: Tensor, experts: int) -> None:
-    """Raise ValueError for a route to no expert. What is on a GPU is not read."""
-    if routes.is_cpu:
-        check_range("routes", routes[routes[:, 0] >= 0], experts)
+    """Raise ValueError for a route to no expert, or to one twice. A GPU's are not read."""
+    if not routes.is_cpu:
+        return
+    given = routes[:, 0] >= 0
+    check_range("routes", routes[given], experts)
+    ordered = routes.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & given[:, None]
+    if twice.any():
+        token, place = twice.nonzero()[0].tolist()
+        expert = int(ordered[token, place])
+        raise ValueError(
+            f"routes must be of different experts; token {token} has expert {expert} twice"
+        )

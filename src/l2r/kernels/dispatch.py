@@ -19,6 +19,7 @@ from l2r import functional
 from l2r.kernels import plain
 from l2r.kernels.checks import DTYPES, beyond_triton, check
 from l2r.kernels.contract import DEFAULTS, Options, ScoreConstants, Tensors, first_input
+from l2r.kernels.cpu_selection import check_routes
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
 from l2r.kernels.tracing import exported, traced, transformed
@@ -66,6 +67,7 @@ def softmax_top_k(
     results = _fused(Tensors(logits=logits, routes=routes), DEFAULTS, top_k, normalize)
     if results is not None:
         return results.weights, results.indices
+    _check_read(routes, logits.shape[1])
     indices = followed(best_experts(logits, top_k), routes)
     return functional.selection.softmax_weights(logits, indices, normalize=normalize), indices
 
@@ -97,6 +99,7 @@ def route(
     """The whole router in one pass; see ``plain.route``."""
     results = _fused(Tensors(x, *parts, routes=routes), score, top_k, normalize)
     if results is None:
+        _check_read(routes, len(parts[2]))
         return plain.route(x, parts, score, top_k=top_k, normalize=normalize, routes=routes)
     return results.logits, results.weights, results.indices
 
@@ -155,6 +158,12 @@ def _fused(
     if name == "triton" and beyond_triton(given):
         return None
     return run(name, watched, given, Options(score, top_k or 0, normalize))
+
+
+def _check_read(routes: Tensor | None, experts: int) -> None:
+    """Check given routes for plain code, unless something traces or transforms it."""
+    if routes is not None and not (traced(routes) or transformed()):
+        check_routes(routes, experts)
 
 
 @cache

@@ -130,7 +130,8 @@ class Router(nn.Module):
 
         ``bias`` [N] is the selection bias that some model families pass. ``routes`` [T, K], int64,
         are experts that replace the router's choice; a token whose first is negative chooses for
-        itself. Raises ValueError for ``routes`` with a selection other than softmax top-k.
+        itself. Raises ValueError for ``routes`` with a selection other than softmax top-k, and on a
+        CPU for an expert that is not there or that a token has twice.
         """
         if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
             pass

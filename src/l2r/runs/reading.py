@@ -17,6 +17,7 @@ from typing import Any
 MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
 MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
 MAX_VALUES = 100_000  # of a YAML file whose aliases are written out
+_LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # how pointers begin; at most
 _NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -27,6 +28,14 @@ def read_bytes(path: Path) -> bytes:
     if len(data) > MAX_BYTES:
         raise ValueError(f"it must have at most {MAX_BYTES:,} bytes")
     return data
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ValueError for a file that holds git-lfs's pointer in place of what it should."""
+    if path.is_file() and path.stat().st_size <= _LFS_BYTES:
+        with path.open("rb") as stream:
+            if stream.read(len(_LFS)) == _LFS:
+                raise ValueError(f"{path} is a git-lfs pointer: run git lfs pull")
 
 
 def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:

@@ -1,7 +1,7 @@
 """Images for a checkpoint: those of its run, or of a folder, as batches."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,29 @@ class ImageInput:
             return names
         return (*names[: _SHOWN_CLASSES - 1], "other")
 
-    def batches(self, count: int, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    def batches(
+        self,
+        count: int,
+        size: int,
+        device: torch.device,
+        report: Callable[[str], object] = lambda line: None,
+    ) -> Iterator[dict[str, Tensor]]:
         """Batches of ``pixel_values`` [B, C, H, W], ``domain`` and ``targets`` [B], of ``count``
-        images, without those that cannot be read. Raises ValueError when none can."""
+        images, without those that cannot be read. Raises ValueError when none can.
+
+        ``report`` gets a line about them, before the last batch.
+        """
         chosen = sample_indices(self.dataset, count)
         skipped: list[str] = []
         for start in range(0, len(chosen), size):
             batch = self.dataset.rows(chosen[start : start + size])
             skipped += batch.skipped
+            is_last = start + size >= len(chosen)
+            if is_last and skipped and len(skipped) < len(chosen):
+                report(
+                    f"left out {len(skipped)} of {len(chosen)} images, which cannot be read, "
+                    f"e.g. {skipped[0]}"
+                )
             if len(batch.labels) == 0:
                 continue
             labels = batch.labels.to(device)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         saturation_of_diagnoses as saturation_of_diagnoses,
     )
     from l2r.analysis.diagnostics.robustness import perturbation_stability as perturbation_stability
+    from l2r.analysis.diagnostics.routing_gain import GAIN_IMAGES as GAIN_IMAGES
     from l2r.analysis.diagnostics.routing_gain import measure_routing_gain as measure_routing_gain
     from l2r.analysis.diagnostics.settings import DiagnosisSettings as DiagnosisSettings
     from l2r.analysis.diagnostics.step_statistics import RouterStatistics as RouterStatistics

@@ -17,7 +17,7 @@ from l2r.analysis.diagnostics.data_pass import Batch
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 from l2r.training.evaluation import token_losses
 
-_IMAGES = 2048
+GAIN_IMAGES = 2048
 
 
 class RoutingGain(NamedTuple):
@@ -88,12 +88,13 @@ def spread(batches: Iterable[Batch], items: int, rows: int, size: int) -> list[B
     """At most ``rows`` of the ``items`` rows in batches, spread evenly, in new batches of at most
     ``size``, each from all over the data.
 
-    ``rows`` counts sequences, which have a loss per token; of images, with one, at least _IMAGES.
+    ``rows`` counts sequences, which have a loss per token; of images, with one, at least
+    GAIN_IMAGES.
     """
     start = 0
     kept: dict[str, list[Tensor]] = {}
     for batch in batches:
-        every = -(-items // (max(rows, _IMAGES) if "pixel_values" in batch else rows))
+        every = -(-items // (max(rows, GAIN_IMAGES) if "pixel_values" in batch else rows))
         first = -start % every
         start += len(next(iter(batch.values())))
         for name, value in batch.items():

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
     from l2r.hf.checkpoints.placement import Placement as Placement
+    from l2r.hf.checkpoints.placement import weight_bytes as weight_bytes
+    from l2r.hf.checkpoints.placement import weight_files as weight_files
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
+    from l2r.hf.checkpoints.pretrained import meta_model as meta_model
     from l2r.hf.checkpoints.pretrained import model_like as model_like
     from l2r.hf.checkpoints.pretrained import new_folder as new_folder
     from l2r.hf.checkpoints.pretrained import save_model as save_model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.runs.folder import RunFolder
-from l2r.runs.reading import read_json
+from l2r.runs.reading import read_json, refuse_pointer
 
 # One of these makes a tokenizer; merges.txt and the like go with them.
 _TOKENIZERS = (
@@ -21,6 +21,8 @@ _TOKENIZERS = (
     "spiece.model",
     "tekken.json",
 )
+# Of these kinds, the first that is there is read.
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # Files beside the weights that prepare inputs, steer generation or say what one may do.
 _KEPT = (
     "*token*.json", "*vocab*", "merges.txt", "encoder.json", "tekken.json", "*.model", "*.tiktoken",
@@ -33,9 +35,17 @@ _REPLACED = (  # by the new folder's own
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder."""
+    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder.
+
+    Raises ValueError where neither has a config.json, and where weights or a tokenizer are pointers
+    of git-lfs.
+    """
     for folder in (Path(path), Path(path) / "model"):
         if (folder / "config.json").is_file():
+            weights = next(filter(None, (sorted(folder.glob(kind)) for kind in _WEIGHTS)), [])
+            others = [folder / name for name in ("config.json", *_TOKENIZERS)]
+            for file in (*weights, *others):
+                refuse_pointer(file)
             return folder
     raise ValueError(
         f"checkpoint must be a folder with config.json or model/config.json; got {path}"

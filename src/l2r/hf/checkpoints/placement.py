@@ -82,6 +82,20 @@ class Placement:
             self.device == "cpu" and weight_bytes(folder, self.dtype) > _ROOM * available_memory()
         )
 
+    def bytes_on_disk(self, folder: Path) -> int:
+        """Bytes of weights that every forward pass reads again, since memory does not hold them.
+
+        Raises ValueError for a map that does not tell.
+        """
+        places = self._read_map()
+        if places is None and not self.is_too_large(folder):
+            return 0
+        if isinstance(places, dict) and "disk" not in places.values():
+            return 0
+        if isinstance(places, dict) or self.device != "cpu":
+            raise ValueError("device_map does not tell how much stays on disk")
+        return max(0, weight_bytes(folder, self.dtype) - int(_ROOM * available_memory()))
+
     def _read_map(self) -> Any:
         text = self.device_map
         if text is None or text in _MAPS:
@@ -113,8 +127,7 @@ def weight_bytes(folder: Path, dtype: str = "auto") -> int:
 
     Pickled weights count as their files do, whatever the dtype.
     """
-    files = _weight_files(folder) or folder.glob("pytorch_model*.bin")
-    return sum(_bytes_of_file(file, dtype) for file in files)
+    return sum(_bytes_of_file(file, dtype) for file in weight_files(folder))
 
 
 def _bytes_of_file(file: Path, dtype: str) -> int:
@@ -134,12 +147,13 @@ def _bytes_of_file(file: Path, dtype: str) -> int:
     return total
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads: those of the index, or the one, or all."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder: safetensors of the index, the one, or all, or pickles."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         content = read_json(index, strict=False)
         places = content.get("weight_map") if isinstance(content, dict) else None
         names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
         return [folder / name for name in sorted(names) if (folder / name).is_file()]
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    every = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    return every or sorted(folder.glob("pytorch_model*.bin"))

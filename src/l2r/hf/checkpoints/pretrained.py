@@ -29,7 +29,7 @@ from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
 from l2r.hf.models.opening import NeedsPackageAndCode
 from l2r.hf.models.stored_tensors import check_unchanged
-from l2r.hf.models.weight_files import check_finite, read_config, read_weights
+from l2r.hf.models.weight_files import check_finite, on_meta, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
@@ -91,8 +91,8 @@ def load_pretrained(
             model = read_weights(_swapped_class(config, folder), folder, config=config, **options)
         else:
             options["trust_remote_code"] = trust_remote_code
-            if hasattr(config, "thinker_config"):  # the whole generates alone, without a forward
-                config = options["config"] = config.thinker_config
+            if _reading_part(config) is not config:
+                config = options["config"] = _reading_part(config)
             model = read_weights(_auto_class(config), folder, **options)
         _check_choices(model)
         if offloaded is not None:
@@ -100,6 +100,16 @@ def load_pretrained(
         return model
     except Exception as error:  # transformers lets any error of a damaged folder through
         raise cannot_load(kind, folder, error) from error
+
+
+def meta_model(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The model that ``load_pretrained`` opens, by its config.json alone, on the meta device."""
+    folder = checkpoint_folder(path)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "l2r_swap", None):
+        return on_meta(_swapped_class(config, folder), config)
+    config = _reading_part(config)
+    return on_meta(_auto_class(config), config, trust_remote_code=trust_remote_code)
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
@@ -199,6 +209,11 @@ def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
             "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
         )
     return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
+
+
+def _reading_part(config: Any) -> Any:
+    """Configuration of the thinker of an omni model, which as a whole generates alone."""
+    return getattr(config, "thinker_config", config)
 
 
 def _auto_class(config: Any) -> Any:

@@ -190,16 +190,20 @@ def _check_fields(folder: Path, shapes: Shapes) -> None:
                 raise ValueError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
 
 
+def on_meta(architecture: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration, built without memory for its weights."""
+    with torch.device("meta"):
+        if hasattr(architecture, "from_config"):  # an Auto class
+            options = {"trust_remote_code": trust_remote_code}
+            return architecture.from_config(copy.deepcopy(config), **options)
+        return architecture._from_config(copy.deepcopy(config))
+
+
 def _check_parameters(
     architecture: Any, config: Any, shapes: Shapes, *, trust_remote_code: bool
 ) -> None:
     """Refuse a config.json whose model, built without memory, is larger than the files."""
-    with torch.device("meta"):
-        if hasattr(architecture, "from_config"):
-            options = {"trust_remote_code": trust_remote_code}
-            model = architecture.from_config(copy.deepcopy(config), **options)
-        else:
-            model = architecture._from_config(copy.deepcopy(config))
+    model = on_meta(architecture, config, trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     packed = getattr(config, "quantization_config", None) is not None
     if parameters > _SPARE + _numbers(shapes) * _TIED * (_PACKED if packed else 1):

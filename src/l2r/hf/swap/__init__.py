@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l2r.hf.swap.preferred import preferred_router as preferred_router
     from l2r.hf.swap.rules import Unmatched as Unmatched
     from l2r.hf.swap.sites import Site as Site
+    from l2r.hf.swap.sites import find_sites as find_sites
     from l2r.hf.swap.sites import layer_index as layer_index
     from l2r.hf.swap.sites import new_router as new_router
     from l2r.hf.swap.sites import place_router as place_router

@@ -141,15 +141,17 @@ void forward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool norm
   }
 }
 
-// Whether a route names no expert, which would be read past the logits.
-bool names_no_expert(const int64_t* routes, const Sizes& s) {
-  bool outside = false;
+// Whether a route names no expert, which would be read past the logits, or one expert twice.
+bool is_wrong(const int64_t* routes, const Sizes& s) {
+  bool wrong = false;
   for (int64_t t = 0; routes && t < s.tokens; ++t) {
     const int64_t* route = routes + t * s.top_k;
-    for (int64_t j = 0; route[0] >= 0 && j < s.top_k; ++j)
-      outside |= route[j] < 0 || route[j] >= s.experts;
+    for (int64_t j = 0; route[0] >= 0 && j < s.top_k; ++j) {
+      wrong |= route[j] < 0 || route[j] >= s.experts;
+      for (int64_t i = 0; i < j; ++i) wrong |= route[i] == route[j];
+    }
   }
-  return outside;
+  return wrong;
 }
 
 }  // namespace
@@ -161,10 +163,10 @@ extern "C" {
 //   project: x, weight, maybe gain       -> query, rstd
 //   score:   anchors and the query       -> logits
 //   select:  weights not null, logits, maybe routes -> weights, indices, lse
-// 1 where memory ran out, 2 where a route names no expert.
+// 1 where memory ran out, 2 where a route names no expert, or one twice.
 int32_t l2r_forward(const Sizes* sizes, const ScoreConstants* score, int32_t threads,
                     int32_t normalize_weights, const Tensors* tensors) {
-  if (names_no_expert(tensors->routes, *sizes)) return 2;
+  if (is_wrong(tensors->routes, *sizes)) return 2;
   try {
     const auto run = sizes->in_blocks() ? forward_in_blocks : forward;
     run(*sizes, *score, threads, normalize_weights, *tensors);

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from l2r.runs.reading import refuse_pointer
 from l2r.training.data.held_out import NEWEST
 from l2r.training.data.near_copies import without_near_copies
 from l2r.training.data.shards import TEXT_SUFFIXES, open_shard, plain_text, read_numbered
@@ -157,6 +158,7 @@ def _text_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 def _documents(file: Path, label: str) -> Files:
     """Documents of a file; ``label`` is its name in theirs."""
+    refuse_pointer(file)
     if not file.name.endswith(TEXT_SUFFIXES):
         yield label, plain_text(file.read_bytes(), str(file))
         return

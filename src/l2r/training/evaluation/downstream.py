@@ -14,6 +14,8 @@ from l2r.training.evaluation.task_scoring import Request, TaskResult, score_batc
 from l2r.training.evaluation.task_tokenizers import task_tokenizer
 from l2r.training.evaluation.tasks import Split, Task, build_requests, select_tasks
 
+_PADDED = 128  # the library's rows have a multiple of so many tokens
+
 
 def evaluate_tasks(
     model: nn.Module,
@@ -42,36 +44,79 @@ def evaluate_tasks(
 
     Raises ValueError for unknown tasks, impossible sizes, or a tokenizer that does not fit.
     """
-    chosen = select_tasks(tasks)
+    check_batch_size(batch_size)
+    read = read_tasks(
+        tokenizer,
+        model.config,
+        tasks,
+        limit=limit,
+        requests=requests,
+        split=split,
+        max_length=max_length,
+        store=store,
+    )
+    return score_tasks(model, read, batch_size=batch_size, store=store, on_progress=on_progress)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError for a batch size below 1."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+
+
+def read_tasks(
+    tokenizer: Any,
+    config: Any,
+    tasks: str | Sequence[str] = "paper",
+    *,
+    limit: int | None = None,
+    requests: int | None = None,
+    split: Split = "val",
+    max_length: int | None = None,
+    store: TaskStore | None = None,
+) -> list[tuple[Task, Any]]:
+    """Tasks with their requests, tokenized, or the result of one that ``store`` has finished.
+
+    Options and errors are those of ``evaluate_tasks``; ``config`` is the model's.
+    """
+    chosen = select_tasks(tasks)
     if limit is not None and requests is not None:
         raise ValueError(f"give limit or requests, not both; got {limit} and {requests}")
-    config: Any = model.config
     reader = task_tokenizer(tokenizer, vocab_size=config.get_text_config().vocab_size)
     length = model_length(config) if max_length is None else max_length
-    results = {}
+    read = []
+    for task in chosen:
+        documents = _documents(task, limit, requests)
+        finished = store.finished(task.name) if store is not None else None
+        sizes: Any = {"split": split, "max_length": length, "limit": documents}
+        read.append((task, finished or build_requests(task, reader, **sizes)))
+    return read
+
+
+def input_lengths(read: Sequence[tuple[Task, Any]]) -> list[int]:
+    """Tokens of every input that the model reads for tasks that are not finished, with padding."""
+    datasets = [dataset for _, dataset in read if not isinstance(dataset, TaskResult)]
+    inputs = (query for d in datasets for query in {tuple(s["query"]) for s in d.samples})
+    return [_PADDED * -(-len(query) // _PADDED) for query in inputs]
+
+
+def score_tasks(
+    model: nn.Module,
+    read: Sequence[tuple[Task, Any]],
+    *,
+    batch_size: int,
+    store: TaskStore | None,
+    on_progress: Callable[[str, int, int], None],
+) -> dict[str, TaskResult]:
+    """Results by task of what ``read_tasks`` gave."""
+    options: Any = {"batch_size": batch_size, "store": store, "on_progress": on_progress}
     with evaluating(model):
-        for task in chosen:
-            result = store.finished(task.name) if store is not None else None
-            if result is None:
-                dataset = build_requests(
-                    task,
-                    reader,
-                    split=split,
-                    max_length=length,
-                    limit=_documents(task, limit, requests),
-                )
-                result = _evaluate(
-                    model,
-                    task,
-                    dataset,
-                    batch_size=batch_size,
-                    store=store,
-                    on_progress=on_progress,
-                )
-            results[task.name] = result
-    return results
+        return {
+            task.name: found
+            if isinstance(found, TaskResult)
+            else _evaluate(model, task, found, **options)
+            for task, found in read
+        }
 
 
 def _documents(task: Task, limit: int | None, requests: int | None) -> int | None:

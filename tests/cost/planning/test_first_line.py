@@ -126,6 +126,28 @@ def test_products_are_those_of_active_parameters_and_attention(folders, one_flop
     assert routers and searching == pytest.approx(128 * first_line._SEARCH * 2 * routers)
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """The time of small models, too, is worth a measurement."""
+    monkeypatch.setattr(first_line, "_SHORT", 0)
+
+
+def test_nothing_is_measured_for_what_is_short_on_any_machine(folders, monkeypatch):
+    model, folder = folders["stock"]
+    monkeypatch.setattr(first_line, "_seconds", lambda *_, **__: 420.0)
+    reads = [Reads(2, 16, 2, times=3), Reads(1, 16, 1, backward=True)]
+    (line,) = said([(folder, reads)])
+    assert line.endswith(" of weights, 32 tokens, under a minute")
+    assert said([(folder, [Reads(10**6, 256, 8)])])[0].endswith(", about 7 minutes")
+    row = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
+    with FlopCounterMode(display=False) as counter:
+        model(**row)
+    flops = counter.get_total_flops() * (2 * 3 + 3)
+    assert flops / first_line._SLOW < first_line._at_most(folder, reads, 0) < 30
+    assert first_line._at_most(folder, reads, 5) > first_line._at_most(folder, reads, 0)
+
+
+@pytest.mark.usefixtures("measured")
 def test_weights_are_those_of_the_files_and_of_memory_where_it_differs(folders, monkeypatch):
     model, folder = folders["stock"]
     size = sum(t.nbytes for t in model.state_dict().values())
@@ -141,6 +163,7 @@ def test_weights_are_those_of_the_files_and_of_memory_where_it_differs(folders, 
     assert said([(images, [Reads(5, None, 5)])])[0].split(", ")[1] == "5 images"
 
 
+@pytest.mark.usefixtures("measured")
 def test_what_cannot_be_told_is_left_out(folders, tmp_path):
     model, _ = folders["stock"]
     model.save_pretrained(tmp_path / "broken")
@@ -155,6 +178,7 @@ def test_what_cannot_be_told_is_left_out(folders, tmp_path):
     assert line.endswith(" of weights")
 
 
+@pytest.mark.usefixtures("measured")
 def test_weights_on_disk_are_read_again_in_every_pass(folders, monkeypatch):
     model, folder = folders["stock"]
     size = sum(t.nbytes for t in model.state_dict().values())

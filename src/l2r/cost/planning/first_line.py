@@ -38,6 +38,7 @@ _WITH_BACKWARD = 3  # forward passes that one with a backward pass counts as
 # Products of a router, in float64, that take as long as both searches for a flip at one token:
 # they run it 2,100 times (one with a gradient counts as 3), and do thrice as much between.
 _SEARCH = 8000
+_SLOW, _SHORT = 1e9, 30.0  # products a second of a slow machine; seconds that are not worth more
 _UNITS = {"day": (86_400, 36 * 3600), "hour": (3600, 90 * 60), "minute": (60, 45)}
 
 
@@ -155,10 +156,12 @@ def announce(
     else:
         parts.append(f"{sum(read.rows for read in firsts):,} images")
     with suppress(Exception):  # of any kind: loading the model says what is wrong
-        here = placement.here()
-        trusted = {"trust_remote_code": trust_remote_code}
-        times = [_seconds(path, reads, here, searched, **trusted) for path, reads in work]
-        parts.append(about(sum(times)) if firsts else "")
+        seconds = sum(_at_most(path, reads, searched) for path, reads in work)
+        if seconds > _SHORT:
+            here = placement.here()
+            trusted = {"trust_remote_code": trust_remote_code}
+            seconds = sum(_seconds(path, reads, here, searched, **trusted) for path, reads in work)
+        parts.append(about(seconds) if firsts else "")
     if line := ", ".join(part for part in parts if part):
         report(line)
 
@@ -246,6 +249,18 @@ def _weights(folders: Sequence[Path], dtype: str) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _at_most(folder: Path, reads: Sequence[Reads], searched: int) -> float:
+    """Time that a slow machine takes if each token meets every weight; infinite if unknown."""
+    parameters = weight_bytes(folder) / 2  # of two bytes: more where they have four
+    if not parameters or any(part.length is None for part in reads):
+        return math.inf
+    tokens = sum(
+        part.rows * part.times * (part.length or 0) * (_WITH_BACKWARD if part.backward else 1)
+        for part in reads
+    )
+    return 2 * parameters * (tokens + _SEARCH * searched) / _SLOW
 
 
 def _seconds(

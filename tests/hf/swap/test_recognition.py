@@ -34,12 +34,13 @@ CONFIG = L2RConfig(rank=2, heads=4)
 @pytest.fixture
 def taken_out(monkeypatch):
     """``taken_out(name)``: the table without a family; what was recognized before is forgotten."""
+    tables = families.FAMILIES, families.FAMILY_OF_ROUTER
+    before = [dict(table) for table in tables]
 
     def take(name, *, rule=False):
-        monkeypatch.delitem(families.FAMILIES, name)
-        for router, family in list(families.FAMILY_OF_ROUTER.items()):
-            if family.model_type == name:
-                monkeypatch.delitem(families.FAMILY_OF_ROUTER, router)
+        for table in tables:
+            for key in [key for key, family in table.items() if family.model_type == name]:
+                del table[key]
         if rule:
             gone = next(f.rule for f in families.TABLE if f.model_type == name)
             left = tuple(f for f in families.TABLE if f.rule is not gone)
@@ -47,6 +48,9 @@ def taken_out(monkeypatch):
 
     yield take
     families.RECOGNIZED.clear()
+    for table, entries in zip(tables, before, strict=True):  # in their order
+        table.clear()
+        table.update(entries)
 
 
 @pytest.mark.parametrize("name", few(FAMILIES, CONTRACTS, "every family"))

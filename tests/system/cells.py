@@ -253,7 +253,7 @@ def check(folder: Folder) -> None:
     assert len(found) > 10 and faults == FAULTS.get(folder.family, set()), faults
     assert ended.code == bool(faults), ended.out + ended.err
     untrained = {f["check"] for f in found if f["status"] == "warning"} & {"trained"}
-    assert folder.kind not in ("preset", "exported", "own") or untrained
+    assert folder.kind not in ("preset", "exported") or untrained
 
 
 def diagnose_data(folder: Folder, *, draw: bool = False) -> None:
@@ -317,7 +317,8 @@ def mismatch_folder(folder: Folder) -> None:
 
 def mismatch(folder: Folder, against: str, dtype: str) -> None:
     """One folder in two arithmetics, or the stock one and this."""
-    first = folder.before("stock") if against == str(folder.path) else folder.path
+    swapped = folder.kind not in ("stock", "own")
+    first = folder.before("stock") if swapped and against == str(folder.path) else folder.path
     words = ("--against", against, "--dtype", dtype, "--out", folder.new(), "--json")
     with patch("l2r.report.mismatch.write_mismatch"):
         said = json.loads(
@@ -472,7 +473,8 @@ def replay(folder: Folder) -> None:
     expected = forced(folder.family, folder.model, ids, calls)
     plain, _ = forward(folder.family, folder.model, ids)
     allowed = 8 * torch.finfo(folder.dtype).eps * float(expected.abs().max())
-    assert (logits - expected).abs().max() <= allowed < (plain - expected).abs().max()
+    apart = float((logits - expected).abs().max())
+    assert apart <= allowed and 2 * apart < float((plain - expected).abs().max())
 
 
 def capture(folder: Folder) -> None:
@@ -590,9 +592,10 @@ def landscape(folder: Folder) -> None:
     """anchors of rank 2 on the page; the file's"""
     out = folder.new().parent / "page.html"
     done("landscape", folder.path, "--out", out)
-    anchors = [v for n, v in folder.model.state_dict().items() if n.endswith(".anchors")]
-    page = out.read_text()
-    assert all(f"{float(a.flatten()[0]):.4g}"[:6] in page for a in anchors)
+    page = re.search(r'<script id="data" type="application/json">(.*?)</script>', out.read_text())
+    shown = [part["anchors"] for part in json.loads(page[1])["sets"]]
+    anchors = [v.tolist() for n, v in folder.model.state_dict().items() if n.endswith(".anchors")]
+    assert np.allclose(shown, anchors, rtol=1e-6, atol=0)
 
 
 BIASES = ("e_score_correction_bias", "expert_bias")
@@ -658,14 +661,25 @@ FACTS = (
 )  # fmt: skip
 
 
-def try_cell(cell: Cell, folder: Folder) -> str:
+# Families whose forward fails in transformers itself, with the folder that it has written.
+FAILS_UPSTREAM = {
+    ("deepseek_v4", "fp16"): "transformers keeps parts in float32 and gives them float16 inputs",
+}
+
+
+def try_cell(cell: Cell, folder_of: Callable[[str, str, str], Folder]) -> str:
     """Run a cell: empty where it is right, or the fact for which it is refused.
 
     Raises AssertionError for a wrong number, a refusal without a fact, and a fact that is none.
     """
+    upstream = FAILS_UPSTREAM.get((cell.family, cell.dtype))
+    if upstream:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            _ = folder_of(cell.family, cell.dtype, "stock").read
+        return upstream
     facts = [fact for fact in FACTS if fact.holds(cell)]
     try:
-        COMMANDS[cell.command](folder)
+        COMMANDS[cell.command](folder_of(cell.family, cell.dtype, cell.kind))
     except (Refused, ValueError) as error:
         for fact in facts:
             if fact.said in str(error):

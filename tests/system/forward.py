@@ -98,9 +98,11 @@ def calls_of(family, model):
 
 @torch.no_grad()
 def forced(family, model, ids, calls):
-    """Logits of a forward in which every router returns what those of ``calls`` returned."""
+    """Logits of a forward whose routers choose and weigh as in ``calls``, but those by token id."""
     hooks = []
     for router, call in zip(routers_of(family, model).values(), calls, strict=True):
+        if type(router).__name__ in BY_TOKEN:
+            continue
 
         def give(module, args, output, call=call):
             return (output[0], call.weights, call.chosen)
@@ -112,10 +114,11 @@ def forced(family, model, ids, calls):
     return logits.float()
 
 
+@torch.no_grad()
 def plain_numbers(call):
     """Margins, loads and directions of one router's tokens, in float64."""
     logits, weights, chosen = call.logits.double(), call.weights.double(), call.chosen
-    x = call.x.double().flatten(0, -2)
+    x = compared(call)
     best = logits.topk(2).values
     margin, spread = best[:, 0] - best[:, 1], logits.std(dim=1, unbiased=False)
     count = logits.shape[1]
@@ -160,6 +163,16 @@ def losses(calls):
 def next_token_loss(logits, ids):
     """Cross-entropy of the next token, in nats."""
     return float(cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+
+
+def compared(call):
+    """What the scores of a router compare: its inputs, or the queries of ours with anchors."""
+    x = call.x.double().flatten(0, -2)
+    tensors = {name: tensor.double() for name, tensor in call.router.named_parameters()}
+    if "anchors" not in tensors:
+        return x
+    scale = (x.square().mean(dim=1, keepdim=True) + call.router.config.norm_eps).rsqrt()
+    return (x * scale * tensors["norm.weight"]) @ tensors["projection.weight"].T
 
 
 @torch.no_grad()

@@ -43,10 +43,10 @@ ROOT = Path(__file__).parents[2]
 PAGE, KEPT, SECTION = ROOT / "docs" / "swap.md", ROOT / ".cells" / "cells.jsonl", "cells"
 RIGHT, REFUSED, FAILED = "right", "refused", "failed"
 TEXT = """
-**{tried:,} of {all:,} cells were tried: {right:,} are right, {refused:,} refused for a fact, {failed:,} failed**
-({versions}, a CPU, small random models). A cell is a family, one of float32, bf16 and fp16, a kind of folder, and a
-command or function that takes a model. An entry is right / tried, of {each} in all; the rest was not tried yet.
-Kinds: {kinds}.
+**{tried:,} of {all:,} cells were tried: {right:,} are right, {refused:,} refused for a fact,
+{failed:,} failed** ({versions}, a CPU, small random models). A cell is a family, one of float32,
+bf16 and fp16, a kind of folder, and a command or function that takes a model. An entry is right /
+tried without the refused, of {each} in all; the others were not tried. Kinds: {kinds}.
 
 {table}
 What is compared with what:
@@ -109,7 +109,7 @@ def try_all(wanted: Sequence[Cell], path: Path, seconds: float) -> Iterator[tupl
         stack.enter_context(quick.unchecked())
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         text = cells.make_text(root)
-        for (family, dtype, _), group in groupby(wanted, key=lambda cell: cell[:3]):
+        for _, group in groupby(wanted, key=lambda cell: cell[:3]):
             with tempfile.TemporaryDirectory(dir=root) as place:
                 made: dict[str, Folder] = {}
                 for cell in group:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import l2r
-from l2r import L2RConfig, LinearConfig, L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r import L2RConfig, L2rOlmoeConfig, L2rOlmoeForCausalLM, LinearConfig
 from l2r.analysis.diagnostics import router_statistics
 from l2r.engines.serve.options import ServeOptions
 from l2r.engines.serve.server import serving

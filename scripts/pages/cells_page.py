@@ -4,8 +4,8 @@
     PYTHONPATH=. python -m scripts.pages.cells_page [--minutes 30] [--only olmoe,mixtral] [--list]
 
 All of them take hours. Each is kept in .cells/cells.jsonl as it ends, so that the command goes on
-where it stopped; failed ones, and those of other versions, are tried again. The cover of all pairs
-comes first, then folders in a mixed order, so that a part is a sample of all. Exits 1 where a cell
+where it stopped; failed ones, and those of other versions, are tried again. Covers of all
+pairs come first, then folders in a mixed order, so that a part is a sample of all. Exits 1 where a cell
 fails. With --list nothing is tried; with --only the page stays.
 """
 
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 def every_cell() -> list[Cell]:
-    """The cover of all pairs, then the others, a folder at a time in a mixed order."""
+    """Covers of all pairs, of some families and of all; the others a folder at a time, mixed."""
     whole = [
         Cell(family, dtype, kind, command)
         for family in FAMILIES
@@ -79,9 +79,8 @@ def every_cell() -> list[Cell]:
         if kind != "own" or family == "olmoe"
         for command in COMMANDS
     ]
-    first = cells.cover()
-    known = set(first)
-    rest = [cell for cell in whole if cell not in known]
+    first = dict.fromkeys([*cells.cover(), *cells.cover(list(FAMILIES))])
+    rest = [cell for cell in whole if cell not in first]
     return [*first, *sorted(rest, key=lambda c: hashlib.sha256("-".join(c[:3]).encode()).digest())]
 
 

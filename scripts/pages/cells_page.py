@@ -4,8 +4,8 @@
     PYTHONPATH=. python -m scripts.pages.cells_page [--minutes 30] [--only olmoe,mixtral] [--list]
 
 All of them take hours. Each is kept in .cells/cells.jsonl as it ends, so that the command goes on
-where it stopped; failed ones, and those of other versions, are tried again. Covers of all
-pairs come first, then folders in a mixed order, so that a part is a sample of all. Exits 1 where a cell
+where it stopped; failed ones, and those of other versions, are tried again. Covers of all pairs
+come first, then folders in a mixed order, so that a part is a sample of all. Exits 1 where a cell
 fails. With --list nothing is tried; with --only the page stays.
 """
 
@@ -101,7 +101,7 @@ def kept(path: Path = KEPT) -> dict[Cell, Outcome]:
 
 def try_all(wanted: Sequence[Cell], path: Path, seconds: float) -> Iterator[tuple[Cell, Outcome]]:
     """Try cells until the time is over, and keep each as it ends."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     with ExitStack() as stack, path.open("a", encoding="utf-8") as file:
         stack.enter_context(quick.coarse())
@@ -134,8 +134,8 @@ def _try(cell: Cell, place: Path, made: dict[str, Folder], text: object) -> Outc
         try:
             why = cells.try_cell(cell, folder_of)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            return Outcome(FAILED, f"{type(error).__name__}: {lines[0]}"[:200])
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return Outcome(FAILED, said if len(said) < 300 else f"{said[:100]} ... {said[-200:]}")
     return Outcome(REFUSED, why) if why else Outcome(RIGHT)
 
 

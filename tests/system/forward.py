@@ -12,13 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoConfig
 
 from l2r.hf.swap.families import FAMILIES
+from tests.hf.families import auto_class
 
 # Families whose routers multiply what they get by their weights as they are, without a conversion.
 SAME_DTYPE = (
@@ -30,11 +27,6 @@ SAME_DTYPE = (
 )  # fmt: skip
 BY_TOKEN = ("DeepseekV4HashRouter",)
 OURS = ("L2RRouter", "LinearRouter")
-AUTO = {
-    "ForCausalLM": AutoModelForCausalLM,
-    "ForConditionalGeneration": AutoModelForImageTextToText,
-    "ForTokenClassification": AutoModelForTokenClassification,
-}
 
 
 class Call(NamedTuple):
@@ -58,7 +50,7 @@ def opened(folder, dtype):
     """By the class that wrote it, or the Auto class in which ours of that name stands."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     kind = getattr(transformers, name, None)
-    kind = kind or next(auto for end, auto in AUTO.items() if name.endswith(end))
+    kind = kind or auto_class(AutoConfig.from_pretrained(folder))
     return kind.from_pretrained(folder, dtype=dtype).eval()
 
 

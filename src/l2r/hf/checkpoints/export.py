@@ -106,9 +106,11 @@ def _class_lines(classes: set[Any]) -> tuple[list[str], list[str]]:
         imports.append(f"from {module} import {base.__name__}")
         modules |= {base.__module__} if is_ours else set()
         if swapped:
-            maker = "swapped_model" if hasattr(base, "config_class") else "swapped_config"
+            is_model = hasattr(base, "config_class")
+            maker = "swapped_model" if is_model else "swapped_config"
             made.append(f"{kind.__name__} = {maker}({base.__name__})")
-            made.append(f"share_conversion({_key(kind)!r}, {_key(base)!r})")
+            if not is_model:  # the maker of models does so by itself
+                made.append(f"share_conversion({_key(kind)!r}, {_key(base)!r})")
             changed[_key(base)] = _key(kind)
         # save_pretrained copies the file of a class's module: all of the code.
         made.append(f"{kind.__name__}.__module__ = __name__")

@@ -54,8 +54,7 @@ def config_class(model_type: str) -> Any:
         auto.register(config, model, exist_ok=True)
         names[stock.__name__] = model.__name__
     share_names(names)
-    for theirs, ours in names.items():
-        share_conversion(ours, theirs)
+    share_conversion(model_type, name)
     share_preparation(config, base)
     share_adapters(model_type, name)
     return config

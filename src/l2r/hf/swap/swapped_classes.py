@@ -16,6 +16,7 @@ from transformers.utils import output_capturing
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage, config_with_code
+from l2r.hf.models.transformers_tables import share_conversion
 from l2r.hf.swap.sites import replay_swaps
 from l2r.routers import Router
 from l2r.transformers_hook import type_name
@@ -108,6 +109,7 @@ def swapped_model(base: Any) -> Any:
         ),
         "is_custom_code": classmethod(lambda cls: False),
     }
+    share_conversion(class_name(base), base.__name__)  # of a wrapper's text part, too
     return _recording(type(class_name(base), (base,), body))
 
 

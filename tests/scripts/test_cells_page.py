@@ -17,7 +17,7 @@ FIRST, SECOND, THIRD = (Cell("olmoe", "bf16", "stock", c) for c in ("load", "che
 def test_the_page_has_every_family_kind_and_command():
     text = section_of(cells_page.PAGE.read_text(encoding="utf-8"), cells_page.SECTION)
     assert all(f"\n| `{name}` |" in text for name in (*OWN_SIZES, *COMMANDS))
-    assert f"| {' | '.join(KINDS)} |" in text and "Failed: none." in text
+    assert f"| {' | '.join(KINDS)} |" in text
 
 
 def test_every_cell_is_tried_once_and_those_of_all_pairs_first():

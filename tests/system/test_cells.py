@@ -42,6 +42,21 @@ def folder_of(text, tmp_path_factory):
     return get
 
 
+@pytest.mark.usefixtures("coarse", "unchecked")
+@pytest.mark.filterwarnings("ignore:.*untrained")
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("unlimited_ocr", "fp16", "preset", "load"),  # experts of a wrapper's part
+        Cell("openai_privacy_filter", "bf16", "stock", "serve"),
+        Cell("openai_privacy_filter", "float32", "linear", "router_losses"),
+    ],
+    ids=str,
+)
+def test_a_cell_that_was_wrong_once_is_right_or_refused_for_a_fact(cell, folder_of):
+    try_cell(cell, folder_of)
+
+
 @pytest.mark.slow("two hundred folders and commands")
 @pytest.mark.usefixtures("coarse", "unchecked")
 @pytest.mark.filterwarnings("ignore:.*untrained")

@@ -86,6 +86,12 @@ def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
     lines, modules = _class_lines(set(classes.values()))
     # Routers register themselves when their file is imported.
     entry = [*(f"from .{file_stem(kind)} import __name__ as _" for kind in sorted(kinds)), *lines]
+    if "AutoModel" in classes:  # of which classifiers make their inside, without the folder's code
+        inside = f"{config_class.__name__}, {classes['AutoModel'].__name__}"
+        entry += [
+            "from transformers import AutoModel",
+            f"AutoModel.register({inside}, exist_ok=True)",
+        ]
     used = next(name for name, kind in classes.items() if kind is type(model))
     files = source_files([*kinds, *modules])
     files[f"{ENTRY}.py"] = _HEADER.format(name=type(model).__name__, version=__version__, auto=used)

@@ -192,7 +192,9 @@ def _table(found: Mapping[Cell, Outcome]) -> str:
 
 
 def _remaining(wanted: Iterable[Cell], found: Mapping[Cell, Outcome]) -> list[Cell]:
-    return [c for c in wanted if c not in found or found[c].state == FAILED]
+    """Failed ones first, then those that were not tried."""
+    left = [cell for cell in wanted if cell not in found or found[cell].state == FAILED]
+    return sorted(left, key=lambda cell: cell not in found)
 
 
 def main() -> int:

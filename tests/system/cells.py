@@ -496,7 +496,7 @@ def capture(folder: Folder) -> None:
     inputs = [x for several in captured.inputs.values() for x in several]
     for call, output in zip(calls, inputs, strict=True):
         assert torch.equal(call.x.flatten(0, -2), output.flatten(0, -2))
-    said, expected = router_statistics(captured), losses(calls)
+    said, expected = router_statistics(captured), losses(all_passes(calls))
     balance, z = (sum(v) / len(v) for v in (said.balance_loss, said.z_loss))
     assert (balance, z) == pytest.approx(expected, rel=NEAR)
 
@@ -511,11 +511,7 @@ def statistics(folder: Folder) -> None:
     with torch.no_grad():
         model(input_ids=folder.text.rows, use_cache=False)
     said, (_, calls) = watch.read(), folder.read
-    routers = list(dict.fromkeys(call.router for call in calls))
-    for layer, router in enumerate(routers):
-        passes = [call for call in calls if call.router is router]
-        x, more = passes[0].x, passes[0].more
-        call = Call(router, x, more, *(torch.cat([c[n] for c in passes]) for n in (3, 4, 5)))
+    for layer, call in enumerate(all_passes(calls)):
         numbers, (balance, z) = plain_numbers(call), losses([call])
         expected = {
             "load_entropy": numbers["entropy"], "max_over_mean": numbers["max_over_mean"],
@@ -524,6 +520,18 @@ def statistics(folder: Folder) -> None:
         }  # fmt: skip
         for name, value in expected.items():
             assert getattr(said, name)[layer] == pytest.approx(float(value), rel=NEAR), name
+
+
+def all_passes(calls: Sequence[Call]) -> list[Call]:
+    """The calls of each router as one, with all their tokens."""
+    passes: dict[Any, list[Call]] = {}
+    for call in calls:
+        passes.setdefault(call.router, []).append(call)
+    return [
+        Call(router, torch.cat([c.x for c in each]), each[0].more,
+             *(torch.cat([c[part] for c in each]) for part in (3, 4, 5)))
+        for router, each in passes.items()
+    ]  # fmt: skip
 
 
 def router_losses(folder: Folder) -> None:

@@ -48,6 +48,7 @@ def folder_of(text, tmp_path_factory):
     "cell",
     [
         Cell("unlimited_ocr", "fp16", "preset", "load"),  # experts of a wrapper's part
+        Cell("inkling2_loop_text", "bf16", "linear", "fit_routers"),  # layers run several times
         Cell("openai_privacy_filter", "bf16", "stock", "serve"),
         Cell("openai_privacy_filter", "float32", "linear", "router_losses"),
     ],

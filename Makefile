@@ -23,7 +23,7 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test test-slow engines tools matrix families lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
+.PHONY: help demo demo-vision test test-slow engines tools matrix families cells lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +54,9 @@ matrix: | $(BIN)/python ## The tests with other versions and processors, into de
 
 families: $(VENV)/.test ## Every MoE architecture of the installed transformers, into docs/swap.md; fails on a new one
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pages.families_page
+
+cells: $(VENV)/.test ## Each family, dtype and kind of folder in each command, into docs/swap.md (hours; goes on; MINUTES=30)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pages.cells_page $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
 	$(BIN)/ruff format --check src tests scripts notebooks

@@ -1,20 +1,16 @@
 """Shared by all tests: one thread (L2R_TEST_THREADS for more), fixed seeds, small fixtures."""
 
 import gc
-import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
 
-from tests import shape_checks
+from tests import quick, shape_checks
+from tests.commands import Ended, command
 
 shape_checks.install()
 settings.register_profile("l2r", deadline=None, max_examples=25, derandomize=True)
@@ -48,50 +44,22 @@ def _one_thread_and_seed() -> None:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """No run-time checks of annotations: torch.compile cannot trace them, searches crawl."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    """No run-time checks of annotations; see tests/quick.py."""
+    with quick.unchecked():
+        yield
 
 
 @pytest.fixture
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates of fewer rounds and a shorter search: as sound, faster, less tight."""
-    from l2r.analysis.certificates import rank2_radii
-    from l2r.analysis.certificates.attack import find_flip
-    from l2r.analysis.diagnostics import model_diagnosis
-
-    monkeypatch.setattr(rank2_radii, "ROUNDS", 12)
-    short = partial(find_flip, starts=2, steps=4)
-    monkeypatch.setattr(model_diagnosis, "find_flip", short)
-
-
-class Ended(NamedTuple):
-    """How a command ended: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-    def refusal(self) -> str:
-        """The one line on standard error with which a command refuses what it was given."""
-        assert self.code == 2 and "Traceback" not in self.out + self.err, self
-        (line,) = (line for line in self.err.splitlines() if line.startswith("error: "))
-        return line
+def coarse() -> Iterator[None]:
+    """Coarse certificates; see tests/quick.py."""
+    with quick.coarse():
+        yield
 
 
 @pytest.fixture(scope="session")
 def l2r() -> Callable[..., Ended]:
     """``l2r("train", ...)``: a command in this process, as a person types it."""
-    from l2r.cli import main
-
-    def run(*args: object) -> Ended:
-        out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-            main([str(arg) for arg in args])
-        return Ended(int(end.value.code or 0), out.getvalue(), err.getvalue())
-
-    return run
+    return command
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,12 @@ from transformers import (
 from l2r.hf.checkpoints import by_file, load_pretrained
 from l2r.hf.checkpoints.by_file import CheckpointOnDisk
 from l2r.hf.swap.families import FAMILIES
+from l2r.hf.swap.sites import router_sites
 from tests.hf.families import tiny_model
 from tests.hf.omni import omni
 from tests.hf.swap.test_composite_models import qwen
+from tests.tiers import FAMILIES as FEW
+from tests.tiers import few
 
 WORDS = ["cat", "dog", "bird", "fish", "one", "two", "three", "four"]
 METHODS = {
@@ -118,6 +121,20 @@ def refusal(l2r, tmp_path):
         return line
 
     return run
+
+
+@pytest.mark.parametrize("name", few(FAMILIES, (*FEW, "unlimited_ocr"), "every family"))
+def test_a_swapped_folder_opens_with_every_tensor_that_stays(l2r, tmp_path, name):
+    """Also where a part of a wrapper, by its class, has a table of its own for experts."""
+    stock, swapped = tmp_path / "stock", tmp_path / "swapped"
+    tiny_model(FAMILIES[name]).half().save_pretrained(stock)
+    code, _, err = l2r("swap", stock, "--out", swapped)
+    assert code == 0, err
+    old, new = (load_pretrained(folder, dtype="auto") for folder in (stock, swapped))
+    routers, tensors = {site.path for site in router_sites(new)}, new.state_dict()
+    for path, value in old.state_dict().items():
+        if not path.startswith(tuple(routers)):
+            assert torch.equal(value, tensors[path]), path
 
 
 @pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])

@@ -66,13 +66,25 @@ def compare(
 
 
 def observe(model: Any, sites: Sequence[Site], ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router."""
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    """Input [T, D], logits [T, N] in float32 and indices [T, K] of every site's router.
+
+    Of a layer that runs several times in a call, the tokens of all its passes.
+    """
+    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site.path: [] for site in sites}
 
     def keep(x: Tensor, output: RouterOutput, name: str) -> None:
         logits = output.logits.detach().float()
-        seen.append((x.detach().flatten(0, -2), logits, output.indices.detach()))
+        seen[name].append((x.detach().flatten(0, -2), logits, output.indices.detach()))
 
     with watched({site.path: site.router for site in sites}, keep), torch.no_grad():
         model(input_ids=ids, use_cache=False)
-    return seen
+    return [
+        passes[0]
+        if len(passes) == 1
+        else (_joined(passes, 0), _joined(passes, 1), _joined(passes, 2))
+        for passes in seen.values()
+    ]
+
+
+def _joined(passes: Sequence[tuple[Tensor, ...]], part: int) -> Tensor:
+    return torch.cat([each[part] for each in passes])

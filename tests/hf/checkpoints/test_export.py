@@ -183,6 +183,19 @@ def test_an_exported_class_is_made_as_vllm_makes_it(tmp_path, monkeypatch):
     assert isinstance(config, annotation)
 
 
+def test_the_folders_code_makes_a_classifier_around_the_same_routers(tmp_path, monkeypatch):
+    """Its inside comes from AutoModel, which gets no word that the code may run."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # refuses HF's extra keywords
+    model = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=4))
+    folder = export_remote_code(model, tmp_path / "exported")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    name = config.auto_map["AutoModelForSequenceClassification"]
+    classifier = get_class_from_dynamic_module(name, folder).from_pretrained(folder, num_labels=3)
+    assert type(classifier.model).__module__.startswith("transformers_modules")
+    pairs = zip(classifier.model.layers, model.model.layers, strict=True)
+    assert all(torch.equal(a.mlp.gate.anchors, b.mlp.gate.anchors) for a, b in pairs)
+
+
 class OnesOwn(MixtralForCausalLM):
     pass
 

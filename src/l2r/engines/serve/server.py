@@ -85,6 +85,10 @@ def _prepared(
             trust_remote_code=options.trust_remote_code,
             **options.placement.options(checkpoint_folder(checkpoint)),
         )
+        if not model.can_generate():
+            raise ValueError(
+                f"serve needs a model that writes; {type(model).__name__} cannot generate"
+            )
         model = options.placement.place(model.eval())
         ends = _ends(model, tokenizer)
         # What else the checkpoint's generation_config.json says, ``generate`` would follow.

@@ -11,7 +11,7 @@ from l2r.routers import Router
 def task_loss(
     model: Any, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
 ) -> Tensor:
-    """Next-token loss of logits [B, S, V], or cross-entropy of classes for [B, C].
+    """The model's own loss of logits [B, S, V], or cross-entropy of classes for [B, C].
 
     Raises ValueError for data without labels.
     """
@@ -24,6 +24,7 @@ def task_loss(
             labels=labels,
             vocab_size=logits.shape[-1],
             num_items_in_batch=num_items_in_batch,
+            config=getattr(model, "config", None),  # read where tokens are classified
         )
         return loss
     if num_items_in_batch is None:

@@ -289,7 +289,12 @@ def test_padding_that_counts_in_the_balance_loss_is_named(planted, monkeypatch):
     assert found["loss"].status == "ok"  # of a batch without padding
 
 
-@pytest.mark.parametrize("kind", few([k for k in KINDS if "stock" in k], FEW, "every family"))
+WRAPPER = "stock qwen3_vl_moe"
+
+
+@pytest.mark.parametrize(
+    "kind", few([WRAPPER, *(k for k in KINDS if "stock" in k)], (WRAPPER, *FEW), "every family")
+)
 def test_a_swap_without_a_fit_is_named(kind):
     """In the process that swapped, and of a copy that remembers nothing."""
     model = replace_routers(copy.deepcopy(healthy(kind)), L2RConfig(rank=2, heads=4))

@@ -82,7 +82,8 @@ def trained(subject: Subject) -> Finding:
         return warning(
             f"the routers in {in_layers(fresh)} were drawn by a swap; nothing fitted them", fit
         )
-    if getattr(subject.config, "l2r_swap", None):
+    whole = getattr(subject.model, "config", None)  # a wrapper's, not that of its text part
+    if getattr(whole, "l2r_swap", None):
         swapped = [site for site in subject.sites if isinstance(site.router, Router)]
         fresh = [site for site in swapped if _has_moved(subject, site) is False]
         if fresh:

@@ -1,0 +1,77 @@
+"""The table of cells in docs/swap.md, and how a stopped run goes on."""
+
+import json
+
+import pytest
+from scripts.pages import cells_page
+from scripts.pages.cells_page import FAILED, REFUSED, RIGHT, Outcome
+from scripts.pages.marks import section_of
+
+from l2r.hf.swap.families import FAMILIES
+from tests.hf.family_sizes import OWN_SIZES
+from tests.system.cells import COMMANDS, FACTS, KINDS, Cell, cover
+
+FIRST, SECOND, THIRD = (Cell("olmoe", "bf16", "stock", c) for c in ("load", "check", "export"))
+
+
+def test_the_page_has_every_family_kind_and_command():
+    text = section_of(cells_page.PAGE.read_text(encoding="utf-8"), cells_page.SECTION)
+    assert all(f"\n| `{name}` |" in text for name in (*OWN_SIZES, *COMMANDS))
+    assert f"| {' | '.join(KINDS)} |" in text
+
+
+def test_every_cell_is_tried_once_and_those_of_all_pairs_first():
+    cells = cells_page.every_cell()
+    folders = len(FAMILIES) * 3 * (len(KINDS) - 1) + 3  # own models are of one family
+    assert len(set(cells)) == len(cells) == folders * len(COMMANDS)
+    first = len(cover()) + len(cover(list(FAMILIES)))
+    assert {(c.family, c.command) for c in cells[:first]} == {
+        (family, command) for family in FAMILIES for command in COMMANDS
+    }
+
+
+def test_every_command_says_what_is_compared_with_what():
+    assert all("; " in (run.__doc__ or "") for run in COMMANDS.values())
+
+
+def test_the_table_counts_right_of_tried_and_names_failures_and_facts():
+    fact = next(fact for fact in FACTS if "export" in fact.commands)
+    found = {FIRST: Outcome(RIGHT), SECOND: Outcome(FAILED, "AssertionError: loads")}
+    text = cells_page.section({**found, THIRD: Outcome(REFUSED, fact.why)}, [FIRST, SECOND, THIRD])
+    assert "| `olmoe` | 1/2 |" in text and "3 of 3 cells were tried: 1 are right" in text
+    assert "`olmoe-bf16-stock-check` (AssertionError: loads)." in text
+    assert f"- `export`: {fact.why} (1 cells)." in text
+
+
+def test_a_stopped_run_goes_on_with_what_is_left_or_failed(tmp_path, monkeypatch):
+    path = tmp_path / "kept" / "cells.jsonl"
+    seen = []
+
+    def try_cell(cell, folder_of):
+        seen.append(cell)
+        if cell == SECOND and seen.count(cell) == 1:
+            raise ValueError("no such layer")
+        return ""
+
+    monkeypatch.setattr(cells_page.cells, "try_cell", try_cell)
+    wanted = [FIRST, SECOND]
+    tried = dict(cells_page.try_all(wanted, path, 60))
+    assert tried == {FIRST: (RIGHT, ""), SECOND: (FAILED, "ValueError: no such layer")}
+    left = cells_page._remaining([*wanted, THIRD], cells_page.kept(path))
+    assert left == [SECOND, THIRD]
+    assert list(cells_page.try_all(left, path, 0)) == []
+    assert [cell for cell, _ in cells_page.try_all(left, path, 60)] == [SECOND, THIRD]
+    assert set(cells_page.kept(path).values()) == {(RIGHT, "")}
+    other = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps([*other[:4], "another version", *other[5:]]))
+    assert cells_page.kept(path) == {}
+
+
+@pytest.mark.parametrize("error", [AssertionError(""), KeyError("x")])
+def test_any_error_of_a_cell_is_a_failure(error, tmp_path, monkeypatch):
+    def try_cell(cell, folder_of):
+        raise error
+
+    monkeypatch.setattr(cells_page.cells, "try_cell", try_cell)
+    ((_, outcome),) = cells_page.try_all([FIRST], tmp_path / "cells.jsonl", 60)
+    assert outcome.state == FAILED and type(error).__name__ in outcome.why

@@ -9,8 +9,9 @@ import pytest
 
 from l2r.hf.swap.families import FAMILIES
 from l2r.runs.diagnosis import read_diagnosis
+from tests.hf.families import LOOPED
 from tests.system import cells
-from tests.system.cells import LOOPED, OF_EACH_CONTRACT, READ, Cell, Folder, make_text, try_cell
+from tests.system.cells import OF_EACH_CONTRACT, READ, Cell, Folder, make_text, try_cell
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 

@@ -22,12 +22,13 @@ from l2r.hf.checkpoints import (
     Placement,
     checkpoint_folder,
     is_image_classifier,
+    load_config,
     load_tokenizer,
     meta_model,
     weight_bytes,
     weight_files,
 )
-from l2r.hf.models import forward_flops, read_config
+from l2r.hf.models import forward_flops
 from l2r.hf.swap import find_sites
 from l2r.runs.mismatch import ARITHMETICS
 from l2r.training.evaluation import Texts, TextSettings
@@ -190,7 +191,7 @@ def reads_of_passages(
     """What the routing of a text of one's own reads."""
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
-    config = read_config(checkpoint_folder(checkpoint), **trusted)
+    config = load_config(checkpoint, **trusted)
     return [Reads(*passages(max(1, len(tokenizer(text)["input_ids"])), config), 1)]
 
 
@@ -212,7 +213,7 @@ def reads_of_text(
     """Windows that an evaluation on a share of texts reads, and tokens; by the texts' beginning."""
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
-    windows = settings.windows(read_config(checkpoint_folder(checkpoint), **trusted))
+    windows = settings.windows(load_config(checkpoint, **trusted))
     sizes, done = list[int](), 0
     for _, _, text in texts:
         beginning = text[:_TEXT]

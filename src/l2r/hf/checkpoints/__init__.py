@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer
     from l2r.hf.checkpoints.loading import load_causal_lm as load_causal_lm
+    from l2r.hf.checkpoints.loading import load_config as load_config
     from l2r.hf.checkpoints.loading import load_image_classifier as load_image_classifier
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer

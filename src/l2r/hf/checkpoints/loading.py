@@ -18,7 +18,7 @@ from l2r.hf.checkpoints.folders import (
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
-from l2r.hf.models.weight_files import read_weights
+from l2r.hf.models.weight_files import read_config, read_weights
 from l2r.hf.swap.sites import recognition_note
 
 FLOAT32 = Placement("float32")
@@ -55,6 +55,18 @@ def load_model(
         placement.report(note)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return placement.place(model).eval(), tokenizer
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Read the configuration of a checkpoint.
+
+    Raises ValueError where it is damaged, or needs code that is not trusted.
+    """
+    folder = checkpoint_folder(path)
+    try:
+        return read_config(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, as for the model
+        raise cannot_load("a configuration", folder, error) from error
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:

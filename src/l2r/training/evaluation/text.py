@@ -20,10 +20,10 @@ from l2r.hf.checkpoints import (
     Placement,
     checkpoint_digest,
     checkpoint_folder,
+    load_config,
     load_pretrained,
     load_tokenizer,
 )
-from l2r.hf.models import read_config
 from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 from l2r.runs.reading import parse_json
 from l2r.training.data.sources import text_documents
@@ -96,7 +96,7 @@ def evaluate_text(
     """
     folder = checkpoint_folder(checkpoint)
     trusted = {"trust_remote_code": trust_remote_code}
-    tokenizer, config = load_tokenizer(folder, **trusted), read_config(folder, **trusted)
+    tokenizer, config = load_tokenizer(folder, **trusted), load_config(folder, **trusted)
     if tokenizer is None:
         raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
     windows, start = settings.windows(config), start_token(tokenizer, config)

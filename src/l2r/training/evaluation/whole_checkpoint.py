@@ -10,12 +10,12 @@ from l2r.hf.checkpoints import (
     checkpoint_digest,
     checkpoint_folder,
     load_causal_lm,
+    load_config,
     load_image_classifier,
     load_tokenizer,
     run_of_checkpoint,
     update_card,
 )
-from l2r.hf.models import read_config
 from l2r.runs.atomic import write_json
 from l2r.training.data.sources import package_version
 from l2r.training.evaluation.downstream import (
@@ -60,7 +60,7 @@ def evaluate_language(
     del values["dtype"]
     trusted: Any = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
-    config = read_config(checkpoint_folder(checkpoint), **trusted)
+    config = load_config(checkpoint, **trusted)
     store = TaskStore(out / "evaluation", identity)
     read = read_tasks(tokenizer, config, tasks, store=store, **values)
     expect(input_lengths(read))

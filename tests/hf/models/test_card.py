@@ -7,6 +7,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from l2r import L2RConfig
+from l2r.hf.checkpoints import export_remote_code
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models.card import CARD, is_untouched, table
@@ -131,3 +132,16 @@ def test_no_name_breaks_a_row_of_a_card():
     """Names of domains are names of folders, which may have any of these."""
     shown = table([("a|b", "c\nd"), ("plain", 1234)], ("fact", "value"))
     assert shown.splitlines()[2:] == ["| a\\|b | c d |", "| plain | 1,234 |"]
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "use"),
+    [
+        ("qwen3_vl_moe", "AutoModelForImageTextToText", "image-text-to-text"),
+        ("openai_privacy_filter", "AutoModelForTokenClassification", "token-classification"),
+    ],
+)
+def test_the_card_of_a_wrapper_or_a_classifier_opens_it_as_what_it_is(name, auto, use, tmp_path):
+    model = swap_routers(tiny_model(FAMILIES[name]), L2RConfig(rank=2, heads=2))
+    text = (export_remote_code(model, tmp_path / "out") / "README.md").read_text()
+    assert f"model = {auto}.from_pretrained" in text and f"pipeline_tag: {use}" in text

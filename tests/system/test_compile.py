@@ -42,6 +42,18 @@ for _ in range(3):
     assert [len(calls) for calls in outer.outputs.values()] == [2, 2]
     assert [len(calls) for calls in inner.outputs.values()] == [1, 1]
     compiled(input_ids=ids)
+with capture(compiled) as many:
+    for step in range(10):  # torch gives up after eight graphs
+        compiled(input_ids=(ids + step) % 64)
+for step in range(10):
+    with capture(model) as eager:
+        model(input_ids=(ids + step) % 64)
+    for ours, (calls, (theirs,)) in zip(
+        [calls[step] for calls in many.outputs.values()], eager.outputs.items(), strict=True
+    ):
+        torch.testing.assert_close(ours.logits, theirs.logits)
+sum(logits.sum() for logits in many.logits()).backward()
+assert all(p.grad is not None for n, p in model.named_parameters() if ".gate." in n)
 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 assert graphs <= 3, graphs  # without, with one and with two captures
 print("captured")

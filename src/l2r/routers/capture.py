@@ -50,22 +50,31 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
 
     Outputs keep their graph, so losses computed from them train the routers. Close the block
     before ``backward`` when activation checkpointing is on: it runs the forward hooks again.
-    Calls of other threads are not recorded. Around a compiled model, open a block for each call:
-    torch compiles anew for each further call in a block, whose lists have another length.
+    Calls of other threads are not recorded. A compiled model is passed compiled: torch compiles
+    anew for each further call in a block of the model inside, whose lists have another length.
     Raises ValueError if the model has no Router.
     """
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
     if not routers:
         raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
     record, thread = Captured(routers=routers), threading.get_ident()
+    compiled = hasattr(model, "_orig_mod")
+    call = Captured() if compiled else record  # a graph is guarded by the lengths of its lists
 
     def keep(x: Tensor, output: RouterOutput, name: str) -> None:
         if not torch.compiler.is_compiling() and threading.get_ident() != thread:
             return
-        record.outputs.setdefault(name, []).append(output)
+        call.outputs.setdefault(name, []).append(output)
         if inputs:
-            record.inputs.setdefault(name, []).append(x.detach())
+            call.inputs.setdefault(name, []).append(x.detach())
 
+    def add_call(*_: object) -> None:
+        for new, known in ((call.outputs, record.outputs), (call.inputs, record.inputs)):
+            for name, values in new.items():
+                known.setdefault(name, []).extend(values)  # type: ignore[arg-type]
+            new.clear()
+
+    hook = model.register_forward_hook(add_call, always_call=True) if compiled else None
     for router in routers.values():
         router._captures += 1
     try:
@@ -74,3 +83,5 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     finally:
         for router in routers.values():
             router._captures -= 1
+        if hook is not None:
+            hook.remove()

@@ -89,9 +89,10 @@ def _all_sites(model: nn.Module) -> list[Site]:
     kind, reason = _kind(model), _refusal(model)
     if reason:
         raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
-    raise ValueError(
-        f"{kind!r} has no router of a supported family; supported: {', '.join(FAMILIES)}"
-    )
+    sparse = any("experts" in module._modules for module in model.modules())
+    known = f"supported: {', '.join(FAMILIES)}"
+    dense = "it has no experts, and a swap changes routers, it makes none"
+    raise ValueError(f"{kind!r} has no router of a supported family; {known if sparse else dense}")
 
 
 def _kind(model: nn.Module) -> str:

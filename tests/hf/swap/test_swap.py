@@ -253,7 +253,9 @@ def test_a_dense_model_is_refused():
             num_attention_heads=1,
         )
     )
-    with pytest.raises(ValueError, match="'llama' has no router of a supported family; it has no experts"):
+    with pytest.raises(
+        ValueError, match="'llama' has no router of a supported family; it has no experts"
+    ):
         swap_routers(model, CONFIG)
 
 

@@ -63,7 +63,7 @@ Failed: {failures}
 
 
 class Outcome(NamedTuple):
-    """How a cell ended: right, refused or failed, and why."""
+    """State of a tried cell (right, refused or failed), and the reason of a refusal or failure."""
 
     state: str
     why: str = ""
@@ -85,7 +85,7 @@ def every_cell() -> list[Cell]:
 
 
 def versions() -> str:
-    """Of what a cell says something."""
+    """Names and versions of the packages that a cell tests."""
     return ", ".join(f"{name} {version(name)}" for name in ("l2r-moe", "transformers", "torch"))
 
 

@@ -1,4 +1,4 @@
-"""What the routers of an architecture that is in no table are recognized as, on small models."""
+"""Recognize the routers of an architecture that is in no table, on small random models of it."""
 
 from collections.abc import Iterator
 from contextlib import suppress

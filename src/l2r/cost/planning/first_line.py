@@ -1,7 +1,8 @@
-"""What a command on checkpoints will take, in one line: weights, tokens, and about how long.
+"""Estimate what a command on checkpoints will take, in one line: weights, tokens, and the time.
 
 The time is that of the model's matrix products, counted without memory for its weights, at the
-speed of such a product here, and of reading the weights. What cannot be told is left out.
+speed of such a product on this machine, and of reading the weights. A number that cannot be
+estimated is left out of the line.
 """
 
 import math
@@ -65,7 +66,7 @@ class Reads:
 
 
 def reads_of_check(rows: int, length: int | None) -> list[Reads]:
-    """What a check reads: its batch, and a few rows for the losses, the mask and the gradients."""
+    """List the reads of a check: its batch, and a few rows for losses, mask and gradients."""
     few = min(2, rows)
     if length is None:
         return [Reads(rows, None, rows), Reads(few, None, few, backward=True)]
@@ -81,7 +82,7 @@ def reads_of_check(rows: int, length: int | None) -> list[Reads]:
 def reads_of_diagnosis(
     checkpoint: Path, instances: int, length: int, extent: Extent, earlier: Sequence[Path] = ()
 ) -> list[Reads]:
-    """What a diagnosis reads: all rows for each checkpoint, and some with other experts twice."""
+    """List the reads of a diagnosis: all rows for each checkpoint, and some twice, rerouted."""
     rows, of = rows_read(checkpoint, instances, length)
     gain = max(extent.gain, GAIN_IMAGES) if of is None and extent.gain else extent.gain
     return [
@@ -101,7 +102,7 @@ def reads_of_comparison(
     answered: bool,
     recorded: bool,
 ) -> tuple[list[tuple[Path, list[Reads]]], int | None]:
-    """What a comparison reads and its tokens, None for answers of an engine.
+    """List the reads of a comparison, and count its tokens: None for answers of an engine.
 
     The other side reads all rows with its own experts and with the reference's.
     """
@@ -124,7 +125,7 @@ def reads_of_comparison(
 def reads_of_fit(
     tokens: int, held_out: int, length: int, at_once: int, *, updates: int, train_steps: int
 ) -> list[Reads]:
-    """What a fit reads: its text once, the held-out text for every measurement, and to train."""
+    """List the reads of a fit: its text once, held-out text for every measurement, training."""
     measured = 3 + 2 * (updates > 0) + (train_steps > 0)
     rows = {n: max(1, n // length) for n in (tokens, held_out)}
     return [
@@ -188,7 +189,7 @@ def rows_read(
 def reads_of_passages(
     checkpoint: Path, text: str, *, trust_remote_code: bool = False
 ) -> list[Reads]:
-    """What the routing of a text of one's own reads."""
+    """List the reads of a text of one's own: its passages."""
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
     config = load_config(checkpoint, **trusted)
@@ -196,7 +197,7 @@ def reads_of_passages(
 
 
 def reads_of_inputs(lengths: Sequence[int], at_once: int) -> list[Reads]:
-    """What an evaluation reads that has inputs of these lengths; none for no inputs."""
+    """List the reads of an evaluation by the lengths of its inputs; none for no inputs."""
     mean = round(sum(lengths) / max(1, len(lengths)))
     return [Reads(len(lengths), mean, at_once)] if lengths else []
 
@@ -210,7 +211,7 @@ def reads_of_text(
     share: float = 1.0,
     trust_remote_code: bool = False,
 ) -> tuple[list[Reads], int]:
-    """Windows that an evaluation on a share of texts reads, and tokens; by the texts' beginning."""
+    """List the windows of an evaluation on a share of texts, and count tokens, by a sample."""
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
     windows = settings.windows(load_config(checkpoint, **trusted))

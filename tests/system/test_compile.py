@@ -53,6 +53,9 @@ for step in range(10):
     ):
         torch.testing.assert_close(ours.logits, theirs.logits)
 sum(logits.sum() for logits in many.logits()).backward()
+with capture(compiled) as inside, torch.no_grad():  # generate calls the model inside, eagerly
+    model(input_ids=ids)
+    assert [len(calls) for calls in inside.outputs.values()] == [1, 1]
 assert all(p.grad is not None for n, p in model.named_parameters() if ".gate." in n)
 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 assert graphs <= 3, graphs  # without, with one and with two captures

@@ -64,9 +64,10 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     def keep(x: Tensor, output: RouterOutput, name: str) -> None:
         if not torch.compiler.is_compiling() and threading.get_ident() != thread:
             return
-        call.outputs.setdefault(name, []).append(output)
+        kept = call if torch.compiler.is_compiling() else record
+        kept.outputs.setdefault(name, []).append(output)
         if inputs:
-            call.inputs.setdefault(name, []).append(x.detach())
+            kept.inputs.setdefault(name, []).append(x.detach())
 
     def add_call(*_: object) -> None:
         for new, known in ((call.outputs, record.outputs), (call.inputs, record.inputs)):

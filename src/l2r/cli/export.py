@@ -63,7 +63,7 @@ def export(
     from l2r.cli.console import progress_bars
     from l2r.hf.checkpoints import (
         PROGRAM_TOLERANCE,
-        CheckpointOnDisk,
+        CheckpointCopy,
         checkpoint_folder,
         export_program,
         export_remote_code,
@@ -72,30 +72,27 @@ def export(
         run_of_checkpoint,
         run_sections,
     )
-    from l2r.hf.models import auto_class, check_source, check_whole
+    from l2r.hf.models import auto_class, check_parts, check_source, check_whole
 
     placement = placement.here()
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
         source = checkpoint_folder(folder)
-        check_source(source, checkpoint)
-        as_stored = dtype == "auto" and not trust_remote_code
-        on_disk = CheckpointOnDisk.open(folder) if as_stored else None
-        if on_disk is not None:
-            model, tokenizer = on_disk.model, load_tokenizer(folder)
+        check_source(source, checkpoint, trained=dtype != "auto")
+        code: Any = {"trust_remote_code": trust_remote_code}
+        copy = CheckpointCopy.on_meta(folder, **code) if dtype == "auto" else None
+        if copy is not None:
+            model, tokenizer = copy.model, load_tokenizer(folder, **code)
+            check_parts(model, source, checkpoint)
         else:
-            model, tokenizer = load_causal_lm(
-                folder,
-                placement=placement,
-                trust_remote_code=trust_remote_code,
-            )
-            check_whole(model, source, checkpoint, rounded=dtype != "auto")
+            model, tokenizer = load_causal_lm(folder, placement=placement, **code)
+            check_whole(model, source, checkpoint, rounded=True)
         with progress_bars() as bars:
-            write = (
-                None if on_disk is None else partial(on_disk.write, report=partial(bars, "files"))
-            )
+            write = None if copy is None else partial(copy.write, report=partial(bars, "files"))
             more: dict[str, Any] = {"sections": sections, "write": write}
             export_remote_code(model, out, tokenizer=tokenizer, source=source, **more)
+        if copy is not None:
+            say(str(copy.copied))
         opens = f"{auto_class(model).__name__}.from_pretrained"
         call = f"{opens}({str(out)!r}, trust_remote_code=True)"
         say_left_out(checkpoint, source, out)

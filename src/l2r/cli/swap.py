@@ -33,14 +33,15 @@ from l2r.report.tables import Table
 from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
-    from l2r.hf.checkpoints import Placement
+    from l2r.hf.checkpoints import Copied, Placement
     from l2r.hf.swap import Site
     from l2r.training import FitReport
 
-# What only a fit reads.
+# What only a fit reads: without one the source's files are copied, and nothing is computed.
 _FIT_ONLY = (
     *("data", "tokens", "held_out", "length", "batch_size"),
     *("updates", "lr", "train_steps", "train_lr"),
+    *("dtype", "device", "device_map"),
 )
 
 
@@ -117,16 +118,16 @@ def swap(
     from l2r.hf.checkpoints import checkpoint_folder
     from l2r.hf.swap import preferred_router, replace_routers, router_sites, select_sites
 
-    opening = {"kept": out is not None, "by_file": not fit, "trained": train_steps > 0}
-    opening |= {"code": trust_remote_code}
+    code: Any = {"trust_remote_code": trust_remote_code}
     if fit:
         from l2r.cost.planning import announce, reads_of_fit
 
         steps: Any = {"updates": updates, "train_steps": train_steps}
         reads = reads_of_fit(sizes["tokens"], held_out, length, batch_size, **steps)
-        code: Any = {"trust_remote_code": trust_remote_code}
         announce([(folder, reads)], placement, say, tokens=sizes["tokens"] + held_out, **code)
-    model, tokenizer, save = _open(checkpoint, folder, placement.here(), chosen, **opening)
+    how: Any = {"kept": out is not None, "trained": train_steps > 0, **code}
+    place = placement.here() if fit else None
+    model, tokenizer, save = _open(checkpoint, folder, place, chosen, **how)
     before, sites = router_sites(model), select_sites(model, chosen)
     config = preferred_router(model, sites[0], selection=selection, options=options)
     where: Any = {"layers": chosen, "selection": selection}
@@ -139,9 +140,11 @@ def swap(
     if out is not None:
         card = _card(Path(checkpoint).resolve().name, done, dtype, train_steps)
         with progress_bars() as bars:
-            save(out, partial(bars, "files"), tokenizer=tokenizer, sections=[card])
+            copied = save(out, report=partial(bars, "files"), sections=[card])
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
     if out is not None:
+        if copied is not None:
+            say(str(copied))
         say_left_out(checkpoint, checkpoint_folder(folder), out)
         typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
 
@@ -161,61 +164,58 @@ def _check(context: typer.Context, changes: Sequence[str], *, fit: bool, out: Pa
 def _open(
     checkpoint: str,
     folder: Path,
-    placement: "Placement",
+    placement: "Placement | None",
     chosen: list[int] | None,
     *,
     kept: bool,
-    by_file: bool,
     trained: bool,
-    code: bool,
-) -> tuple[Any, Any, Callable[..., None]]:
-    """Model and tokenizer of a folder, and what saves the model with them.
+    trust_remote_code: bool,
+) -> tuple[Any, Any, Callable[..., "Copied | None"]]:
+    """Model and tokenizer of a folder, and what saves the model.
 
-    ``kept``: the model is to be saved. ``by_file``: weights are only copied, where they can be.
-    ``trained``: all weights change. Raises ValueError where a save would lose or round a tensor.
+    ``placement`` None: no weights are read, and the tokenizer is None. ``kept``: the model is to
+    be saved. ``trained``: with all of its weights, which have changed. Raises ValueError where a
+    save would lose or round a tensor.
     """
-    from l2r.hf.checkpoints import (
-        CheckpointOnDisk,
-        checkpoint_folder,
-        load_model,
-        load_tokenizer,
-        save_model,
-    )
+    from l2r.hf.checkpoints import CheckpointCopy, checkpoint_folder, load_model, save_model
     from l2r.hf.models import check_parts, check_source, check_whole
     from l2r.hf.swap import select_sites
 
-    source, rounded = checkpoint_folder(folder), placement.dtype != "auto"
+    source, code = checkpoint_folder(folder), {"trust_remote_code": trust_remote_code}
     if kept:
-        check_source(source, checkpoint)
-    on_disk = CheckpointOnDisk.open(folder, say) if by_file and not (rounded or code) else None
-    if on_disk is not None:
-        select_sites(on_disk.model, chosen)
-        check_parts(on_disk.model, source, checkpoint)
-        by_files = on_disk.save
-        return (
-            on_disk.model,
-            load_tokenizer(folder),
-            lambda out, report, **more: by_files(out, report=report, **more),
-        )
-    model, tokenizer = load_model(folder, placement=placement, trust_remote_code=code)
+        check_source(source, checkpoint, trained=trained)
+    tokenizer = None
+    if placement is None:
+        copy = CheckpointCopy.on_meta(folder, say, **code)
+        model = copy.model
+    else:
+        model, tokenizer = load_model(folder, placement=placement, **code)
+        copy = CheckpointCopy(model, source)
     replaced = [site.path for site in select_sites(model, chosen)]
-    if kept:
+    if kept and not trained:
+        check_parts(model, source, checkpoint)
+    elif kept and placement is not None:
+        rounded = placement.dtype != "auto"
         check_whole(model, source, checkpoint, replaced=replaced, rounded=rounded)
-    how: Any = {"source": source, "unchanged": not (rounded or trained)}
 
-    def save(out: Path, report: Any, **more: Any) -> None:
-        save_model(model, out, **how, **more)
+    def save(out: Path, report: Any, **more: Any) -> "Copied | None":
+        if trained:
+            save_model(model, out, source=source, tokenizer=tokenizer, **more)
+            return None
+        copy.save(out, report=report, **more)
+        return copy.copied
 
     return model, tokenizer, save
 
 
 def _card(named: str, options: str, dtype: str, train_steps: int) -> str:
     """Section of the model card: how the checkpoint was made."""
-    others = "unchanged" if dtype == "auto" else f"in {dtype}"
+    others = "its other tensors are unchanged, compared byte by byte."
     if train_steps:
-        others = f"trained with them for {train_steps} steps"
-    fitted = f"new routers into {named} and fitted them to its own; its other weights are {others}."
-    drawn = f"untrained routers into {named}; its other weights are {others}. Train it before use."
+        stored = "" if dtype == "auto" else f" and stored in {dtype}"
+        others = f"its other weights were trained with them for {train_steps} steps{stored}."
+    fitted = f"new routers into {named} and fitted them to its own; {others}"
+    drawn = f"untrained routers into {named}; {others} Train it before use."
     return f"## How it was made\n\n`l2r swap{options}` put {fitted if options else drawn}"
 
 

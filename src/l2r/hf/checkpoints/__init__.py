@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
-    from l2r.hf.checkpoints.by_file import CheckpointOnDisk as CheckpointOnDisk
+    from l2r.hf.checkpoints.copying import CheckpointCopy as CheckpointCopy
+    from l2r.hf.checkpoints.copying import Copied as Copied
     from l2r.hf.checkpoints.digest import checkpoint_digest as checkpoint_digest
     from l2r.hf.checkpoints.export import export_remote_code as export_remote_code
     from l2r.hf.checkpoints.folders import averaged_folder as averaged_folder

@@ -3,7 +3,7 @@
 Nothing here reads weights or imports torch: commands refuse a bad folder before they do.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,22 @@ _TOKENIZERS = (
 )
 # Of these kinds, the first that is there is read.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-# Files beside the weights that prepare inputs, steer generation or say what one may do.
+# Files beside the weights that prepare inputs, steer generation, describe a quantization or say
+# what one may do; with code, where config.json asks for it.
 _KEPT = (
-    "*token*.json", "*vocab*", "merges.txt", "encoder.json", "tekken.json", "*.model", "*.tiktoken",
-    "*.jinja", "*processor_config.json", "video_preprocessor_config.json", "generation_config.json",
-    "LICENSE*", "NOTICE*",
-)  # fmt: skip
-_REPLACED = (  # by the new folder's own
-    "config.json", "README.md", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-)  # fmt: skip
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.y*ml",
+    "*vocab*",
+    "LICENSE*",
+    "NOTICE*",
+)
+_TEMPLATES = "additional_chat_templates"
+_REPLACED = ("config.json", "README.md", "*.index.json")  # by the new folder's own
+_UNTRUE = ("adapter_*", "trainer_state.json")  # of a folder with other weights
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -89,14 +96,25 @@ def has_tokenizer(path: str | Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
-def kept_files(path: str | Path) -> list[Path]:
-    """Files of a folder or run folder that a copy of its model keeps: tokenizer, processors."""
-    files = sorted(checkpoint_folder(path).iterdir())
+def kept_files(path: str | Path, *, code: bool = False) -> list[Path]:
+    """Files of a folder or run folder that a copy of its model keeps: tokenizer, processors.
+
+    ``code``: those in Python too.
+    """
+    folder = checkpoint_folder(path)
+    kept = (*_KEPT, "*.py") if code else _KEPT
+    files = sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")])
     return [
         file
         for file in files
-        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in _KEPT)
+        if file.is_file()
+        and _is_one(file, kept)
+        and not _is_one(file, (*_REPLACED, *_UNTRUE, ".*"))
     ]
+
+
+def _is_one(file: Path, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(file.name, pattern) for pattern in patterns)
 
 
 def files_left_out(path: str | Path, new: Path, weights: Collection[Path]) -> list[str]:
@@ -104,11 +122,11 @@ def files_left_out(path: str | Path, new: Path, weights: Collection[Path]) -> li
 
     ``weights`` are the files from which the weights were read.
     """
-    replaced = {file.name for file in weights} | {entry.name for entry in new.iterdir()}
+    there = {file.name for file in weights} | {entry.name for entry in new.iterdir()}
     return [
         f"{entry.name}/" if entry.is_dir() else entry.name
         for entry in sorted(checkpoint_folder(path).iterdir())
-        if entry.name not in {*replaced, *_REPLACED} and not entry.name.startswith(".")
+        if entry.name not in there and not _is_one(entry, (*_REPLACED, ".*"))
     ]
 
 

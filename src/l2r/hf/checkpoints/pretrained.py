@@ -28,7 +28,6 @@ from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
 from l2r.hf.models.opening import NeedsPackageAndCode
-from l2r.hf.models.stored_tensors import check_unchanged
 from l2r.hf.models.weight_files import check_finite, on_meta, read_config, read_weights
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
@@ -146,31 +145,34 @@ def save_model(
     sections: Sequence[str] = (),
     write: Callable[[Any, Path], None] | None = None,
     source: Path | None = None,
-    unchanged: bool = False,
 ) -> None:
     """Write a model, its tokenizer and its card into a new folder: whole or not at all.
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
     ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``source`` is the
     folder that the model came from: files of its tokenizer, its processors and its license that
-    nothing writes are copied. ``unchanged``: its tensors, besides those of routers, must be in the
-    new folder byte for byte.
-    Raises ValueError when ``out`` holds something already, a weight is not finite, or one that
-    must not has changed.
+    nothing writes are copied.
+    Raises ValueError when ``out`` holds something already or a weight is not finite.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
-        if source is not None and unchanged:
-            check_unchanged(model, source, part, renamed=write is None)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
-        for file in () if source is None else kept_files(source):
-            if not (part / file.name).exists():
-                shutil.copyfile(file, part / file.name)
+        if source is not None:
+            _copy_others(source, part, code=isinstance(model.config, NeedsPackageAndCode))
         write_card(part, model, sections)
+
+
+def _copy_others(source: Path, folder: Path, *, code: bool) -> None:
+    """Copy what a copy of a model keeps, but files that are there already."""
+    for file in kept_files(source, code=code):
+        place = folder / file.relative_to(checkpoint_folder(source))
+        if not place.exists():
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place)
 
 
 def _write_weights(model: Any, folder: Path) -> None:

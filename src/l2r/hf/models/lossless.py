@@ -35,13 +35,14 @@ _ADAPTER_ALONE = (
 )
 
 
-def check_source(folder: Path, name: str | Path) -> None:
+def check_source(folder: Path, name: str | Path, *, trained: bool = False) -> None:
     """Refuse a folder, called ``name`` by its user, of which no command writes everything.
 
-    Raises ValueError for quantized weights and for an adapter beside the weights.
+    ``trained``: all weights change. Raises ValueError for an adapter beside the weights, and then
+    for quantized weights too.
     """
     method = quantization_method(_config(folder))
-    if method:
+    if method and trained:
         raise ValueError(f"{name} {_lost_packed(method, name)}")
     if (folder / _ADAPTER).is_file():
         raise ValueError(f"{name} {_beside()}")

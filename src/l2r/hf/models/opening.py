@@ -37,47 +37,47 @@ class NeedsPackage:
     def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
         """Write config.json as transformers does, and the notes."""
         super().to_json_file(json_file_path, use_diff=use_diff)  # type: ignore[misc]
-        if self.auto_map:
-            return
         path = Path(json_file_path)
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["auto_map"] = _AUTO_MAP
+        values = self.with_notes(json.loads(path.read_text(encoding="utf-8")))
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def with_notes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the notes to the values of this configuration for config.json."""
+        if self.auto_map:
+            return dict(values)
+        noted = {**values, "auto_map": _AUTO_MAP}
         checked = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         for field in [name for name in _FIELDS if name in checked][:1]:
-            values |= {field: _NOTE, _SAVED + field: getattr(self, field)}
-        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            noted |= {field: _NOTE, _SAVED + field: values.get(field, getattr(self, field))}
+        return noted
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
         """Read config.json as transformers does, without the notes."""
-        values = dict(config_dict)
-        for field in _FIELDS:
-            if values.get(field) == _NOTE:
-                values[field] = values.pop(_SAVED + field)
-        if values.get("auto_map") == _AUTO_MAP:
-            del values["auto_map"]
-        return super().from_dict(values, **options)  # type: ignore[misc]
+        return super().from_dict(without_notes(config_dict), **options)  # type: ignore[misc]
 
 
 class NeedsPackageAndCode(NeedsPackage):
     """Mixin of configurations whose models need this package and the code in their folder."""
 
-    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
-        """Write config.json as transformers does, the note in the place of the code's names."""
-        super().to_json_file(json_file_path, use_diff=use_diff)
-        path = Path(json_file_path)
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.get("auto_map") != _AUTO_MAP:
-            values |= {CODE: values.get("auto_map"), "auto_map": _AUTO_MAP}
-            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    def with_notes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the notes, the first in the place of the code's names."""
+        if "auto_map" not in values:
+            return super().with_notes(values)
+        return {**values, CODE: values["auto_map"], "auto_map": _AUTO_MAP}
 
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
-        """Read config.json as transformers does, with the code's names in their place."""
-        values = dict(config_dict)
-        if CODE in values:
-            values["auto_map"] = values.pop(CODE)
-        return super().from_dict(values, **options)
+
+def without_notes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config.json without notes of ours; the code's names in their place."""
+    plain = dict(values)
+    for field in _FIELDS:
+        if plain.get(field) == _NOTE:
+            plain[field] = plain.pop(_SAVED + field)
+    if plain.get("auto_map") == _AUTO_MAP:
+        del plain["auto_map"]
+    if CODE in plain:
+        plain["auto_map"] = plain.pop(CODE)
+    return plain
 
 
 @cache

@@ -1,0 +1,261 @@
+"""A checkpoint written again with other routers, and everything else of it byte for byte.
+
+Tensors go from file to file under their names and in their dtypes, codes and scales of quantizers
+among them, and so do those that transformers leaves aside. The configuration keeps every field that
+does not describe routers. Both are compared with the source before a folder is there.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+
+from l2r.hf.checkpoints.folders import checkpoint_folder
+from l2r.hf.checkpoints.pretrained import load_pretrained, meta_model, save_model
+from l2r.hf.models.opening import NeedsPackageAndCode, without_notes
+from l2r.hf.models.quantized import quantization_method
+from l2r.hf.models.stored_bytes import compare, described, stored_tensors, write_tensors
+from l2r.hf.models.stored_tensors import file_tensors, place_names
+from l2r.hf.models.weight_files import files_of_weights, named, refuse
+from l2r.hf.swap.sites import recognition_note, router_sites
+from l2r.runs.atomic import write_json, write_text
+from l2r.runs.reading import read_json
+
+Report = Callable[[int, int, str], None]
+_OF_ROUTERS = ("model_type", "architectures", "l2r_swap", "router", "auto_map")  # of config.json
+_PICKLED = re.compile(r"(?:pytorch_)?(model.*)\.bin")
+
+
+class Copied(NamedTuple):
+    """Tensors of a copy: compared with the source's and the same, new, and left out."""
+
+    kept: int
+    new: int
+    dropped: int
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.kept:,} tensors are those of the source, compared byte by byte; "
+            f"{self.dropped:,} of old routers are gone, {self.new:,} of new ones are there"
+        )
+
+
+class CheckpointCopy:
+    """A folder and a model of it, to be written again after routers of ``model`` were replaced.
+
+    Make one before the swap. Nothing but new routers is read from the model.
+    """
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.model, self._folder = model, folder
+        self._paths = [site.path for site in router_sites(model)]
+        self._old = self._router_tensors()
+        self._files = _tensors_by_file(folder)
+        self.copied: Copied | None = None
+
+    @classmethod
+    def on_meta(
+        cls,
+        folder: str | Path,
+        report: Callable[[str], object] = lambda line: None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> "CheckpointCopy":
+        """Open a folder or run with the model on torch's meta device, which holds shapes alone.
+
+        Tensors of routers are in memory, without their values. ``report`` takes a line on routers
+        that are in no table. Raises ValueError as ``load_pretrained``, and as ``router_sites`` for
+        an unknown family. Of quantized weights it needs the names alone, and no quantizer.
+        """
+        folder = checkpoint_folder(folder)
+        code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if quantization_method(read_json(folder / "config.json", strict=False)):
+            model = meta_model(folder, **code)
+        else:
+            options: dict[str, Any] = {"device_map": "meta", "offload_folder": folder}
+            model = load_pretrained(folder, dtype="auto", **options, **code)
+        if note := recognition_note(model):
+            report(note)
+        for site in router_sites(model):
+            site.router.to_empty(device="cpu")
+        return cls(model, folder)
+
+    def save(
+        self,
+        out: Path,
+        *,
+        sections: Sequence[str] = (),
+        report: Report = lambda done, total, file: None,
+    ) -> None:
+        """Write the copy, its card, and every other file of the source that stays true.
+
+        Raises ValueError as ``save_model`` and ``write``.
+        """
+        more: dict[str, Any] = {"write": partial(self.write, report=report)}
+        save_model(self.model, out, source=self._folder, sections=sections, **more)
+
+    def write(
+        self, model: Any, out: Path, *, report: Report = lambda done, total, file: None
+    ) -> None:
+        """Write the configuration of ``model``, its new routers and the source's other tensors.
+
+        New tensors go into the file that has those of the layer's old router. ``report`` is given
+        the number of files written, their number, and the next one's name. Sets ``copied``.
+        Raises ValueError for weights that are not finite, and where the copy is none.
+        """
+        write_text(out / "config.json", _json(_config(model.config, self._folder)))
+        dropped, drawn = self._changes()
+        files = {_written_name(file): tensors for file, tensors in self._files.items()}
+        homes = {name: file for file, tensors in files.items() for name in tensors}
+        places: dict[str, str] = {}
+        for number, (file, tensors) in enumerate(files.items()):
+            report(number, len(files), file)
+            kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+            here = {n: t for n, (t, old) in drawn.items() if homes[old] == file}
+            source = self._folder / file
+            if len(kept) == len(tensors) and not here and source.is_file():
+                shutil.copyfile(source, out / file)
+            elif kept or here:
+                metadata = stored_tensors(source)[1] if source.is_file() else {"format": "pt"}
+                write_tensors(out / file, kept | here, metadata)
+            places |= dict.fromkeys([*kept, *here], file)
+        report(len(files), len(files), "")
+        if SAFE_WEIGHTS_NAME not in files:
+            index = self._index(places, {n: t for n, (t, _) in drawn.items()}, dropped)
+            write_json(out / SAFE_WEIGHTS_INDEX_NAME, index)
+        self._compare(out, dropped)
+        self.copied = Copied(len(homes) - len(dropped), len(drawn), len(dropped))
+
+    def _router_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the routers, the very objects, by their names in the model."""
+        routers = {path: self.model.get_submodule(path) for path in self._paths}
+        return {
+            f"{path}.{name}": tensor
+            for path, router in routers.items()
+            for name, tensor in router.state_dict(keep_vars=True).items()
+        }
+
+    def _changes(self) -> tuple[set[str], dict[str, tuple[Tensor, str]]]:
+        """Names of stored tensors that go, and new ones by name, each with an old one of its layer.
+
+        What the family's selection reads, its bias, has moved to the new router as it was.
+        """
+        new = self._router_tensors()
+        moved = {name for name, old in self._old.items() if new.get(name) is old}
+        replaced = [
+            path
+            for path in self._paths
+            if any(n.startswith(f"{path}.") and n not in moved for n in {*self._old, *new})
+        ]
+        stored = [name for tensors in self._files.values() for name in tensors]
+        dropped: dict[str, str] = {}  # paths of routers by stored names
+        for name, place in place_names(self.model, stored).items():
+            path = next((p for p in replaced if place.startswith(f"{p}.")), None)
+            if path is not None and place not in moved:
+                dropped[name] = path
+        missing = sorted({*replaced} - {*dropped.values()})
+        if missing:
+            raise ValueError(f"weights are missing ({named(missing)})")
+        homes = {path: name for name, path in dropped.items()}
+        drawn = {}
+        for path in replaced:
+            names = [n for n in new if n.startswith(f"{path}.") and n not in moved]
+            for name, tensor in self._stored_names({n: new[n] for n in names}).items():
+                drawn[name] = (tensor, homes[path])
+        return set(dropped), drawn
+
+    def _stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model by names under which ``from_pretrained`` finds them in files."""
+        reverted = revert_weight_conversion(self.model, {n: t.detach() for n, t in tensors.items()})
+        found = place_names(self.model, reverted)
+        lost = tensors.keys() - set(found.values())
+        plain = {n: place for n, place in place_names(self.model, lost).items() if n == place}
+        if lost - plain.keys():
+            raise ValueError(f"no name in files leads to {named(sorted(lost - plain.keys()))}")
+        good = {n: t for n, t in reverted.items() if found[n] in tensors}
+        return good | {name: tensors[name].detach() for name in plain}
+
+    def _index(
+        self, places: Mapping[str, str], drawn: Mapping[str, Tensor], dropped: set[str]
+    ) -> dict[str, Any]:
+        names = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+        old = next((self._folder / n for n in names if (self._folder / n).is_file()), None)
+        metadata = dict(read_json(old).get("metadata") or {}) if old else {}
+        stored = {n: t for tensors in self._files.values() for n, t in tensors.items()}
+        sizes = [described(t)[2] for n, t in {**stored, **drawn}.items() if n in places]
+        metadata["total_size"] = sum(sizes)
+        if "total_parameters" in metadata:
+            gone = sum(_numbers(stored[name]) for name in dropped)
+            metadata["total_parameters"] += sum(t.numel() for t in drawn.values()) - gone
+        return {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
+
+    def _compare(self, out: Path, dropped: set[str]) -> None:
+        """Raise ValueError unless the copy has every tensor and every field that stays."""
+        new = {n: t for tensors in _tensors_by_file(out).values() for n, t in tensors.items()}
+        wrong: dict[str, list[str]] = {"changed": [], "not finite": []}
+        for tensors in self._files.values():
+            for name, tensor in tensors.items():
+                if name not in dropped:
+                    fault = compare(tensor, new[name]) if name in new else "changed"
+                    wrong.get(fault, []).append(name)
+        refuse({"not finite": wrong["not finite"]})
+        configs = (read_json(f / "config.json", strict=False) for f in (self._folder, out))
+        before, after = map(_others, configs)
+        fields = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if wrong["changed"] or fields:
+            raise ValueError(
+                f"the copy would differ from {self._folder} besides the routers, please report it: "
+                f"{named(sorted([*wrong['changed'], *fields]))}"
+            )
+
+
+def _tensors_by_file(folder: Path) -> dict[str, dict[str, Any]]:
+    """Tensors in every file of weights that transformers reads; pickled ones are mapped."""
+    return {
+        file.name: stored_tensors(file)[0] if file.suffix == ".safetensors" else file_tensors(file)
+        for file in files_of_weights(folder)
+    }
+
+
+def _written_name(file: str) -> str:
+    """Name of the file for the tensors of another: safetensors, which run no code when opened."""
+    pickled = _PICKLED.fullmatch(file)
+    return f"{pickled[1]}.safetensors" if pickled else file
+
+
+def _config(config: Any, folder: Path) -> dict[str, Any]:
+    """The source's config.json, but for the fields on routers and on who opens it."""
+    source = without_notes(read_json(folder / "config.json", strict=False))
+    own, values = config.to_dict(), dict(source)
+    for field in ("model_type", "architectures", "l2r_swap", "router"):
+        values.pop(field, None)
+        values |= {field: own[field]} if own.get(field) is not None else {}
+    if not isinstance(config, NeedsPackageAndCode):  # of code that knows nothing of the swap
+        values.pop("auto_map", None)
+        values |= {"auto_map": config.auto_map} if getattr(config, "auto_map", None) else {}
+    noted: dict[str, Any] = config.with_notes(values)
+    return noted
+
+
+def _others(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config.json that do not describe routers."""
+    return {n: v for n, v in without_notes(config).items() if n not in _OF_ROUTERS}
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def _numbers(tensor: Any) -> int:
+    number = 1
+    for size in tensor.shape:
+        number *= size
+    return number

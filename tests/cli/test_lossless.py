@@ -13,8 +13,8 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from l2r.hf.checkpoints import by_file, load_pretrained
-from l2r.hf.checkpoints.by_file import CheckpointOnDisk
+from l2r.hf.checkpoints import copying, load_pretrained
+from l2r.hf.checkpoints.copying import CheckpointCopy
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from tests.hf.families import tiny_model
@@ -351,6 +351,6 @@ def test_a_tied_matrix_that_is_stored_twice_is_no_loss_when_it_is_written_once(l
 def test_quantized_weights_are_not_copied_file_by_file(plain, tmp_path):
     folder = tmp_path / "small-moe"
     shutil.copytree(plain, folder)
-    assert CheckpointOnDisk.open(folder) is not None
+    assert CheckpointCopy.on_meta(folder) is not None
     set_config(folder, quantization_config={"quant_method": "mxfp4"})
-    assert CheckpointOnDisk.open(folder) is None
+    assert CheckpointCopy.on_meta(folder) is None

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from l2r import L2RConfig, LinearConfig, XMoEConfig
-from l2r.hf.checkpoints import by_file
-from l2r.hf.checkpoints.by_file import CheckpointOnDisk
+from l2r.hf.checkpoints import copying
+from l2r.hf.checkpoints.copying import CheckpointCopy
 from l2r.hf.checkpoints.export import export_remote_code
 from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
@@ -24,7 +24,7 @@ CONFIG = L2RConfig(rank=2, heads=4)
 
 def both(folder, out, config=CONFIG, **options):
     """Folders of one checkpoint, swapped file by file and in memory."""
-    on_disk = CheckpointOnDisk.open(folder)
+    on_disk = CheckpointCopy.on_meta(folder)
     replace_routers(on_disk.model, config, **options)
     on_disk.save(out / "by-file", sections=["## How"])
     model = replace_routers(load_pretrained(folder, dtype="auto"), config, **options)
@@ -34,10 +34,11 @@ def both(folder, out, config=CONFIG, **options):
 
 def both_exported(folder, out):
     """Folders of one checkpoint, exported file by file and in memory."""
-    on_disk = CheckpointOnDisk.open(folder)
-    export_remote_code(on_disk.model, out / "by-file", sections=["## How"], write=on_disk.write)
+    on_disk = CheckpointCopy.on_meta(folder)
+    how = {"sections": ["## How"], "source": folder}
+    export_remote_code(on_disk.model, out / "by-file", write=on_disk.write, **how)
     model = load_pretrained(folder, dtype="auto")
-    export_remote_code(model, out / "in-memory", sections=["## How"])
+    export_remote_code(model, out / "in-memory", **how)
     return out / "by-file", out / "in-memory"
 
 
@@ -60,8 +61,18 @@ def assert_same(by_file, in_memory):
         for folder in (in_memory, by_file)
     )
     assert {Path("config.json"), Path("README.md")} <= texts == others
-    for name in texts:
+    for name in texts - {Path("config.json")}:
         assert (by_file / name).read_text() == (in_memory / name).read_text(), name
+    assert config_of(by_file) == config_of(in_memory)
+
+
+def config_of(folder):
+    """Fields of a config.json; a save in memory notes the dtype in those of parts too."""
+    parts = json.loads((folder / "config.json").read_text())
+    for part in parts.values():
+        if isinstance(part, dict):
+            part.pop("dtype", None)
+    return parts
 
 
 @pytest.mark.parametrize("name", few_families(FAMILIES))
@@ -131,45 +142,47 @@ def test_generation_settings_and_logits_are_those_of_the_swap_in_memory(tmp_path
 
 
 def test_no_weights_but_the_routers_are_in_memory(tmp_path):
-    on_disk = CheckpointOnDisk.open(_stock(tmp_path))
+    on_disk = CheckpointCopy.on_meta(_stock(tmp_path))
     kept = [name for name, p in on_disk.model.named_parameters() if not p.is_meta]
     assert kept == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
 
 
-def test_a_file_is_open_while_it_is_copied_and_no_other(tmp_path, monkeypatch):
+def test_a_person_is_told_which_file_is_copied(tmp_path):
     stock = tmp_path / "stock"
     tiny_model(FAMILIES["olmoe"]).save_pretrained(stock, max_shard_size="40KB")
-    on_disk = CheckpointOnDisk.open(stock)
-    replace_routers(on_disk.model, CONFIG)
-    largest = max(file.stat().st_size for file in stock.glob("*.safetensors"))
-    saved = []
-    monkeypatch.setattr(
-        by_file,
-        "save_file",
-        lambda tensors, *args, **options: (
-            saved.append(sum(t.nbytes for t in tensors.values())),
-            save_file(tensors, *args, **options),
-        ),
-    )
+    copy = CheckpointCopy.on_meta(stock)
+    replace_routers(copy.model, CONFIG)
     seen = []
-    on_disk.save(tmp_path / "new", report=lambda *now: seen.append(now))
-    assert len(saved) > 2 and max(saved) <= largest
+    copy.save(tmp_path / "new", report=lambda *now: seen.append(now))
     files = sorted(file.name for file in stock.glob("*.safetensors"))
     assert seen == [(n, len(files), name) for n, name in enumerate([*files, ""])]
 
 
-def test_what_files_do_not_hold_as_transformers_writes_it_is_read_whole(tmp_path, l2r):
-    model = tiny_model(FAMILIES["olmoe"])
-    model.save_pretrained(tmp_path / "stock")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pickled_tensors_are_the_same_in_safetensors(tmp_path, l2r, shards):
+    tiny_model(FAMILIES["olmoe"]).bfloat16().save_pretrained(tmp_path / "stock")
     pickled = tmp_path / "pickled"
     shutil.copytree(tmp_path / "stock", pickled)
+    tensors = list(load_file(pickled / "model.safetensors").items())
     (pickled / "model.safetensors").unlink()
-    torch.save(load_file(tmp_path / "stock" / "model.safetensors"), pickled / "pytorch_model.bin")
-    assert CheckpointOnDisk.open(pickled) is None
+    if shards == 1:
+        torch.save(dict(tensors), pickled / "pytorch_model.bin")
+    else:
+        files = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+        parts = {files[0]: dict(tensors[::2]), files[1]: dict(tensors[1::2])}
+        for file, part in parts.items():
+            torch.save(part, pickled / file)
+        places = {name: file for file, part in parts.items() for name in part}
+        index = pickled / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     folders = [tmp_path / "from-pickled", tmp_path / "from-files"]
     for folder, out in zip((pickled, tmp_path / "stock"), folders, strict=True):
         assert l2r("swap", folder, "rank=2", "heads=4", "--out", out).code == 0
     assert bytes_of(folders[0]) == bytes_of(folders[1])
+    assert len(list(folders[0].glob("model*.safetensors"))) == shards
+    ids = sample_tokens()
+    logits = [load_pretrained(folder)(ids).logits for folder in folders]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("damage", ["nan", "missing", "elsewhere"])

@@ -111,7 +111,7 @@ class CheckpointCopy:
         the number of files written, their number, and the next one's name. Sets ``copied``.
         Raises ValueError for weights that are not finite, and where the copy is none.
         """
-        write_text(out / "config.json", _json(_config(model.config, self._folder)))
+        write_text(out / "config.json", _json(_config(model, self._folder)))
         dropped, drawn = self._changes()
         files = {_written_name(file): tensors for file, tensors in self._files.items()}
         homes = {name: file for file, tensors in files.items() for name in tensors}
@@ -231,18 +231,23 @@ def _written_name(file: str) -> str:
     return f"{pickled[1]}.safetensors" if pickled else file
 
 
-def _config(config: Any, folder: Path) -> dict[str, Any]:
+def _config(model: Any, folder: Path) -> dict[str, Any]:
     """The source's config.json, but for the fields on routers and on who opens it."""
     source = without_notes(read_json(folder / "config.json", strict=False))
-    own, values = config.to_dict(), dict(source)
+    config, values = model.config, dict(source)
+    own = {"architectures": [type(model).__name__], **_given(config.to_dict())}
     for field in ("model_type", "architectures", "l2r_swap", "router"):
         values.pop(field, None)
-        values |= {field: own[field]} if own.get(field) is not None else {}
+        values |= {field: own[field]} if field in own else {}
     if not isinstance(config, NeedsPackageAndCode):  # of code that knows nothing of the swap
         values.pop("auto_map", None)
         values |= {"auto_map": config.auto_map} if getattr(config, "auto_map", None) else {}
     noted: dict[str, Any] = config.with_notes(values)
     return noted
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _others(config: Mapping[str, Any]) -> dict[str, Any]:

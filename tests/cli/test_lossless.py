@@ -13,7 +13,7 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from l2r.hf.checkpoints import copying, load_pretrained
+from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.checkpoints.copying import CheckpointCopy
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites

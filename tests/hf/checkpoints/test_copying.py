@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from l2r import L2RConfig, LinearConfig, XMoEConfig
-from l2r.hf.checkpoints import copying
 from l2r.hf.checkpoints.copying import CheckpointCopy
 from l2r.hf.checkpoints.export import export_remote_code
 from l2r.hf.checkpoints.pretrained import load_pretrained, save_model

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
 from l2r.hf.checkpoints.folders import checkpoint_folder
@@ -156,32 +155,29 @@ class CheckpointCopy:
             if any(n.startswith(f"{path}.") and n not in moved for n in {*self._old, *new})
         ]
         stored = [name for tensors in self._files.values() for name in tensors]
-        dropped: dict[str, str] = {}  # paths of routers by stored names
+        dropped: dict[str, dict[str, str]] = {path: {} for path in replaced}  # places by name
         for name, place in place_names(self.model, stored).items():
             path = next((p for p in replaced if place.startswith(f"{p}.")), None)
             if path is not None and place not in moved:
-                dropped[name] = path
-        missing = sorted({*replaced} - {*dropped.values()})
-        if missing:
-            raise ValueError(f"weights are missing ({named(missing)})")
-        homes = {path: name for name, path in dropped.items()}
-        drawn = {}
-        for path in replaced:
-            names = [n for n in new if n.startswith(f"{path}.") and n not in moved]
-            for name, tensor in self._stored_names({n: new[n] for n in names}).items():
-                drawn[name] = (tensor, homes[path])
-        return set(dropped), drawn
-
-    def _stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model by names under which ``from_pretrained`` finds them in files."""
-        reverted = revert_weight_conversion(self.model, {n: t.detach() for n, t in tensors.items()})
-        found = place_names(self.model, reverted)
-        lost = tensors.keys() - set(found.values())
-        plain = {n: place for n, place in place_names(self.model, lost).items() if n == place}
-        if lost - plain.keys():
-            raise ValueError(f"no name in files leads to {named(sorted(lost - plain.keys()))}")
-        good = {n: t for n, t in reverted.items() if found[n] in tensors}
-        return good | {name: tensors[name].detach() for name in plain}
+                dropped[path][name] = place
+        lacking = [path for path, places in dropped.items() if not places]
+        if lacking:
+            raise ValueError(f"weights are missing (of {named(lacking)})")
+        drawn = {
+            place: path
+            for path in replaced
+            for place in new
+            if place.startswith(f"{path}.") and place not in moved
+        }
+        near = {place: _near_names(place, path, dropped[path]) for place, path in drawn.items()}
+        found = place_names(self.model, {name for names in near.values() for name in names})
+        written = {}
+        for place, path in drawn.items():
+            good = [name for name in near[place] if found[name] == place]
+            if not good:
+                raise ValueError(f"no name in files leads to {place}, please report it")
+            written[good[0]] = (new[place].detach(), next(iter(dropped[path])))
+        return {name for places in dropped.values() for name in places}, written
 
     def _index(
         self, places: Mapping[str, str], drawn: Mapping[str, Tensor], dropped: set[str]
@@ -215,6 +211,22 @@ class CheckpointCopy:
                 f"the copy would differ from {self._folder} besides the routers, please report it: "
                 f"{named(sorted([*wrong['changed'], *fields]))}"
             )
+
+
+def _near_names(place: str, path: str, others: Mapping[str, str]) -> list[str]:
+    """Names for a tensor of the router at ``path``, those most like its old ones in files first.
+
+    ``others`` are the places of these by their names. A family may rename some steps of a path.
+    """
+    steps, own = path.split("."), place.removeprefix(f"{path}.")
+    names = []
+    for name, other in others.items():
+        head = name.split(".")[: -other.removeprefix(f"{path}.").count(".") - 1]
+        for dropped in range(len(head) + 1):
+            for added in range(len(steps) + 1):
+                tail = steps[len(steps) - added :]
+                names.append(".".join([*head[: len(head) - dropped], *tail, own]))
+    return [*dict.fromkeys(names), place]
 
 
 def _tensors_by_file(folder: Path) -> dict[str, dict[str, Any]]:

@@ -96,6 +96,12 @@ def has_tokenizer(path: str | Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
+def names_tokenizer(path: str | Path) -> bool:
+    """Whether a folder says which class its tokenizer has, so that its files are all of it."""
+    file = checkpoint_folder(path) / "tokenizer_config.json"
+    return file.is_file() and bool(read_json(file, strict=False).get("tokenizer_class"))
+
+
 def kept_files(path: str | Path, *, code: bool = False) -> list[Path]:
     """Files of a folder or run folder that a copy of its model keeps: tokenizer, processors.
 

@@ -2,21 +2,28 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import deserialize
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from l2r.hf.checkpoints import CheckpointCopy, load_pretrained
 from l2r.hf.swap import replace_routers
 from l2r.hf.swap.sites import router_sites
-from tests.hf.layouts import OPENED, folder_of, sample
+from tests.hf.layouts import OPENED, folder_of, sample, save, stored, write
 from tests.tiers import few
 
 FAST = ("mxfp4", "fp8_deepseek", "nf4_gate")
 COPIED = [*OPENED, "gptq", "awq"]  # without a package that opens them
-ROUTERS = ("model_type", "architectures", "l2r_swap", "auto_map", "initializer_range")
+ROUTERS = ("model_type", "architectures", "l2r_swap", "auto_map")
+NOTED = ("initializer_range", "tie_word_embeddings")  # or the value of one under l2r_, beside
 
 
 def raw(folder):
@@ -39,10 +46,10 @@ def assert_only_routers_differ(old, new):
     assert others and all(".mlp.gate." in name or ".mlp.router." in name for name in others)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (old, new)]
     for field, value in configs[0].items():
-        assert field in ROUTERS or configs[1][field] == value, field
-    assert configs[1]["quantization_config"] == configs[0]["quantization_config"]
+        kept = configs[1].get(f"l2r_{field}" if field in NOTED else field, configs[1].get(field))
+        assert field in ROUTERS or kept == value, field
     own = ("config.json", "README.md")
-    for file in old.iterdir():
+    for file in filter(Path.is_file, old.iterdir()):
         if file.name not in own and file.suffix != ".safetensors":
             assert (new / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -90,6 +97,51 @@ def test_with_the_old_routers_put_back_logits_are_the_sources(l2r, tmp_path, nam
     for old, site in zip(router_sites(source), router_sites(model), strict=True):
         model.set_submodule(site.path, old.router)
     assert torch.equal(model(ids).logits, source(ids).logits)
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory):
+    """A wrapper with a vision tower, a block that transformers leaves aside, and other files."""
+    folder = tmp_path_factory.mktemp("wrapper") / "sees"
+    text = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    text |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32}
+    text |= {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 2}
+    text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    text |= {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    vision |= {"out_hidden_size": 64, "patch_size": 8, "num_position_embeddings": 16}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, image_token_id=508)
+    save(Qwen3_5MoeForConditionalGeneration(config).bfloat16(), folder)
+    write(folder, stored(folder) | {"mtp.fc.weight": torch.randn(64, 128).bfloat16()})
+    for name in ("preprocessor_config.json", "chat_template.json", "recipe.yaml", "LICENSE"):
+        (folder / name).write_text('{"size": 8}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_wrapper_keeps_its_tower_its_processors_and_its_templates(
+    l2r, tmp_path, text_folder, sees, fit
+):
+    new, exported = tmp_path / "new", tmp_path / "exported"
+    sizes = ("--tokens", "800", "--held-out", "200", "--length", "32")
+    more = ("--fit", "--data", text_folder, *sizes) if fit else ()
+    assert l2r("swap", sees, "rank=4", "heads=2", *more, "--out", new).code == 0
+    assert l2r("export", new, "--out", exported).code == 0
+    template = Path("additional_chat_templates", "tools.jinja")
+    for folder in (new, exported):
+        assert_only_routers_differ(sees, folder)
+        assert (folder / template).read_bytes() == (sees / template).read_bytes()
+        config = json.loads((folder / "config.json").read_text())
+        assert config["vision_config"]["depth"] == 1
+    opened = load_pretrained(new)
+    assert isinstance(opened, Qwen3_5MoeForConditionalGeneration) and opened.model.visual
+    plain = AutoModelForImageTextToText.from_pretrained(exported, trust_remote_code=True)
+    assert torch.equal(
+        plain.model.visual.patch_embed.proj.weight, opened.model.visual.patch_embed.proj.weight
+    )
 
 
 def test_what_all_trained_weights_are_cannot_be_packed(l2r, tmp_path, text_folder):

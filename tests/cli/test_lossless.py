@@ -13,8 +13,8 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from l2r.hf.checkpoints import load_pretrained
-from l2r.hf.checkpoints.copying import CheckpointCopy
+from l2r.hf.checkpoints import copying, load_pretrained
+from l2r.hf.models.stored_bytes import stored_tensors
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from tests.hf.families import tiny_model
@@ -137,9 +137,9 @@ def test_a_swapped_folder_opens_with_every_tensor_that_stays(l2r, tmp_path, name
             assert torch.equal(value, tensors[path]), path
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --fit", "export"])
+@pytest.mark.parametrize("command", ["swap --fit --train-steps 1", "export --dtype bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_quantized_folder_is_refused_by_its_method_with_the_way(
+def test_packed_weights_are_not_written_whole_and_the_line_says_the_way(
     plain, text_folder, tmp_path, refusal, method, command
 ):
     folder = tmp_path / "small-moe"
@@ -149,11 +149,13 @@ def test_a_quantized_folder_is_refused_by_its_method_with_the_way(
     assert f"{folder} is quantized ({method})" in line and METHODS[method] in line
 
 
-def test_quantization_of_a_part_counts_and_an_empty_entry_does_not(plain, l2r, tmp_path, refusal):
-    folder = tmp_path / "small-moe"
+def test_quantization_of_a_part_counts_and_an_empty_entry_does_not(
+    plain, l2r, tmp_path, text_folder, refusal
+):
+    folder, command = tmp_path / "small-moe", "swap --fit --train-steps 1"
     shutil.copytree(plain, folder)
     set_config(folder, text_config={"quantization_config": {"load_in_4bit": True}})
-    assert "is quantized (bitsandbytes)" in refusal("swap", folder)
+    assert "is quantized (bitsandbytes)" in refusal(*words(command, folder, text_folder))
     set_config(folder, text_config=None, quantization_config=None)
     assert l2r("swap", folder, "--out", tmp_path / "new").code == 0
     assert_kept(folder, tmp_path / "new")
@@ -170,11 +172,10 @@ def test_a_base_with_an_adapter_beside_it_is_refused(
     assert f"{folder} holds an adapter beside the weights" in line and "merge_and_unload" in line
 
 
-@pytest.mark.parametrize("command", ["swap", "swap --dtype float32"])
-def test_a_wrapper_is_swapped_whole(wrapper, l2r, tmp_path, command):
-    """Every byte of its vision tower and of all else, by file and from memory."""
+def test_a_wrapper_is_swapped_whole(wrapper, l2r, tmp_path):
+    """Every byte of its vision tower and of all else."""
     new = tmp_path / "new"
-    ended = l2r(*words(command, wrapper, None), "--out", new)
+    ended = l2r("swap", wrapper, "--out", new)
     assert ended.code == 0, ended.err
     assert_kept(wrapper, new)
     before, after = (json.loads((f / "config.json").read_text()) for f in (wrapper, new))
@@ -208,11 +209,9 @@ def test_a_whole_wrapper_that_was_swapped_is_swapped_again(l2r, tmp_path):
 
     first, again = tmp_path / "first", tmp_path / "again"
     swap_routers(qwen()).save_pretrained(first)
-    for options in ((), ("--dtype", "float32")):
-        shutil.rmtree(again, ignore_errors=True)
-        assert l2r("swap", first, "rank=2", *options, "--out", again).code == 0
-        assert_kept(first, again)
-        assert "vision_config" in json.loads((again / "config.json").read_text())
+    assert l2r("swap", first, "rank=2", "--out", again).code == 0
+    assert_kept(first, again)
+    assert "vision_config" in json.loads((again / "config.json").read_text())
 
 
 def test_tensors_that_transformers_leaves_aside_are_kept_file_by_file(mtp, l2r, tmp_path):
@@ -244,21 +243,23 @@ def test_a_block_after_the_last_layer_is_left_aside_and_kept_at_any_depth(
     assert l2r("swap", folder, "--out", new).code == 0
     assert_kept(folder, new)
     assert load_pretrained(new)(ids).logits.shape == wanted.shape
-    assert "leaves aside" in refusal("swap", folder, "--dtype", "bfloat16")
+    assert "leaves aside" in refusal("export", new, "--dtype", "bfloat16")
     set_config(folder, num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match="not in the model"):
         load_pretrained(folder)
 
 
-@pytest.mark.parametrize("command", ["swap --fit", "swap --dtype bfloat16"])
-def test_a_save_of_the_whole_model_without_them_is_refused_before_the_fit(
-    mtp, text_folder, monkeypatch, refusal, command
+def test_a_fit_keeps_them_and_where_all_weights_are_trained_they_are_refused_before_it(
+    mtp, text_folder, monkeypatch, refusal, l2r, tmp_path
 ):
+    new = tmp_path / "new"
+    assert l2r(*words("swap --fit", mtp, text_folder), "--out", new).code == 0
+    assert_kept(mtp, new)
     monkeypatch.setattr("l2r.training.upcycle", None)  # no fit begins
-    line = refusal(*words(command, mtp, text_folder))
+    line = refusal(*words("swap --fit --train-steps 1", mtp, text_folder))
     assert f"{mtp} holds tensors that transformers leaves aside (model.layers.61.eh_proj" in line
     aside = [name for name in stored(mtp) if ".61." in name]
-    assert f"and {len(aside) - 3} more" in line and "without --fit" in line
+    assert f"and {len(aside) - 3} more" in line and "without --train-steps" in line
 
 
 def test_an_export_of_the_loaded_model_without_them_is_refused_too(mtp, l2r, tmp_path, refusal):
@@ -267,14 +268,16 @@ def test_an_export_of_the_loaded_model_without_them_is_refused_too(mtp, l2r, tmp
     assert "leaves aside (model.layers.61.eh_proj.weight" in line
 
 
-def test_an_mtp_block_outside_the_layers_and_one_in_pickled_weights_are_seen(tmp_path, refusal):
+def test_an_mtp_block_outside_the_layers_is_kept_of_pickled_weights_too(tmp_path, l2r):
     folder = tmp_path / "next-moe"
     tiny_model(FAMILIES["qwen3_next"]).save_pretrained(folder)
     add(folder, **{"mtp.fc.weight": torch.randn(32, 64)})
-    assert "leaves aside (mtp.fc.weight)" in refusal("swap", folder, "--dtype", "float32")
-    torch.save(stored(folder), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert "leaves aside (mtp.fc.weight)" in refusal("swap", folder)
+    shutil.copytree(folder, tmp_path / "pickled")
+    torch.save(stored(folder), tmp_path / "pickled" / "pytorch_model.bin")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    for source, out in ((folder, tmp_path / "new"), (tmp_path / "pickled", tmp_path / "other")):
+        assert l2r("swap", source, "--out", out).code == 0
+        assert_kept(folder, out)
 
 
 def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r):
@@ -282,19 +285,20 @@ def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r)
     assert ended.code == 0, ended
 
 
-def test_tensors_that_would_be_rounded_are_refused_unless_a_dtype_is_named(
-    plain, text_folder, l2r, tmp_path, refusal
+@pytest.mark.parametrize("command", ["swap", "swap --fit", "swap --fit --dtype bfloat16"])
+def test_a_wider_tensor_is_kept_and_rounded_only_by_training_it(
+    plain, text_folder, l2r, tmp_path, refusal, command
 ):
-    folder = tmp_path / "wide-moe"
+    folder, new = tmp_path / "wide-moe", tmp_path / "new"
     shutil.copytree(plain, folder)
     wide = torch.rand(32) + 1
     add(folder, **{"model.norm.weight": wide})
-    line = refusal("swap", folder, "--fit", "--data", text_folder)
-    assert "wider dtype than the model's (model.norm.weight)" in line and "--dtype float32" in line
-    for number, options in enumerate([(), ("--dtype", "float32")]):
-        new = tmp_path / f"new-{number}"
-        assert l2r("swap", folder, "rank=2", *options, "--out", new).code == 0
-        assert torch.equal(stored(new)["model.norm.weight"], wide)
+    assert l2r(*words(command, folder, text_folder), "--out", new).code == 0
+    assert torch.equal(stored(new)["model.norm.weight"], wide)
+    if command == "swap":
+        line = refusal(*words("swap --fit --train-steps 1", folder, text_folder))
+        assert "wider dtype than the model's (model.norm.weight)" in line
+        assert "--dtype float32" in line
 
 
 def test_buffers_of_older_checkpoints_that_the_model_makes_anew_are_no_loss(
@@ -308,12 +312,21 @@ def test_buffers_of_older_checkpoints_that_the_model_makes_anew_are_no_loss(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [((), "are unchanged"), (("--dtype", "float32"), "are in float32")]
+    ("options", "said"),
+    [
+        ("swap", "are unchanged, compared byte by byte"),
+        ("swap --fit --dtype float32", "are unchanged, compared byte by byte"),
+        ("swap --fit --train-steps 1", "were trained with them for 1 steps."),
+        ("swap --fit --train-steps 1 --dtype float32", "for 1 steps and stored in float32."),
+    ],
 )
-def test_the_card_says_unchanged_where_nothing_was_converted(plain, l2r, tmp_path, options, words):
-    assert l2r("swap", plain, "rank=2", *options, "--out", tmp_path / "new").code == 0
-    assert f"its other weights {words}." in (tmp_path / "new" / "README.md").read_text()
-    assert load_pretrained(tmp_path / "new")
+def test_the_card_says_unchanged_where_nothing_else_was_changed(
+    plain, l2r, tmp_path, text_folder, options, said
+):
+    new = tmp_path / "new"
+    assert l2r(*words(options, plain, text_folder), "--out", new).code == 0
+    assert said in (new / "README.md").read_text()
+    assert load_pretrained(new)
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
@@ -323,19 +336,33 @@ def test_a_tensor_that_is_not_written_as_it_was_is_named_and_nothing_stays(
     name, sharded = "model.layers.1.self_attn.q_proj.weight", tmp_path / "sharded"
     load_pretrained(plain, dtype="auto").save_pretrained(sharded, max_shard_size="20KB")
 
-    def save(tensors, *arguments, **options):
+    whole = copying.write_tensors
+
+    def write(file, tensors, metadata):
         other = dict(tensors)
         if name in other:
-            other[name] = other[name].flip(0)
+            other[name] = torch.zeros(32, 32, dtype=torch.bfloat16)
             if damage == "gone":
                 del other[name]
-        save_file(other, *arguments, **options)
+        whole(file, other, metadata)
 
-    monkeypatch.setattr(by_file, "save_file", save)
-    assert f"differ from those of {sharded}, please report it: {name}" in refusal("swap", sharded)
+    monkeypatch.setattr(copying, "write_tensors", write)
+    monkeypatch.setattr(
+        copying.shutil, "copyfile", lambda old, new: write(new, *stored_tensors(old))
+    )
+    assert f"would differ from {sharded} besides the routers, please report it: {name}" in refusal(
+        "swap", sharded
+    )
 
 
-def test_a_tied_matrix_that_is_stored_twice_is_no_loss_when_it_is_written_once(l2r, tmp_path):
+@pytest.mark.parametrize("field", ["rope_theta", "quantization_config"])
+def test_a_field_that_is_not_written_as_it_was_is_named_too(plain, monkeypatch, refusal, field):
+    whole = copying._config
+    monkeypatch.setattr(copying, "_config", lambda *given: {**whole(*given), field: 7})
+    assert f"please report it: {field}" in refusal("swap", plain)
+
+
+def test_a_tied_matrix_that_is_stored_twice_is_written_twice(l2r, tmp_path):
     folder = tmp_path / "tied-moe"
     tiny_model(FAMILIES["olmoe"], tie_word_embeddings=True).save_pretrained(folder)
     tied = stored(folder)["model.embed_tokens.weight"]
@@ -343,14 +370,5 @@ def test_a_tied_matrix_that_is_stored_twice_is_no_loss_when_it_is_written_once(l
     (folder / "model.safetensors").unlink()
     assert l2r("swap", folder, "rank=2", "--out", tmp_path / "new").code == 0
     new = load_pretrained(tmp_path / "new")
-    assert torch.equal(new.lm_head.weight, tied) and "lm_head.weight" not in stored(
-        tmp_path / "new"
-    )
-
-
-def test_quantized_weights_are_not_copied_file_by_file(plain, tmp_path):
-    folder = tmp_path / "small-moe"
-    shutil.copytree(plain, folder)
-    assert CheckpointCopy.on_meta(folder) is not None
-    set_config(folder, quantization_config={"quant_method": "mxfp4"})
-    assert CheckpointCopy.on_meta(folder) is None
+    assert torch.equal(new.lm_head.weight, tied)
+    assert torch.equal(stored(tmp_path / "new")["lm_head.weight"], tied)

@@ -181,8 +181,8 @@ class RunFolder:
         return all((folder / "config.json").is_file() for folder in exports)
 
     def is_run(self) -> bool:
-        """Whether the folder looks like a run."""
-        return self.recipe.is_file()
+        """Whether the folder looks like a run; quantizers leave a recipe.yaml with weights too."""
+        return self.recipe.is_file() and not (self.path / "config.json").is_file()
 
 
 def _is_record(record: dict[str, Any]) -> bool:

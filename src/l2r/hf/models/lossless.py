@@ -173,8 +173,8 @@ def _lost_packed(method: str, name: str | Path) -> str:
 def _lost_tensors(aside: Collection[str]) -> str:
     return (
         f"holds tensors that transformers leaves aside ({named(sorted(aside))}), and a save of "
-        "the whole model would lose them; l2r swap and l2r export without --fit, --dtype and "
-        "--trust-remote-code keep them in folders that they open, or write a copy without them "
+        "the whole model would lose them; l2r swap without --train-steps and l2r export without "
+        "--dtype keep them, or write a copy without them "
         "(AutoModelForCausalLM.from_pretrained, save_pretrained) and take that"
     )
 

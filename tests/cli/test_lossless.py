@@ -347,9 +347,7 @@ def test_a_tensor_that_is_not_written_as_it_was_is_named_and_nothing_stays(
         whole(file, other, metadata)
 
     monkeypatch.setattr(copying, "write_tensors", write)
-    monkeypatch.setattr(
-        copying.shutil, "copyfile", lambda old, new: write(new, *stored_tensors(old))
-    )
+    monkeypatch.setattr(copying, "copy_file", lambda old, new: write(new, *stored_tensors(old)))
     assert f"would differ from {sharded} besides the routers, please report it: {name}" in refusal(
         "swap", sharded
     )

@@ -69,7 +69,6 @@ def export(
         export_remote_code,
         load_causal_lm,
         load_tokenizer,
-        names_tokenizer,
         run_of_checkpoint,
         run_sections,
     )
@@ -83,8 +82,7 @@ def export(
         code: Any = {"trust_remote_code": trust_remote_code}
         copy = CheckpointCopy.on_meta(folder, **code) if dtype == "auto" else None
         if copy is not None:
-            model = copy.model
-            tokenizer = None if names_tokenizer(folder) else load_tokenizer(folder, **code)
+            model, tokenizer = copy.model, load_tokenizer(folder, **code)
             check_parts(model, source, checkpoint)
         else:
             model, tokenizer = load_causal_lm(folder, placement=placement, **code)

@@ -33,7 +33,7 @@ from l2r.report.tables import Table
 from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
-    from l2r.hf.checkpoints import Copied, Placement
+    from l2r.hf.checkpoints import Placement
     from l2r.hf.swap import Site
     from l2r.training import FitReport
 
@@ -143,8 +143,8 @@ def swap(
             copied = save(out, report=partial(bars, "files"), sections=[card])
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)
     if out is not None:
-        if copied is not None:
-            say(str(copied))
+        if copied:
+            say(copied)
         say_left_out(checkpoint, checkpoint_folder(folder), out)
         typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
 
@@ -170,8 +170,8 @@ def _open(
     kept: bool,
     trained: bool,
     trust_remote_code: bool,
-) -> tuple[Any, Any, Callable[..., "Copied | None"]]:
-    """Model and tokenizer of a folder, and what saves the model.
+) -> tuple[Any, Any, Callable[..., str]]:
+    """Model and tokenizer of a folder, and what saves the model and says what it has kept.
 
     ``placement`` None: no weights are read, and the tokenizer is None. ``kept``: the model is to
     be saved. ``trained``: with all of its weights, which have changed. Raises ValueError where a
@@ -198,12 +198,12 @@ def _open(
         rounded = placement.dtype != "auto"
         check_whole(model, source, checkpoint, replaced=replaced, rounded=rounded)
 
-    def save(out: Path, report: Any, **more: Any) -> "Copied | None":
+    def save(out: Path, report: Any, **more: Any) -> str:
         if trained:
             save_model(model, out, source=source, tokenizer=tokenizer, **more)
-            return None
+            return ""
         copy.save(out, report=report, **more)
-        return copy.copied
+        return str(copy.copied)
 
     return model, tokenizer, save
 

@@ -48,6 +48,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, plain_json(value) + "\n")
 
 
+def copy_file(old: Path, new: Path) -> None:
+    """Copy the content of a file; an error of the new one's disk names neither of the two."""
+    try:
+        shutil.copyfile(old, new)
+    except OSError as error:
+        if error.errno in _DISK:
+            raise OSError(error.errno, error.strerror) from error
+        raise
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Name ``path`` in errors of a full or broken disk that have no name.

@@ -9,7 +9,6 @@ from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
     from l2r.hf.checkpoints.copying import CheckpointCopy as CheckpointCopy
-    from l2r.hf.checkpoints.copying import Copied as Copied
     from l2r.hf.checkpoints.digest import checkpoint_digest as checkpoint_digest
     from l2r.hf.checkpoints.export import export_remote_code as export_remote_code
     from l2r.hf.checkpoints.folders import averaged_folder as averaged_folder
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
     from l2r.hf.checkpoints.folders import files_left_out as files_left_out
     from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
-    from l2r.hf.checkpoints.folders import names_tokenizer as names_tokenizer
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer

@@ -7,7 +7,6 @@ does not describe routers. Both are compared with the source before a folder is 
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from l2r.hf.models.stored_bytes import compare, described, stored_tensors, write
 from l2r.hf.models.stored_tensors import file_tensors, place_names
 from l2r.hf.models.weight_files import files_of_weights, named, refuse
 from l2r.hf.swap.sites import recognition_note, router_sites
-from l2r.runs.atomic import write_json, write_text
+from l2r.runs.atomic import copy_file, write_json, write_text
 from l2r.runs.reading import read_json
 
 Report = Callable[[int, int, str], None]
@@ -121,7 +120,7 @@ class CheckpointCopy:
             here = {n: t for n, (t, old) in drawn.items() if homes[old] == file}
             source = self._folder / file
             if len(kept) == len(tensors) and not here and source.is_file():
-                shutil.copyfile(source, out / file)
+                copy_file(source, out / file)
             elif kept or here:
                 metadata = stored_tensors(source)[1] if source.is_file() else {"format": "pt"}
                 write_tensors(out / file, kept | here, metadata)

@@ -1,6 +1,5 @@
 """Load checkpoints: stock ones, our own model types, and models with swapped routers."""
 
-import shutil
 import tempfile
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
     classifies_images,
     kept_files,
+    names_tokenizer,
 )
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
@@ -32,7 +32,7 @@ from l2r.hf.models.weight_files import check_finite, on_meta, read_config, read_
 from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import find_sites
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
-from l2r.runs.atomic import check_new_folder, naming
+from l2r.runs.atomic import check_new_folder, copy_file, naming
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -150,13 +150,13 @@ def save_model(
 
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
     ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``source`` is the
-    folder that the model came from: files of its tokenizer, its processors and its license that
-    nothing writes are copied.
+    folder that the model came from: files of its processors and its license are copied, and those
+    of its tokenizer in the place of ``tokenizer`` where they say its class.
     Raises ValueError when ``out`` holds something already or a weight is not finite.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
-        if tokenizer is not None:
+        if tokenizer is not None and not (source is not None and names_tokenizer(source)):
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
@@ -172,7 +172,7 @@ def _copy_others(source: Path, folder: Path, *, code: bool) -> None:
         place = folder / file.relative_to(checkpoint_folder(source))
         if not place.exists():
             place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, place)
+            copy_file(file, place)
 
 
 def _write_weights(model: Any, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """What a folder with other routers would lose of the folder that a model came from.
 
 transformers leaves tensors aside at loading (MTP blocks, vision towers), opens a wrapper as its
-language model alone and cannot write packed weights back. That is refused here, before a fit
-begins or a file is written.
+language model alone and cannot write packed weights back. A save of the whole model is refused
+here, before a fit begins or a file is written; copying.py writes folders that keep all of it.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,6 +29,7 @@ from l2r.runs.reading import read_json
 
 _LOST = "_l2r_lost"  # on a model that was swapped in memory: why it cannot be saved
 _ADAPTER = "adapter_config.json"
+_KEEP = "l2r swap without --train-steps and l2r export without --dtype keep them"
 _ADAPTER_ALONE = (
     "it carries an adapter, which alone would be written, without the new routers; merge the "
     "adapter into a copy (peft's merge_and_unload) and swap that"
@@ -117,7 +118,7 @@ def save_refusal(model: nn.Module, *, save_original_format: bool = True) -> str 
     way = remedy(method, "FOLDER")
     if saved_in_memory(method):
         way = "pass save_original_format=False, which writes them as they are in memory"
-    return f"its weights were loaded packed ({method}); {way}"
+    return f"its weights were loaded packed ({method}); {_KEEP}, or {way}"
 
 
 def _losses(model: PreTrainedModel) -> str | None:
@@ -165,16 +166,15 @@ def _lost_parts(model: nn.Module, folder: Path) -> str | None:
 
 def _lost_packed(method: str, name: str | Path) -> str:
     return (
-        f"is quantized ({method}), and a new folder would lose the packed weights; "
-        f"{remedy(method, name)}"
+        f"is quantized ({method}), and a save of the whole model would lose the packed weights; "
+        f"{_KEEP}, or {remedy(method, name)}"
     )
 
 
 def _lost_tensors(aside: Collection[str]) -> str:
     return (
         f"holds tensors that transformers leaves aside ({named(sorted(aside))}), and a save of "
-        "the whole model would lose them; l2r swap without --train-steps and l2r export without "
-        "--dtype keep them, or write a copy without them "
+        f"the whole model would lose them; {_KEEP}, or write a copy without them "
         "(AutoModelForCausalLM.from_pretrained, save_pretrained) and take that"
     )
 

@@ -1,5 +1,6 @@
 """``l2r mismatch``: which experts the same weights choose elsewhere, and what it costs."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,13 +33,16 @@ if TYPE_CHECKING:
     from l2r.analysis import Subject
     from l2r.analysis.routes import Comparison
     from l2r.hf.checkpoints import Placement
+    from l2r.hf.models.layouts import Layout
     from l2r.runs.mismatch import Mismatch
 
 _ENGINES = ("vllm", "sglang")
 
 
 def mismatch(
+    context: typer.Context,
     checkpoint: Checkpoint,
+    *,
     against: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +90,7 @@ def mismatch(
         local_checkpoint,
     )
     from l2r.runs.atomic import check_place, make_folder, write_json
+    from l2r.runs.mismatch import ARITHMETICS
 
     _check(against, answers, record)
     check_one_source(text, data)
@@ -100,6 +105,12 @@ def mismatch(
     check_reads_text(folder, data, option="--data")
     text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
+    if layouts := _layouts(folder, other):
+        if against in ARITHMETICS:
+            layouts[0].check_arithmetic(against)
+        source = context.get_parameter_source("dtype")
+        if source is not None and source.name == "DEFAULT":
+            placement = replace(placement, dtype="auto")
     from l2r.analysis import open_subject
     from l2r.cost.planning import announce, reads_of_comparison, rows_read
     from l2r.report.mismatch import tables, verdict, write_mismatch
@@ -172,6 +183,16 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
         ) from error
     check_is_language_model(folder, str(against))
     return folder
+
+
+def _layouts(folder: Path, other: Path | None) -> "list[Layout]":
+    """Layouts of the checkpoints whose weights can be read in their own dtype alone."""
+    from l2r.hf.checkpoints import checkpoint_folder
+    from l2r.hf.models import layout_of
+
+    both = [folder] if other is None else [folder, other]
+    found = [layout_of(checkpoint_folder(path)) for path in both]
+    return [layout for layout in found if layout is not None and not layout.takes_any_dtype]
 
 
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:

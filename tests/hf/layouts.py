@@ -54,9 +54,9 @@ _DEEPSEEK = {
     "topk_group": 1,
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
+    "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
+    "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
 _GPT_OSS = {
@@ -418,7 +418,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "mxfp4": Layout("gpt_oss", mxfp4),
     "fp8": Layout("qwen3_moe", block_fp8("qwen3_moe")),
     "fp8_deepseek": Layout("deepseek_v3", block_fp8("deepseek_v3")),
+    # 272 rows: transformers stops. 192 rows: it takes two blocks of 96 for 128 and 64, and goes on.
     "fp8_uneven": Layout("deepseek_v3", block_fp8("deepseek_v3", kv_lora_rank=256), opens=False),
+    "fp8_halves": Layout("deepseek_v3", block_fp8("deepseek_v3", qk_nope_head_dim=32), opens=False),
     "nf4": Layout("qwen3_moe", bitsandbytes("qwen3_moe", 4), ("bitsandbytes",)),
     "nf4_deepseek": Layout("deepseek_v3", bitsandbytes("deepseek_v3", 4), ("bitsandbytes",)),
     "nf4_gate": Layout("hunyuan_v1_moe", bitsandbytes("hunyuan_v1_moe", 4), ("bitsandbytes",)),

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from l2r.analysis import Subject
     from l2r.analysis.routes import Comparison
     from l2r.hf.checkpoints import Placement
-    from l2r.hf.models.layouts import Layout
     from l2r.runs.mismatch import Mismatch
 
 _ENGINES = ("vllm", "sglang")
@@ -90,7 +89,6 @@ def mismatch(
         local_checkpoint,
     )
     from l2r.runs.atomic import check_place, make_folder, write_json
-    from l2r.runs.mismatch import ARITHMETICS
 
     _check(against, answers, record)
     check_one_source(text, data)
@@ -105,12 +103,9 @@ def mismatch(
     check_reads_text(folder, data, option="--data")
     text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
-    if layouts := _layouts(folder, other):
-        if against in ARITHMETICS:
-            layouts[0].check_arithmetic(against)
-        source = context.get_parameter_source("dtype")
-        if source is not None and source.name == "DEFAULT":
-            placement = replace(placement, dtype="auto")
+    source = context.get_parameter_source("dtype")
+    if _has_codes(folder, other, against) and source is not None and source.name == "DEFAULT":
+        placement = replace(placement, dtype="auto")
     from l2r.analysis import open_subject
     from l2r.cost.planning import announce, reads_of_comparison, rows_read
     from l2r.report.mismatch import tables, verdict, write_mismatch
@@ -185,14 +180,21 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
     return folder
 
 
-def _layouts(folder: Path, other: Path | None) -> "list[Layout]":
-    """Layouts of the checkpoints whose weights can be read in their own dtype alone."""
+def _has_codes(folder: Path, other: Path | None, against: str | None) -> bool:
+    """Whether a checkpoint's weights can be read in their own dtype alone.
+
+    Raises ValueError where such weights are to be compared with themselves in another arithmetic.
+    """
     from l2r.hf.checkpoints import checkpoint_folder
     from l2r.hf.models import layout_of
+    from l2r.runs.mismatch import ARITHMETICS
 
     both = [folder] if other is None else [folder, other]
     found = [layout_of(checkpoint_folder(path)) for path in both]
-    return [layout for layout in found if layout is not None and not layout.takes_any_dtype]
+    own = [layout for layout in found if layout is not None and not layout.takes_any_dtype]
+    for layout in own if against in ARITHMETICS else ():
+        layout.check_arithmetic(str(against))
+    return bool(own)
 
 
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:

@@ -58,6 +58,7 @@ class Placement:
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         places = self._read_map()
         if places is None and here.is_too_large(folder):
+            self._check_disk(folder)
             places = "auto"
             self.report(
                 f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
@@ -82,6 +83,16 @@ class Placement:
         return (
             self.device == "cpu" and weight_bytes(folder, self.dtype) > _ROOM * available_memory()
         )
+
+    def _check_disk(self, folder: Path) -> None:
+        """Raise ValueError for weights that are computed as codes: none of them stays on disk."""
+        layout = layout_of(folder)
+        if layout is not None and layout.packed:
+            raise ValueError(
+                f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
+                f"{available_memory() / 1e9:.1f} GB of free memory, and {layout.name} weights "
+                "cannot stay on disk"
+            )
 
     def bytes_on_disk(self, folder: Path) -> int:
         """Bytes of weights that every forward pass reads again, since memory does not hold them.
@@ -144,7 +155,9 @@ def layout_line(folder: Path, dtype: str = "auto") -> str:
     if layout is None:
         return ""
     headers = (_read_header(file) or {} for file in weight_files(folder))
-    return layout.describe({name: tensor for part in headers for name, tensor in part.items()}, dtype)
+    return layout.describe(
+        {name: tensor for part in headers for name, tensor in part.items()}, dtype
+    )
 
 
 def _bytes_of_file(file: Path, dtype: str, layout: Layout | None) -> int:

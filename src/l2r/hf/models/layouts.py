@@ -290,10 +290,6 @@ def packed_by_transformers_4(names: Iterable[str]) -> list[str]:
 
 def _named(method: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """Name of a method for people, and the bits of its codes in words, where they are known."""
-    if method == "mxfp4":
-        return "MXFP4", ""
-    if method == "fp8":
-        return ("block fp8" if values.get("weight_block_size") else "fp8"), ""
     if method == "bitsandbytes":
         if values.get("load_in_8bit") or values.get("_load_in_8bit"):
             return "int8 (bitsandbytes)", "8 bit"
@@ -304,16 +300,21 @@ def _named(method: str, values: Mapping[str, Any]) -> tuple[str, str]:
         kind = "fp" if weights.get("type") == "float" else "int"
         return f"{kind}{number} ({_COMPRESSED})", f"{number} bit"
     if method == "torchao":
-        kind = values.get("quant_type")
-        while isinstance(kind, dict) and "_type" not in kind:
-            kind = next(iter(kind.values()), None)
-        own = kind.get("_type") if isinstance(kind, dict) else kind
-        number = re.search(r"\d+", str(own))
-        name = str(own).rpartition(".")[2].removesuffix("Config") if own else "unknown"
-        return f"{name} (torchao)", f"{number[0]} bit" if number else ""
+        own = _torchao_type(values.get("quant_type"))
+        number = re.search(r"\d+", own)
+        return f"{own} (torchao)", f"{number[0]} bit" if number else ""
+    names = {"mxfp4": "MXFP4", "gptq": "GPTQ", "awq": "AWQ"}
+    if values.get("weight_block_size"):
+        names["fp8"] = "block fp8"
     bits = values.get("bits")
-    name = {"gptq": "GPTQ", "awq": "AWQ"}.get(method, method)
-    return name, f"{bits} bit" if type(bits) is int and bits > 0 else ""
+    return names.get(method, method), f"{bits} bit" if type(bits) is int and bits > 0 else ""
+
+
+def _torchao_type(value: Any) -> str:
+    """Name of torchao's kind of weights, of the first of several."""
+    while isinstance(value, dict):
+        value = value["_type"] if "_type" in value else next(iter(value.values()), None)
+    return str(value).rpartition(".")[2].removesuffix("Config")
 
 
 def _weights_of_groups(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

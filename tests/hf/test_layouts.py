@@ -257,3 +257,25 @@ def test_weights_that_do_not_fit(layout, monkeypatch):
             ValueError, match=r"and nf4 \(bitsandbytes\) weights cannot stay on disk"
         ):
             load_causal_lm(folder, placement=Placement("auto"))
+
+
+ABSURD = [
+    {"quant_method": "plum\n\x1b[31m" * 40},
+    {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "x"}}}},
+    {"quant_method": "compressed-tensors", "config_groups": [1]},
+    {"quant_method": "torchao", "quant_type": {"default": {}}},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "a\nb"},
+    {"quant_method": "fp8", "weight_block_size": [0, -1]},
+    {"quant_method": "gptq", "bits": 0},
+    ["gptq"],
+]
+
+
+@pytest.mark.parametrize("method", ABSURD)
+def test_an_absurd_method_is_one_line_and_an_error_that_says_so(method, tmp_path):
+    copy = copy_of("fp8", tmp_path / "copy")
+    set_config(copy, quantization_config=method, dtype="float8_e4m3fn")
+    assert layout_line(copy).isprintable() and layout_line(copy)
+    assert weight_bytes(copy) > 0
+    with pytest.raises(ValueError, match="cannot load a language model"):
+        l2r.load_pretrained(copy)

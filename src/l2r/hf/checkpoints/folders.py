@@ -60,8 +60,9 @@ def _other_layout(path: Path) -> str:
     """Words on what a path holds in place of a checkpoint; empty where it is nothing known."""
     if (path / _ADAPTER).is_file():
         base = read_json(path / _ADAPTER, strict=False).get("base_model_name_or_path")
+        of = f", {base}" if isinstance(base, str) and base.isprintable() else ""
         return (
-            f"{path} holds an adapter without its model{f', {base}' if base else ''}; merge the "
+            f"{path} holds an adapter without its model{of}; merge the "
             "two into a copy (peft's merge_and_unload, save_pretrained) and take that"
         )
     files = [path] if path.suffix == _GGUF and path.is_file() else sorted(path.glob(f"*{_GGUF}"))

@@ -17,9 +17,14 @@ from l2r.runs.reading import read_json
 
 ADAPTER = "adapter_config.json"
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-_UNPACKED = ("mxfp4", "fp8")  # while they are loaded, where transformers has no kernels for them
+_UNPACKED = (
+    "mxfp4",
+    "fp8",
+    "mxfp8",
+)  # while they are loaded, where transformers has no kernels for them
 _COMPRESSED = "compressed-tensors"  # unpacked before the first call
-_FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # dtypes in files that hold no codes
+_FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes in files that hold no codes
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _EXPERT = re.compile(r"\.experts\.")
 _SCALES = re.compile(r"(_scales|_scale_inv|_scale|_shape|_zero_point|activation_scale)$")
 _QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq", "gptqmodel", "awq")
@@ -100,7 +105,8 @@ class Layout:
         if kind in _FLOATS:
             return None
         numbers = math.prod(shape)
-        if kind == "U8" and name.endswith(("_blocks", "_packed")):
+        pairs = kind == "U8" and name.endswith(("_blocks", "_packed"))
+        if pairs or (kind == "I8" and self.method in _UNPACKED):  # two codes of 4 bits in a byte
             return 2 * numbers * size
         return numbers * size * (self.ratio if kind == "I32" else 1)
 
@@ -113,9 +119,10 @@ def layout_of(folder: Path) -> Layout | None:
         return None
     values = quantization_values(config)
     name, bits = _named(method, values)
-    number = int(re.search(r"\d+", bits)[0]) if bits else 8  # type: ignore[index]
+    found = re.search(r"[1-9]\d?", bits)
+    number = int(found[0]) if found else 8
     packed = method != _COMPRESSED and (method not in _UNPACKED or _has_kernels())
-    return Layout(method, name, bits, own_dtype(config), packed, max(1, 32 // number))
+    return Layout(method, _plain(name), bits, own_dtype(config), packed, max(1, 32 // number))
 
 
 def own_dtype(config: Mapping[str, Any]) -> str:
@@ -123,8 +130,9 @@ def own_dtype(config: Mapping[str, Any]) -> str:
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for part in parts:
         found = part.get("dtype") or part.get("torch_dtype")
-        if isinstance(found, str):
-            return found.removeprefix("torch.")
+        own = found.removeprefix("torch.") if isinstance(found, str) else ""
+        if own in _DTYPES:
+            return own
     return "bfloat16"
 
 
@@ -156,9 +164,9 @@ def check_layout(folder: Path, dtype: Any, names: Iterable[str]) -> None:
 
     known = {re.sub("_[48]bit$", "", name) for name in AUTO_QUANTIZATION_CONFIG_MAPPING}
     if layout.method not in known:
-        values = ", ".join(map(str, quantization_values(config))) or "nothing"
+        values = _plain(", ".join(map(str, quantization_values(config))) or "nothing")
         raise ValueError(
-            f"the weights are quantized by {layout.method!r}, which transformers {__version__} "
+            f"the weights are quantized by {layout.name!r}, which transformers {__version__} "
             f"does not know (quantization_config has {values}); take the checkpoint that they were "
             "quantized from"
         )
@@ -192,18 +200,18 @@ def check_blocks(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     them takes blocks of another size and gives other weights.
     """
     layout = layout_of(folder)
-    if layout is None or layout.method != "fp8" or layout.packed:
+    if layout is None or layout.method not in ("fp8", "mxfp8") or layout.packed:
         return
     config = read_json(folder / "config.json", strict=False)
     size = quantization_values(config).get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2:
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
         return
     for name, scales in shapes.items():
         weight = name.removesuffix("_scale_inv")
         if weight == name or len(scales) != 2 or len(shapes.get(weight, ())) != 2:
             continue
         for count, length, block in zip(scales, shapes[weight], size, strict=True):
-            if count > 1 and length != count * block:
+            if 1 < count == -(-length // block) and length % block:  # others have another form
                 rows, columns = shapes[weight]
                 raise ValueError(
                     f"{weight} is {rows} x {columns}, no whole blocks of {size[0]} x {size[1]}, "
@@ -296,18 +304,24 @@ def _named(method: str, values: Mapping[str, Any]) -> tuple[str, str]:
         return f"{values.get('bnb_4bit_quant_type', 'fp4')} (bitsandbytes)", "4 bit"
     if method == _COMPRESSED:
         weights = next(_weights_of_groups(values), {})
-        number = weights.get("num_bits", 8)
+        number = weights.get("num_bits")
+        number = number if type(number) is int else 8
         kind = "fp" if weights.get("type") == "float" else "int"
         return f"{kind}{number} ({_COMPRESSED})", f"{number} bit"
     if method == "torchao":
         own = _torchao_type(values.get("quant_type"))
         number = re.search(r"\d+", own)
         return f"{own} (torchao)", f"{number[0]} bit" if number else ""
-    names = {"mxfp4": "MXFP4", "gptq": "GPTQ", "awq": "AWQ"}
+    names = {"mxfp4": "MXFP4", "mxfp8": "MXFP8", "gptq": "GPTQ", "awq": "AWQ"}
     if values.get("weight_block_size"):
         names["fp8"] = "block fp8"
     bits = values.get("bits")
     return names.get(method, method), f"{bits} bit" if type(bits) is int and bits > 0 else ""
+
+
+def _plain(text: str) -> str:
+    """A text of a file as a part of one line of a message."""
+    return text[:80] if text.isprintable() else repr(text[:80])
 
 
 def _torchao_type(value: Any) -> str:

@@ -70,7 +70,8 @@ def read_weights(
     config, shapes = options.get("config") or read_config(folder, **trusted), _stored_shapes(folder)
     if hasattr(architecture, "from_config"):  # an Auto class
         options |= trusted
-    check_layout(folder, options.get("dtype"), shapes or ())
+    own = options.get("quantization_config") is not None  # the caller says how to read the codes
+    check_layout(folder, None if own else options.get("dtype"), shapes or ())
     if shapes is not None:
         _check_parameters(architecture, config, shapes, **trusted)
         check_blocks(folder, shapes)

@@ -14,6 +14,7 @@ WHOLE_WAY := scripts/others/serve_the_whole_way
 # Megatron-core from 0.17 on needs Python 3.12; without one its row is left out.
 PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 ENGINES := olmo-core megatron $(if $(PYTHON_312),megatron-0.19) torchtitan
+TORCHAO_TESTS := tests/hf/test_layouts.py tests/system/test_layouts.py
 ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 
@@ -46,7 +47,8 @@ test-slow: $(VENV)/.test ## Run the slow tests: browsers, compilers, processes, 
 engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
 	$(firstword $(ENGINES:%=.engines/%/bin/python)) scripts/others/engines.py
 
-tools: .tools/.installed ## PEFT, TRL, accelerate, ... with stock, swapped and own models, into dev/tools.md
+tools: .tools/.installed ## Tests with torchao; PEFT, TRL, accelerate, ... with stock, swapped and own models, into dev/tools.md
+	OMP_NUM_THREADS=1 .tools/bin/python -m pytest $(TORCHAO_TESTS) -k torchao
 	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.others.tools --markdown dev/tools.md
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into dev/versions.md (hours)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -54,9 +55,9 @@ _DEEPSEEK = {
     "topk_group": 1,
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
+    "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
+    "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
 _GPT_OSS = {
@@ -100,13 +101,15 @@ def _made(name: str) -> Path:
     root = Path(tempfile.mkdtemp(prefix=f"l2r-layout-{name}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     folder = root / name
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tools
         LAYOUTS[name].make(folder)
     return folder
 
 
 def whole_model(family: str, **sizes: Any) -> Any:
     """A random model in bfloat16, whose matrices are large enough that experts differ clearly."""
+    own: dict[str, Mapping[str, Any]]
     own = {"qwen3_moe": _QWEN3, "deepseek_v3": _DEEPSEEK, "gpt_oss": _GPT_OSS}
     own |= {"hunyuan_v1_moe": _HUNYUAN}
     torch.manual_seed(0)
@@ -180,7 +183,8 @@ def is_matrix_of_linear(name: str, tensor: Tensor) -> bool:
 def mxfp4(folder: Path) -> None:
     """gpt-oss: 32 4-bit codes with a shared exponent; experts alone, the codes are random."""
     save(whole_model("gpt_oss"), folder)
-    generator, tensors = torch.Generator().manual_seed(1), {}
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
     for name, tensor in stored(folder).items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inputs, outputs = tensor.shape
@@ -290,7 +294,7 @@ def compressed_tensors(scheme: str) -> Callable[[Path], None]:
         save(whole_model("qwen3_moe"), folder)
         compressor = BaseCompressor.get_value_from_registry(form)
         known = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in stored(folder).items():
             if is_matrix_of_linear(name, tensor):
                 base = name.removesuffix("weight")
@@ -327,7 +331,7 @@ def _channel_of_e4m3() -> dict[str, Any]:
 
 def _scale(matrix: Tensor, args: Mapping[str, Any]) -> Tensor:
     """One scale for each group of a row, [R, C / group], or for each row, [R, 1]."""
-    rows = matrix.float().unflatten(1, (-1, args.get("group_size") or matrix.shape[1]))
+    rows = matrix.float().view(len(matrix), -1, args.get("group_size") or matrix.shape[1])
     most = 448 if args["type"] == "float" else 2 ** (args["num_bits"] - 1) - 1
     return (rows.abs().amax(-1) / most).bfloat16()
 
@@ -418,7 +422,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "mxfp4": Layout("gpt_oss", mxfp4),
     "fp8": Layout("qwen3_moe", block_fp8("qwen3_moe")),
     "fp8_deepseek": Layout("deepseek_v3", block_fp8("deepseek_v3")),
+    # 272 rows: transformers stops. 192 rows: it takes two blocks of 96 for 128 and 64, and goes on.
     "fp8_uneven": Layout("deepseek_v3", block_fp8("deepseek_v3", kv_lora_rank=256), opens=False),
+    "fp8_halves": Layout("deepseek_v3", block_fp8("deepseek_v3", qk_nope_head_dim=32), opens=False),
     "nf4": Layout("qwen3_moe", bitsandbytes("qwen3_moe", 4), ("bitsandbytes",)),
     "nf4_deepseek": Layout("deepseek_v3", bitsandbytes("deepseek_v3", 4), ("bitsandbytes",)),
     "nf4_gate": Layout("hunyuan_v1_moe", bitsandbytes("hunyuan_v1_moe", 4), ("bitsandbytes",)),

@@ -1,5 +1,6 @@
 """``l2r mismatch``: which experts the same weights choose elsewhere, and what it costs."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +39,9 @@ _ENGINES = ("vllm", "sglang")
 
 
 def mismatch(
+    context: typer.Context,
     checkpoint: Checkpoint,
+    *,
     against: Annotated[
         str | None,
         typer.Option(
@@ -100,6 +103,9 @@ def mismatch(
     check_reads_text(folder, data, option="--data")
     text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
+    source = context.get_parameter_source("dtype")
+    if _has_codes(folder, other, against) and source is not None and source.name == "DEFAULT":
+        placement = replace(placement, dtype="auto")
     from l2r.analysis import open_subject
     from l2r.cost.planning import announce, reads_of_comparison, rows_read
     from l2r.report.mismatch import tables, verdict, write_mismatch
@@ -172,6 +178,23 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
         ) from error
     check_is_language_model(folder, str(against))
     return folder
+
+
+def _has_codes(folder: Path, other: Path | None, against: str | None) -> bool:
+    """Whether a checkpoint's weights can be read in their own dtype alone.
+
+    Raises ValueError where such weights are to be compared with themselves in another arithmetic.
+    """
+    from l2r.hf.checkpoints import checkpoint_folder
+    from l2r.hf.models import layout_of
+    from l2r.runs.mismatch import ARITHMETICS
+
+    both = [folder] if other is None else [folder, other]
+    found = [layout_of(checkpoint_folder(path)) for path in both]
+    own = [layout for layout in found if layout is not None and not layout.takes_any_dtype]
+    for layout in own if against in ARITHMETICS else ():
+        layout.check_arithmetic(str(against))
+    return bool(own)
 
 
 def _record(subject: "Subject", batch_size: int, path: Path) -> None:

@@ -56,6 +56,8 @@ def serve(
         Placement,
         check_is_language_model,
         check_reads_text,
+        checkpoint_folder,
+        layout_line,
         local_checkpoint,
     )
 
@@ -74,6 +76,8 @@ def serve(
     check_is_language_model(folder, checkpoint)
     check_reads_text(folder)
     check_address(host, port)
+    if line := layout_line(checkpoint_folder(folder), dtype):
+        say(line)
     from l2r.engines.serve import serve_checkpoint
 
     serve_checkpoint(folder, options)

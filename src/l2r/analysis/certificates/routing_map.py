@@ -5,7 +5,6 @@ Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 
 import dataclasses
 import functools
-from operator import attrgetter
 
 import torch
 from jaxtyping import Float
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from l2r.analysis.certificates.arithmetic import IDEAL, STEPS, Arithmetic, family_of
 from l2r.analysis.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.functional import psi, unit
+from l2r.hf.models import whole_matrix
 from l2r.kernels.contract import Scoring
 from l2r.routers import LinearSipsRouter, XMoERouter
 from l2r.routers.anchor_router import AnchorRouter
@@ -160,7 +160,7 @@ def routing_map(router: nn.Module) -> RoutingMap:
     Raises ValueError for a module without such a weight.
     """
     family = family_of(router)
-    weight = attrgetter(family.weight)(router) if family else getattr(router, "weight", None)
+    weight = whole_matrix(router, family.weight) if family else getattr(router, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"no routing map is known for {type(router).__name__}")
     bias = getattr(router, "bias", None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics import bf16_copy
+from l2r.hf.models import check_unpacked
 from l2r.hf.routes import routed_layers
 from l2r.routers import Router
 from l2r.runs.mismatch import ARITHMETICS
@@ -27,10 +28,12 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     numbers and multiplied back; embeddings and the output layer stay. fp8: the same with float8
     e4m3, by the largest absolute value / 448.
 
-    Raises ValueError for another name and for a model without a supported router.
+    Raises ValueError for another name, for packed weights, and for a model without a supported
+    router.
     """
     if name not in ARITHMETICS:
         raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
+    check_unpacked(model, name)
     routed_layers(model)
     copy = bf16_copy(model) if name == "bf16" else deepcopy(model)
     routers = [site.router for layer in routed_layers(copy) for site in layer.sites]

@@ -23,9 +23,11 @@ from l2r.hf.checkpoints import (
     Placement,
     checkpoint_folder,
     is_image_classifier,
+    layout_line,
     load_config,
     load_tokenizer,
     meta_model,
+    stored_bytes,
     weight_bytes,
     weight_files,
 )
@@ -146,6 +148,7 @@ def announce(
 ) -> None:
     """Report ``13.8 GB of weights, 8,192 tokens, about 7 minutes``; nothing where all is unknown.
 
+    Quantized weights are named first: ``MXFP4, computed in bf16; 13.8 GB of weights, ...``.
     ``work``: checkpoints, and what each reads; their weights and times are added up. ``tokens``
     are those of the data, by default of the first of each one's reads. ``searched``: tokens that
     each layer gets certified radii and searches for. No reads, no time.
@@ -240,12 +243,15 @@ def about(seconds: float) -> str:
 
 
 def _weights(folders: Sequence[Path], dtype: str) -> str:
-    """Bytes of the files, and of memory where that is another number."""
+    """Layouts, bytes of the files, and of memory where that is another number."""
     with suppress(Exception):  # as above
-        stored, held = (sum(weight_bytes(f, d) for f in folders) for d in ("auto", dtype))
+        stored = sum(map(stored_bytes, folders))
+        held = sum(weight_bytes(folder, dtype) for folder in folders)
+        lines = dict.fromkeys(filter(None, (layout_line(folder, dtype) for folder in folders)))
         if stored:
-            memory = f" ({_size(held)} in {dtype})" if held != stored else ""
-            return f"{_size(stored)} of weights{memory}"
+            kind = "memory" if dtype == "auto" else dtype
+            memory = f" ({_size(held)} in {kind})" if held != stored else ""
+            return "; ".join([*lines, f"{_size(stored)} of weights{memory}"])
     return ""
 
 
@@ -255,7 +261,8 @@ def _size(count: int) -> str:
 
 def _at_most(folder: Path, reads: Sequence[Reads], searched: int) -> float:
     """Time that a slow machine takes if each token meets every weight; infinite if unknown."""
-    parameters = weight_bytes(folder) / 2  # of two bytes: more where they have four
+    # Two bytes a parameter, more where they have four; half a byte of packed ones.
+    parameters = stored_bytes(folder) * 2 if layout_line(folder) else stored_bytes(folder) / 2
     if not parameters or any(part.length is None for part in reads):
         return math.inf
     tokens = sum(
@@ -295,7 +302,7 @@ def _seconds(
         speed = product_speed(placement.device, torch.float64, searched, *sizes[0])
         seconds += _SEARCH * searched * sum(2 * d * n for d, n in sizes) / speed
     again = sum(part.passes for part in reads) * placement.bytes_on_disk(folder)
-    return seconds + (weight_bytes(folder) + again) / _reading_speed(weight_files(folder))
+    return seconds + (stored_bytes(folder) + again) / _reading_speed(weight_files(folder))
 
 
 def _dtype(model: Any, placement: Placement) -> torch.dtype:

@@ -21,6 +21,7 @@ _TOKENIZERS = (
     "spiece.model",
     "tekken.json",
 )
+_ADAPTER, _GGUF = "adapter_config.json", ".gguf"
 # Of these kinds, the first that is there is read.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # Files beside the weights that prepare inputs, steer generation, describe a quantization or say
@@ -44,8 +45,8 @@ _UNTRUE = ("adapter_*", "trainer_state.json")  # of a folder with other weights
 def checkpoint_folder(path: str | Path) -> Path:
     """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder.
 
-    Raises ValueError where neither has a config.json, and where weights or a tokenizer are pointers
-    of git-lfs.
+    Raises ValueError where neither has a config.json, where weights or a tokenizer are pointers of
+    git-lfs, and for an adapter or a GGUF file without other weights, which it names.
     """
     for folder in (Path(path), Path(path) / "model"):
         if (folder / "config.json").is_file():
@@ -53,10 +54,32 @@ def checkpoint_folder(path: str | Path) -> Path:
             others = [folder / name for name in ("config.json", *_TOKENIZERS)]
             for file in (*weights, *others):
                 refuse_pointer(file)
+            if not weights and (words := _other_layout(folder)):
+                raise ValueError(words)
             return folder
     raise ValueError(
-        f"checkpoint must be a folder with config.json or model/config.json; got {path}"
+        _other_layout(Path(path))
+        or f"checkpoint must be a folder with config.json or model/config.json; got {path}"
     )
+
+
+def _other_layout(path: Path) -> str:
+    """Words on what a path holds in place of a checkpoint; empty where it is nothing known."""
+    if (path / _ADAPTER).is_file():
+        base = read_json(path / _ADAPTER, strict=False).get("base_model_name_or_path")
+        of = f", {base}" if isinstance(base, str) and base.isprintable() else ""
+        return (
+            f"{path} holds an adapter without its model{of}; merge the "
+            "two into a copy (peft's merge_and_unload, save_pretrained) and take that"
+        )
+    files = [path] if path.suffix == _GGUF and path.is_file() else sorted(path.glob(f"*{_GGUF}"))
+    if files:
+        return (
+            f"{files[0]} is a GGUF file of llama.cpp; take the checkpoint that it was made from, "
+            "or write a copy with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "gguf_file=NAME), save_pretrained)"
+        )
+    return ""
 
 
 def classifies_images(architectures: Any) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
 from l2r.runs.reading import read_json
 
@@ -57,6 +58,7 @@ class Placement:
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         places = self._read_map()
         if places is None and here.is_too_large(folder):
+            self._check_disk(folder)
             places = "auto"
             self.report(
                 f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
@@ -81,6 +83,16 @@ class Placement:
         return (
             self.device == "cpu" and weight_bytes(folder, self.dtype) > _ROOM * available_memory()
         )
+
+    def _check_disk(self, folder: Path) -> None:
+        """Raise ValueError for weights that are computed as codes: none of them stays on disk."""
+        layout = layout_of(folder)
+        if layout is not None and layout.packed:
+            raise ValueError(
+                f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
+                f"{available_memory() / 1e9:.1f} GB of free memory, and {layout.name} weights "
+                "cannot stay on disk"
+            )
 
     def bytes_on_disk(self, folder: Path) -> int:
         """Bytes of weights that every forward pass reads again, since memory does not hold them.
@@ -125,26 +137,65 @@ class Placement:
 def weight_bytes(folder: Path, dtype: str = "auto") -> int:
     """Bytes that a folder's weights take in memory: floats in ``dtype``, integers as stored.
 
-    Pickled weights count as their files do, whatever the dtype.
+    Codes of a quantizer that are unpacked count as what they become. Pickled weights count as
+    their files do, whatever the dtype.
     """
-    return sum(_bytes_of_file(file, dtype) for file in weight_files(folder))
+    layout = layout_of(folder) if (folder / "config.json").is_file() else None
+    return sum(_bytes_of_file(file, dtype, layout) for file in weight_files(folder))
 
 
-def _bytes_of_file(file: Path, dtype: str) -> int:
+def stored_bytes(folder: Path) -> int:
+    """Bytes of a folder's weights in its files."""
+    return sum(_bytes_of_file(file, "auto", None) for file in weight_files(folder))
+
+
+def layout_line(folder: Path, dtype: str = "auto") -> str:
+    """Words on how a folder's weights are quantized and computed; empty where they are not."""
+    layout = layout_of(folder)
+    if layout is None:
+        return ""
+    headers = (_read_header(file) or {} for file in weight_files(folder))
+    return layout.describe(
+        {name: tensor for part in headers for name, tensor in part.items()}, dtype
+    )
+
+
+def _bytes_of_file(file: Path, dtype: str, layout: Layout | None) -> int:
+    header = _read_header(file)
+    if header is None:
+        return file.stat().st_size
+    total = 0
+    for name, (stored, shape) in header.items():
+        loaded = _FLOATS.get(dtype, stored) if stored in _FLOATS.values() else stored
+        if layout is not None:
+            wanted = layout.dtype if dtype == "auto" else dtype
+            unpacked = layout.bytes_in_memory(name, stored, shape, _bits(_FLOATS[wanted]) // 8)
+            if unpacked is not None:
+                total += unpacked
+                continue
+        total += math.prod(shape) * _bits(loaded) // 8
+    return total
+
+
+def _bits(kind: str) -> int:
+    """Bits of a number of a dtype in a file, such as F8_E4M3 or BOOL."""
+    found = re.search(r"\d+", kind)
+    return int(found[0]) if found else 8
+
+
+def _read_header(file: Path) -> dict[str, tuple[str, list[int]]] | None:
+    """Dtypes and shapes in a safetensors file; None where it is pickled or damaged.
+
+    Loading refuses a damaged one with its name.
+    """
     from safetensors import SafetensorError, safe_open
 
-    total = 0
     try:
         with safe_open(file, "pt") as stream:
-            for name in stream.keys():  # noqa: SIM118  # no mapping
-                tensor = stream.get_slice(name)
-                stored = tensor.get_dtype()
-                loaded = _FLOATS.get(dtype, stored) if stored in _FLOATS.values() else stored
-                bits = re.search(r"\d+", loaded)  # BOOL has none
-                total += math.prod(tensor.get_shape()) * int(bits[0] if bits else 8) // 8
-    except SafetensorError:  # pickled, or damaged, which loading refuses with its name
-        return file.stat().st_size
-    return total
+            parts = {n: stream.get_slice(n) for n in stream.keys()}  # noqa: SIM118  # no mapping
+            return {n: (part.get_dtype(), part.get_shape()) for n, part in parts.items()}
+    except SafetensorError:
+        return None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -27,11 +27,13 @@ from l2r.hf.checkpoints.folders import (
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
+from l2r.hf.models.layouts import packing
 from l2r.hf.models.opening import NeedsPackageAndCode
 from l2r.hf.models.weight_files import check_finite, on_meta, read_config, read_weights
 from l2r.hf.swap import class_registry
-from l2r.hf.swap.sites import find_sites
+from l2r.hf.swap.sites import Site, find_sites
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
+from l2r.routers.observe import more_inputs
 from l2r.runs.atomic import check_new_folder, copy_file, naming
 
 _SIZES = (
@@ -240,7 +242,10 @@ def _auto_class(config: Any) -> Any:
 
 
 def _check_choices(model: Any) -> None:
-    """Refuse a router that would choose more experts than there are, or none."""
+    """Refuse a router that would choose more experts than there are, or none, and one that fails.
+
+    Some families multiply by the matrix of a gate themselves, which fails where it is packed.
+    """
     for site in find_sites(model):
         chosen, experts = site.sizes["top_k"], site.sizes["num_experts"]
         if not 1 <= chosen <= experts:
@@ -248,6 +253,26 @@ def _check_choices(model: Any) -> None:
                 f"experts per token must lie between 1 and the {experts} of {site.path}; "
                 f"got {chosen}"
             )
+        kind = next(filter(None, map(packing, site.router.parameters())), "")
+        if kind and not _runs(site):
+            raise ValueError(
+                f"the router {site.path} is packed ({kind}), and transformers' "
+                f"{type(site.router).__name__} cannot compute with it; quantize again without the "
+                "routers (llm_int8_skip_modules, modules_to_not_convert)"
+            )
+
+
+def _runs(site: Site) -> bool:
+    """Whether a router of a model on a CPU takes a token; True where its block passes more."""
+    device = next(site.router.parameters()).device
+    if device.type != "cpu" or more_inputs(site.router):
+        return True
+    try:
+        with torch.no_grad():
+            site.router(torch.zeros(1, 1, site.sizes["hidden_size"], dtype=torch.bfloat16))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _swapped_class(config: Any, folder: Path) -> Any:

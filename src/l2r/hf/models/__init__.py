@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from l2r.hf.models.card import auto_class as auto_class
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
+    from l2r.hf.models.layouts import check_unpacked as check_unpacked
+    from l2r.hf.models.layouts import layout_of as layout_of
+    from l2r.hf.models.layouts import packing as packing
+    from l2r.hf.models.layouts import whole_matrix as whole_matrix
     from l2r.hf.models.lossless import check_parts as check_parts
     from l2r.hf.models.lossless import check_source as check_source
     from l2r.hf.models.lossless import check_whole as check_whole

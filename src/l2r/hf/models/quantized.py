@@ -54,3 +54,12 @@ def remedy(method: str, name: str | Path) -> str:
 def saved_in_memory(method: str) -> bool:
     """Whether ``save_original_format=False`` writes packed weights right."""
     return method in _AS_LOADED
+
+
+def quantization_values(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of the quantization_config that ``quantization_method`` names; none without one."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if part.get(QUANTIZATION):
+            found = part[QUANTIZATION]
+            return found if isinstance(found, dict) else {}
+    return {}

@@ -25,6 +25,13 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from l2r.hf.models.layouts import (
+    check_blocks,
+    check_layout,
+    packed_by_transformers_4,
+    packing,
+    unpack_before_calls,
+)
 from l2r.hf.models.opening import CODE, config_with_code
 from l2r.runs.reading import read_json
 
@@ -63,8 +70,11 @@ def read_weights(
     config, shapes = options.get("config") or read_config(folder, **trusted), _stored_shapes(folder)
     if hasattr(architecture, "from_config"):  # an Auto class
         options |= trusted
+    own = options.get("quantization_config") is not None  # the caller says how to read the codes
+    check_layout(folder, None if own else options.get("dtype"), shapes or ())
     if shapes is not None:
         _check_parameters(architecture, config, shapes, **trusted)
+        check_blocks(folder, shapes)
     try:
         model, info = architecture.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -74,6 +84,13 @@ def read_weights(
             raise
         refuse({UNEVEN: uneven_experts(shapes or {})})
         raise ValueError("the matrices of the experts cannot be put together") from error
+    if info["mismatched_keys"] and (packed := packed_by_transformers_4(shapes or {})):
+        raise ValueError(
+            f"its experts and routers were packed one by one by transformers 4 ({named(packed)}), "
+            "and transformers 5 keeps them whole; take the checkpoint that it was quantized from, "
+            "or write a copy with whole weights by transformers 4 (model.dequantize(), "
+            "save_pretrained)"
+        )
     refuse(
         {
             "missing": _needed(info["missing_keys"], optional),
@@ -87,6 +104,7 @@ def read_weights(
             "unreadable": [str(message) for message in info["error_msgs"]],
         }
     )
+    unpack_before_calls(model)
     check_finite(model.state_dict().items())
     return model
 
@@ -136,14 +154,9 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         # FSDP2 and expert parallelism: every rank looks at its own part.
         value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # Offloaded tensors are on meta and have no numbers here; what is packed or in eight bits
-        # is a code of a quantizer, for which torch has no arithmetic; no number has no extremes.
-        if (
-            value.is_meta
-            or not value.is_floating_point()
-            or value.itemsize < 2
-            or not value.numel()
-        ):
+        # Offloaded tensors are on meta and have no numbers here; codes of a quantizer have none,
+        # and torch no arithmetic for them; no number has no extremes.
+        if value.is_meta or packing(value) or not value.numel():
             continue
         if not torch.stack(torch.aminmax(value)).isfinite().all():
             names.append(name)

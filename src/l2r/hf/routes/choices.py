@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.hf.models.layouts import unpack_before_calls
 from l2r.hf.routes.backward_pass import in_backward, outside_of_graphs
 from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, routed_layers
 from l2r.routers.observe import routed
@@ -31,6 +32,7 @@ class Choices:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, *, weights: bool = False) -> None:
+        unpack_before_calls(model)
         self._layers = routed_layers(model)
         self.fingerprint = fingerprint_of(model, tokenizer, layers=self._layers)
         self._notes_weights = weights

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from l2r.hf.models.layouts import unpack_before_calls
 from l2r.hf.routes.backward_pass import in_backward, next_number, outside_of_graphs, running_number
 from l2r.hf.routes.calls import read_inputs
 from l2r.hf.routes.layers import (
@@ -38,6 +39,7 @@ class Replay:
             raise ValueError(f"weights must be live or recorded; got weights={weights!r}")
         if weights == "recorded" and routes.weights is None:
             raise ValueError("weights='recorded' needs routes of record(model, weights=True)")
+        unpack_before_calls(model)
         layers = routed_layers(model)
         routes.fingerprint.check(fingerprint_of(model, tokenizer, layers=layers))
         self._routes = routes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from l2r.hf.models.initialize import attach_router
+from l2r.hf.models.layouts import matrix_shape
 from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
 from l2r.hf.swap.recognition import recognize
 from l2r.hf.swap.rules import Unmatched
@@ -57,7 +58,7 @@ class Site:
             shape: Sequence[int] = (self.router.num_experts, self.router.hidden_size)
             top_k = int(self.router.top_k)
         else:
-            shape = old_weight(self).shape
+            shape = matrix_shape(self.router, self.family.weight)
             top_k = int(attrgetter(self.family.top_k)(self.router))
         return {"num_experts": shape[0], "hidden_size": shape[1], "top_k": top_k}
 
@@ -224,7 +225,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 
 def old_weight(site: Site) -> Tensor:
-    """The [N, D] matrix of a family's own router."""
+    """The [N, D] matrix of a family's own router, packed or not."""
     weight: Tensor = attrgetter(site.family.weight)(site.router)
     return weight
 

@@ -103,7 +103,7 @@ def evaluate_text(
     identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
     stem = make_folder(out, "evaluation") / f"text-{texts.digest[:8]}"
     path = stem.with_suffix(".documents.jsonl")
-    scored = _resume(path, identity)
+    scored = _scored(path, identity)
     model, done = None, sum(document.bytes for document in scored)
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
@@ -112,6 +112,7 @@ def evaluate_text(
             options = placement.options(folder)
             model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
             model = placement.place(model)
+            _begin(path, identity, scored)  # no file where nothing can be opened
         ids = [read_tokens(tokenizer, text, vocab_size) for _, _, text in part]
         sizes = [len(text.encode()) for _, _, text in part]
         losses = document_losses(
@@ -169,17 +170,20 @@ def _within(
     return lambda done, of: report(before + size * done // of, total)
 
 
-def _resume(path: Path, identity: dict[str, Any]) -> list[TextDocument]:
+def _scored(path: Path, identity: dict[str, Any]) -> list[TextDocument]:
     """Documents that an earlier run scored; a line cut by a crash is dropped."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    head = json.dumps(identity)
     documents = list[TextDocument]()
-    if lines and lines[0] == head:
+    if lines and lines[0] == json.dumps(identity):
         for line in lines[1:]:
             try:
                 documents.append(TextDocument(**parse_json(line.encode())))
             except (ValueError, TypeError):
                 break
-    kept = [head, *(json.dumps(asdict(document)) for document in documents)]
-    write_text(path, "".join(f"{line}\n" for line in kept))
     return documents
+
+
+def _begin(path: Path, identity: dict[str, Any], documents: Sequence[TextDocument]) -> None:
+    """Write the file of scored documents anew, so that more can be added."""
+    kept = [json.dumps(identity), *(json.dumps(asdict(document)) for document in documents)]
+    write_text(path, "".join(f"{line}\n" for line in kept))

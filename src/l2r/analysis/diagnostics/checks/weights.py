@@ -5,11 +5,9 @@ from torch import Tensor
 
 from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, ok, warning
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.hf.models import attach_router
+from l2r.hf.models import attach_router, packing
 from l2r.hf.swap import Site, trainable_parameters, unfitted_sites
 from l2r.routers import Router
-
-_QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq", "gptqmodel", "awq")
 
 
 def finite(subject: Subject) -> Finding:
@@ -59,7 +57,7 @@ def quantized(subject: Subject) -> Finding:
     kinds: dict[str, list[Site]] = {}
     for site in subject.sites:
         for parameter in site.router.parameters():
-            kind = _quantization(parameter)
+            kind = packing(parameter)
             if kind:
                 kinds.setdefault(kind, []).append(site)
     if kinds:
@@ -138,15 +136,6 @@ def _floats(site: Site) -> list[Tensor]:
 
 def _is_narrower(tensor: Tensor, dtype: str) -> bool:
     return tensor.dtype.itemsize < getattr(torch, dtype).itemsize
-
-
-def _quantization(parameter: Tensor) -> str:
-    kinds = {type(parameter).__module__, type(parameter.data).__module__}
-    for package in _QUANTIZERS:
-        if any(kind.split(".")[0] == package for kind in kinds):
-            return package
-    small = parameter.is_floating_point() and parameter.dtype.itemsize < 2
-    return _name(parameter.dtype) if small or not parameter.is_floating_point() else ""
 
 
 def _name(dtype: torch.dtype) -> str:

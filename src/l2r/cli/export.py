@@ -72,19 +72,19 @@ def export(
         run_of_checkpoint,
         run_sections,
     )
-    from l2r.hf.models import auto_class, check_parts, check_source, check_whole
+    from l2r.hf.models import auto_class, check_parts, check_whole, check_whole_weights
 
     placement = placement.here()
     sections = run_sections(run_of_checkpoint(folder))
     if form == "hf":
         source = checkpoint_folder(folder)
-        check_source(source, checkpoint, trained=dtype != "auto")
         code: Any = {"trust_remote_code": trust_remote_code}
         copy = CheckpointCopy.on_meta(folder, **code) if dtype == "auto" else None
         if copy is not None:
             model, tokenizer = copy.model, load_tokenizer(folder, **code)
             check_parts(model, source, checkpoint)
         else:
+            check_whole_weights(source, checkpoint)
             model, tokenizer = load_causal_lm(folder, placement=placement, **code)
             check_whole(model, source, checkpoint, rounded=True)
         with progress_bars() as bars:

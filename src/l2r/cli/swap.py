@@ -178,12 +178,12 @@ def _open(
     save would lose or round a tensor.
     """
     from l2r.hf.checkpoints import CheckpointCopy, checkpoint_folder, load_model, save_model
-    from l2r.hf.models import check_parts, check_source, check_whole
+    from l2r.hf.models import check_parts, check_whole, check_whole_weights
     from l2r.hf.swap import select_sites
 
     source, code = checkpoint_folder(folder), {"trust_remote_code": trust_remote_code}
-    if kept:
-        check_source(source, checkpoint, trained=trained)
+    if kept and trained:
+        check_whole_weights(source, checkpoint)
     tokenizer = None
     if placement is None:
         copy = CheckpointCopy.on_meta(folder, say, **code)

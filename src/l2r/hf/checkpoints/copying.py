@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
 from l2r.hf.checkpoints.folders import checkpoint_folder
-from l2r.hf.checkpoints.pretrained import load_pretrained, meta_model, save_model
+from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained, meta_model, save_model
+from l2r.hf.models.layouts import check_layout, check_version
 from l2r.hf.models.opening import NeedsPackageAndCode, without_notes
 from l2r.hf.models.quantized import quantization_method
 from l2r.hf.models.stored_bytes import compare, described, stored_tensors, write_tensors
@@ -71,11 +72,17 @@ class CheckpointCopy:
 
         Tensors of routers are in memory, without their values. ``report`` takes a line on routers
         that are in no table. Raises ValueError as ``load_pretrained``, and as ``router_sites`` for
-        an unknown family. Of quantized weights it needs the names alone, and no quantizer.
+        an unknown family. Of quantized weights the names alone are read.
         """
         folder = checkpoint_folder(folder)
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if quantization_method(read_json(folder / "config.json", strict=False)):
+            names = [name for tensors in _tensors_by_file(folder).values() for name in tensors]
+            try:
+                check_layout(folder, None, names)
+                check_version(name for name in names if ".experts." in name)
+            except ValueError as error:
+                raise cannot_load("a language model", folder, error) from error
             model = meta_model(folder, **code)
         else:
             options: dict[str, Any] = {"device_map": "meta", "offload_folder": folder}

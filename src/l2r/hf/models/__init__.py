@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from l2r.hf.models.layouts import packing as packing
     from l2r.hf.models.layouts import whole_matrix as whole_matrix
     from l2r.hf.models.lossless import check_parts as check_parts
-    from l2r.hf.models.lossless import check_source as check_source
     from l2r.hf.models.lossless import check_whole as check_whole
+    from l2r.hf.models.lossless import check_whole_weights as check_whole_weights
     from l2r.hf.models.lossless import note_losses as note_losses
     from l2r.hf.models.lossless import save_refusal as save_refusal
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig

@@ -288,6 +288,18 @@ def _matrix(module: Any, path: str) -> tuple[Any, Any]:
     return module, getattr(module, name)
 
 
+def check_version(names: Iterable[str]) -> None:
+    """Raise ValueError for single experts or routers that transformers 4 packed one by one."""
+    packed = packed_by_transformers_4(names)
+    if packed:
+        raise ValueError(
+            f"its experts and routers were packed one by one by transformers 4 ({packed[0]} and "
+            f"{len(packed) - 1} more), and transformers 5 keeps them whole; take the checkpoint "
+            "that it was quantized from, or write a copy with whole weights by transformers 4 "
+            "(model.dequantize(), save_pretrained)"
+        )
+
+
 def packed_by_transformers_4(names: Iterable[str]) -> list[str]:
     """Names of single experts and routers that bitsandbytes packed, as transformers 4 held them."""
     states = {name.rpartition(".quant_state.")[0] for name in names} - {""}

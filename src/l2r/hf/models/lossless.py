@@ -36,17 +36,11 @@ _ADAPTER_ALONE = (
 )
 
 
-def check_source(folder: Path, name: str | Path, *, trained: bool = False) -> None:
-    """Refuse a folder, called ``name`` by its user, of which no command writes everything.
-
-    ``trained``: all weights change. Raises ValueError for an adapter beside the weights, and then
-    for quantized weights too.
-    """
+def check_whole_weights(folder: Path, name: str | Path) -> None:
+    """Refuse quantized weights in a folder, called ``name`` by its user, of which all change."""
     method = quantization_method(_config(folder))
-    if method and trained:
+    if method:
         raise ValueError(f"{name} {_lost_packed(method, name)}")
-    if (folder / _ADAPTER).is_file():
-        raise ValueError(f"{name} {_beside()}")
 
 
 def check_parts(model: nn.Module, folder: Path, name: str | Path) -> None:

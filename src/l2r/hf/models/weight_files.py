@@ -28,7 +28,7 @@ from transformers.utils import (
 from l2r.hf.models.layouts import (
     check_blocks,
     check_layout,
-    packed_by_transformers_4,
+    check_version,
     packing,
     unpack_before_calls,
 )
@@ -84,13 +84,8 @@ def read_weights(
             raise
         refuse({UNEVEN: uneven_experts(shapes or {})})
         raise ValueError("the matrices of the experts cannot be put together") from error
-    if info["mismatched_keys"] and (packed := packed_by_transformers_4(shapes or {})):
-        raise ValueError(
-            f"its experts and routers were packed one by one by transformers 4 ({named(packed)}), "
-            "and transformers 5 keeps them whole; take the checkpoint that it was quantized from, "
-            "or write a copy with whole weights by transformers 4 (model.dequantize(), "
-            "save_pretrained)"
-        )
+    if info["mismatched_keys"]:
+        check_version(shapes or {})
     refuse(
         {
             "missing": _needed(info["missing_keys"], optional),

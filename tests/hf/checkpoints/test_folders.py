@@ -47,5 +47,9 @@ def test_images_come_from_a_run_or_are_named(folder):
     check_reads(folder, "digits")
     with pytest.raises(ValueError, match="is no run folder, so --data must name images"):
         check_reads(folder, None)
-    (folder / "recipe.yaml").write_text("task: vision")
+    (folder / "recipe.yaml").write_text("task: vision")  # as a quantizer leaves one
+    with pytest.raises(ValueError, match="is no run folder"):
+        check_reads(folder, None)
+    (folder / "model").mkdir()
+    (folder / "config.json").rename(folder / "model" / "config.json")
     check_reads(folder, None)

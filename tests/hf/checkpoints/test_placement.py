@@ -124,18 +124,18 @@ def test_a_map_sends_layers_to_disk_in_a_folder_that_goes_with_the_model(folder)
     assert not used.exists()
 
 
-def test_a_checkpoint_larger_than_memory_is_swapped_as_one_that_fits(
+def test_a_checkpoint_larger_than_memory_is_written_as_one_that_fits(
     folder, little_memory, l2r, tmp_path, monkeypatch
 ):
-    """In another dtype; as stored it goes file by file (test_by_file.py)."""
-    small = ("rank=2", "heads=4", "--dtype", "bfloat16")
-    ended = l2r("swap", folder, *small, "--out", tmp_path / "by-disk")
+    """In another dtype; as stored it goes file by file (test_copying.py)."""
+    swapped, other = tmp_path / "swapped", ("--dtype", "bfloat16", "--out")
+    ended = l2r("swap", folder, "rank=2", "heads=4", "--out", swapped)
+    assert ended.code == 0 and "disk" not in ended.err, ended
+    ended = l2r("export", swapped, *other, tmp_path / "by-disk")
     assert ended.code == 0, ended
     assert "layers stay on disk until they run" in ended.err
-    ended = l2r("swap", folder, *small[:2], "--out", tmp_path / "by-file")
-    assert ended.code == 0 and "disk" not in ended.err, ended
     monkeypatch.undo()
-    ended = l2r("swap", folder, *small, "--out", tmp_path / "in-memory")
+    ended = l2r("export", swapped, *other, tmp_path / "in-memory")
     assert ended.code == 0 and "disk" not in ended.err, ended
     parts = []
     for name in ("by-disk", "in-memory"):

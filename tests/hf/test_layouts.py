@@ -9,14 +9,7 @@ from transformers import AutoModelForCausalLM
 import l2r
 from l2r import L2RConfig
 from l2r.analysis.routes import in_other_arithmetic
-from l2r.hf.checkpoints import (
-    Placement,
-    layout_line,
-    load_causal_lm,
-    placement,
-    stored_bytes,
-    weight_bytes,
-)
+from l2r.hf.checkpoints import Placement, load_causal_lm, placement, weight_sizes
 from l2r.hf.models import layout_of, whole_matrix
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import find_sites
@@ -128,7 +121,14 @@ def test_other_families_with_linear_gates(family, opens, tmp_path):
 
 @pytest.mark.parametrize("layout", EACH)
 def test_the_layout_is_named(layout):
-    assert layout_line(folder_of(layout)) == NAMES[layout]
+    assert weight_sizes(folder_of(layout)).layout == NAMES[layout]
+
+
+def bytes_of(tensor):
+    """Bytes of a tensor, of torchao's those of its parts: it has the dtype of the whole."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.numel() * tensor.itemsize
+    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 @pytest.mark.parametrize("layout", EACH)
@@ -136,10 +136,10 @@ def test_memory_is_foreseen(layout):
     """Of parameters and buffers that a file holds; scales that stay beside whole weights are 2%."""
     folder = folder_of(layout)
     model, _ = load_causal_lm(folder, placement=Placement("auto"))
-    held = sum(p.numel() * p.itemsize for p in model.state_dict().values() if hasattr(p, "numel"))
-    assert weight_bytes(folder) == pytest.approx(held, rel=0.02)
+    held = sum(map(bytes_of, filter(torch.is_tensor, model.state_dict().values())))
+    assert weight_sizes(folder).held == pytest.approx(held, rel=0.02)
     if layout_of(folder).takes_any_dtype or "compressed" in layout_of(folder).name:
-        assert weight_bytes(folder) > 1.5 * stored_bytes(folder)
+        assert weight_sizes(folder).held > 1.5 * weight_sizes(folder).stored
 
 
 @pytest.mark.parametrize("layout", few(UNPACKED, FAST, "every layout"))
@@ -151,7 +151,7 @@ def test_unpacked_weights_are_read_in_any_dtype(layout, dtype):
     kinds = {parameter.dtype for parameter in model.parameters()}
     assert kinds <= {getattr(torch, dtype), torch.float32}
     held = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    assert weight_bytes(folder, dtype) == pytest.approx(held, rel=0.02)
+    assert weight_sizes(folder, dtype).held == pytest.approx(held, rel=0.02)
 
 
 CODES = [name for name in OPENED if name not in UNPACKED]
@@ -244,8 +244,8 @@ def test_an_unknown_quantizer_and_a_missing_package_are_named(tmp_path, monkeypa
 def test_weights_that_do_not_fit(layout, monkeypatch):
     """By what they are in memory: unpacked ones stay on disk, codes are refused."""
     folder, lines = folder_of(layout), []
-    room = int((stored_bytes(folder) + weight_bytes(folder)) / 2 / placement._ROOM)
-    room = room if layout == "mxfp4" else int(0.8 * weight_bytes(folder) / placement._ROOM)
+    room = int((weight_sizes(folder).stored + weight_sizes(folder).held) / 2 / placement._ROOM)
+    room = room if layout == "mxfp4" else int(0.8 * weight_sizes(folder).held / placement._ROOM)
     monkeypatch.setattr(placement, "available_memory", lambda: room)
     if layout == "mxfp4":
         model, _ = load_causal_lm(folder, placement=Placement("auto", report=lines.append))
@@ -275,7 +275,7 @@ ABSURD = [
 def test_an_absurd_method_is_one_line_and_an_error_that_says_so(method, tmp_path):
     copy = copy_of("fp8", tmp_path / "copy")
     set_config(copy, quantization_config=method, dtype="float8_e4m3fn")
-    assert layout_line(copy).isprintable() and layout_line(copy)
-    assert weight_bytes(copy) > 0
+    assert weight_sizes(copy).layout.isprintable() and weight_sizes(copy).layout
+    assert weight_sizes(copy).held > 0
     with pytest.raises(ValueError, match="cannot load a language model"):
         l2r.load_pretrained(copy)

@@ -57,8 +57,8 @@ def serve(
         check_is_language_model,
         check_reads_text,
         checkpoint_folder,
-        layout_line,
         local_checkpoint,
+        weight_sizes,
     )
 
     options = ServeOptions(
@@ -76,7 +76,7 @@ def serve(
     check_is_language_model(folder, checkpoint)
     check_reads_text(folder)
     check_address(host, port)
-    if line := layout_line(checkpoint_folder(folder), dtype):
+    if line := weight_sizes(checkpoint_folder(folder), dtype).layout:
         say(line)
     from l2r.engines.serve import serve_checkpoint
 

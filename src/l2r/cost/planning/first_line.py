@@ -23,13 +23,11 @@ from l2r.hf.checkpoints import (
     Placement,
     checkpoint_folder,
     is_image_classifier,
-    layout_line,
     load_config,
     load_tokenizer,
     meta_model,
-    stored_bytes,
-    weight_bytes,
     weight_files,
+    weight_sizes,
 )
 from l2r.hf.models import forward_flops
 from l2r.hf.swap import find_sites
@@ -245,13 +243,13 @@ def about(seconds: float) -> str:
 def _weights(folders: Sequence[Path], dtype: str) -> str:
     """Layouts, bytes of the files, and of memory where that is another number."""
     with suppress(Exception):  # as above
-        stored = sum(map(stored_bytes, folders))
-        held = sum(weight_bytes(folder, dtype) for folder in folders)
-        lines = dict.fromkeys(filter(None, (layout_line(folder, dtype) for folder in folders)))
+        each = [weight_sizes(folder, dtype) for folder in folders]
+        stored, held = sum(part.stored for part in each), sum(part.held for part in each)
         if stored:
             kind = "memory" if dtype == "auto" else dtype
             memory = f" ({_size(held)} in {kind})" if held != stored else ""
-            return "; ".join([*lines, f"{_size(stored)} of weights{memory}"])
+            layouts = dict.fromkeys(part.layout for part in each if part.layout)
+            return "; ".join([*layouts, f"{_size(stored)} of weights{memory}"])
     return ""
 
 
@@ -262,7 +260,8 @@ def _size(count: int) -> str:
 def _at_most(folder: Path, reads: Sequence[Reads], searched: int) -> float:
     """Time that a slow machine takes if each token meets every weight; infinite if unknown."""
     # Two bytes a parameter, more where they have four; half a byte of packed ones.
-    parameters = stored_bytes(folder) * 2 if layout_line(folder) else stored_bytes(folder) / 2
+    layout, stored, _ = weight_sizes(folder)
+    parameters = stored * 2 if layout else stored / 2
     if not parameters or any(part.length is None for part in reads):
         return math.inf
     tokens = sum(
@@ -302,7 +301,7 @@ def _seconds(
         speed = product_speed(placement.device, torch.float64, searched, *sizes[0])
         seconds += _SEARCH * searched * sum(2 * d * n for d, n in sizes) / speed
     again = sum(part.passes for part in reads) * placement.bytes_on_disk(folder)
-    return seconds + (stored_bytes(folder) + again) / _reading_speed(weight_files(folder))
+    return seconds + (weight_sizes(folder).stored + again) / _reading_speed(weight_files(folder))
 
 
 def _dtype(model: Any, placement: Placement) -> torch.dtype:

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.loading import load_model as load_model
     from l2r.hf.checkpoints.loading import load_tokenizer as load_tokenizer
     from l2r.hf.checkpoints.placement import Placement as Placement
-    from l2r.hf.checkpoints.placement import layout_line as layout_line
-    from l2r.hf.checkpoints.placement import stored_bytes as stored_bytes
-    from l2r.hf.checkpoints.placement import weight_bytes as weight_bytes
     from l2r.hf.checkpoints.placement import weight_files as weight_files
+    from l2r.hf.checkpoints.placement import weight_sizes as weight_sizes
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
     from l2r.hf.checkpoints.pretrained import meta_model as meta_model
     from l2r.hf.checkpoints.pretrained import model_like as model_like

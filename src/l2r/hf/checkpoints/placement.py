@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
@@ -134,47 +134,52 @@ class Placement:
                     raise ValueError(f"device_map: {error}") from None
 
 
-def weight_bytes(folder: Path, dtype: str = "auto") -> int:
-    """Bytes that a folder's weights take in memory: floats in ``dtype``, integers as stored.
+class WeightSizes(NamedTuple):
+    """A folder's weights. layout: words on how they are quantized and computed, or empty.
+
+    stored: bytes in the files. held: bytes in memory.
+    """
+
+    layout: str
+    stored: int
+    held: int
+
+
+def weight_sizes(folder: Path, dtype: str = "auto") -> WeightSizes:
+    """Sizes of a folder's weights, in memory with floats in ``dtype`` and integers as stored.
 
     Codes of a quantizer that are unpacked count as what they become. Pickled weights count as
     their files do, whatever the dtype.
     """
     layout = layout_of(folder) if (folder / "config.json").is_file() else None
-    return sum(_bytes_of_file(file, dtype, layout) for file in weight_files(folder))
+    header: dict[str, tuple[str, list[int]]] = {}
+    pickled = 0
+    for file in weight_files(folder):
+        tensors = _read_header(file)
+        header |= tensors or {}
+        pickled += file.stat().st_size if tensors is None else 0
+    stored = sum(_bytes(kind, shape) for kind, shape in header.values())
+    held = sum(_held(name, *tensor, dtype, layout) for name, tensor in header.items())
+    words = "" if layout is None else layout.describe(header, dtype)
+    return WeightSizes(words, stored + pickled, held + pickled)
 
 
-def stored_bytes(folder: Path) -> int:
-    """Bytes of a folder's weights in its files."""
-    return sum(_bytes_of_file(file, "auto", None) for file in weight_files(folder))
+def weight_bytes(folder: Path, dtype: str = "auto") -> int:
+    """Bytes that a folder's weights take in memory; see ``weight_sizes``."""
+    return weight_sizes(folder, dtype).held
 
 
-def layout_line(folder: Path, dtype: str = "auto") -> str:
-    """Words on how a folder's weights are quantized and computed; empty where they are not."""
-    layout = layout_of(folder)
-    if layout is None:
-        return ""
-    headers = (_read_header(file) or {} for file in weight_files(folder))
-    return layout.describe(
-        {name: tensor for part in headers for name, tensor in part.items()}, dtype
-    )
+def _held(name: str, kind: str, shape: list[int], dtype: str, layout: Layout | None) -> int:
+    if layout is not None:
+        wanted = _FLOATS[layout.dtype if dtype == "auto" else dtype]
+        unpacked = layout.bytes_in_memory(name, kind, shape, _bits(wanted) // 8)
+        if unpacked is not None:
+            return unpacked
+    return _bytes(_FLOATS.get(dtype, kind) if kind in _FLOATS.values() else kind, shape)
 
 
-def _bytes_of_file(file: Path, dtype: str, layout: Layout | None) -> int:
-    header = _read_header(file)
-    if header is None:
-        return file.stat().st_size
-    total = 0
-    for name, (stored, shape) in header.items():
-        loaded = _FLOATS.get(dtype, stored) if stored in _FLOATS.values() else stored
-        if layout is not None:
-            wanted = layout.dtype if dtype == "auto" else dtype
-            unpacked = layout.bytes_in_memory(name, stored, shape, _bits(_FLOATS[wanted]) // 8)
-            if unpacked is not None:
-                total += unpacked
-                continue
-        total += math.prod(shape) * _bits(loaded) // 8
-    return total
+def _bytes(kind: str, shape: list[int]) -> int:
+    return math.prod(shape) * _bits(kind) // 8
 
 
 def _bits(kind: str) -> int:

@@ -254,7 +254,7 @@ def _check_choices(model: Any) -> None:
                 f"got {chosen}"
             )
         kind = next(filter(None, map(packing, site.router.parameters())), "")
-        if kind and not _runs(site):
+        if kind and not _runs(site, model.dtype):
             raise ValueError(
                 f"the router {site.path} is packed ({kind}), and transformers' "
                 f"{type(site.router).__name__} cannot compute with it; quantize again without the "
@@ -262,14 +262,14 @@ def _check_choices(model: Any) -> None:
             )
 
 
-def _runs(site: Site) -> bool:
+def _runs(site: Site, dtype: torch.dtype) -> bool:
     """Whether a router of a model on a CPU takes a token; True where its block passes more."""
     device = next(site.router.parameters()).device
     if device.type != "cpu" or more_inputs(site.router):
         return True
     try:
         with torch.no_grad():
-            site.router(torch.zeros(1, 1, site.sizes["hidden_size"], dtype=torch.bfloat16))
+            site.router(torch.zeros(1, 1, site.sizes["hidden_size"], dtype=dtype))
     except RuntimeError:
         return False
     return True

@@ -129,11 +129,12 @@ def _key(kind: Any) -> str:
 
 @torch.no_grad()
 def as_l2r_olmoe(model: Any) -> Any:
-    """A stock OLMoE whose routers were all swapped alike as one of ours; others as they are.
+    """A stock OLMoE, all in memory or none, whose routers were all swapped alike, as one of ours.
 
     The weights are copies, or none where they are on torch's meta device.
     """
-    if not isinstance(model, OlmoeForCausalLM):
+    elsewhere = {parameter.is_meta for parameter in model.parameters()} == {True, False}
+    if not isinstance(model, OlmoeForCausalLM) or elsewhere:  # some layers are on disk
         return model
     swaps = getattr(model.config, "l2r_swap", None) or []
     if len(swaps) != 1 or len(swaps[0]["layers"]) != model.config.num_hidden_layers:

@@ -36,6 +36,8 @@ def folder_of(text, tmp_path_factory):
         Cell("inkling2_loop_text", "bf16", "linear", "fit_routers"),  # layers run several times
         Cell("openai_privacy_filter", "bf16", "stock", "serve"),
         Cell("openai_privacy_filter", "float32", "linear", "router_losses"),
+        Cell("olmoe", "float32", "exported", "check"),  # our own class, of a swap
+        Cell("olmoe", "float32", "exported", "mismatch_folder"),
     ],
     ids=str,
 )

@@ -47,6 +47,7 @@ from l2r.hf.swap.families import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT, SECTION = ROOT / "docs" / "swap.md", ROOT / "results" / "cells.jsonl", "cells"
+BEFORE = ROOT / "results" / "cells-89d79bcd.jsonl"  # before the cells were written
 RIGHT, REFUSED, FAILED = "right", "refused", "failed"
 FOLDER = ("family", "dtype", "kind")
 TEXT = """
@@ -66,6 +67,13 @@ Refused:
 
 {facts}
 Failed: {failures}
+
+**Against commit {commit}**, before these cells were written: its commands and functions, in its own
+words, on the same folders, in {both:,} of the cells above. {lost}
+
+| command | {commit}: right / refused / failed | now |
+|---|---|---|
+{changes}
 """
 
 
@@ -201,9 +209,13 @@ def _try(cell: Cell, folder_of: Folders) -> tuple[str, str]:
     return (REFUSED, why) if why else (RIGHT, "")
 
 
-def section(found: Mapping[Cell, Outcome], wanted: Sequence[Cell]) -> str:
-    """The section as Markdown."""
+def section(
+    found: Mapping[Cell, Outcome], wanted: Sequence[Cell], before: Mapping[Cell, Outcome]
+) -> str:
+    """The section as Markdown; ``before`` are outcomes at an earlier commit."""
     found = {cell: found[cell] for cell in wanted if cell in found}
+    both = [cell for cell in found if cell in before]
+    lost = ", ".join(f"`{cell}` ({found[cell].why})" for cell in lost_since(found, before))
     states = Counter(outcome.state for outcome in found.values())
     facts = Counter(
         (outcome.why, cell.command if _of_command(outcome.why) else cell.family)
@@ -222,7 +234,23 @@ def section(found: Mapping[Cell, Outcome], wanted: Sequence[Cell]) -> str:
         compared="\n".join(_row(name, run.__doc__ or "") for name, run in COMMANDS.items()),
         facts="".join(_fact(why, facts) for why in dict.fromkeys(why for why, _ in facts)),
         failures=(", ".join(failures) or "none") + ".",
+        commit=next(iter(before.values())).made.commit,
+        both=len(both),
+        lost=f"Right there and not now: {lost or 'none'}.",
+        changes="\n".join(_change(name, both, before, found) for name in COMMANDS),
     )
+
+
+def lost_since(found: Mapping[Cell, Outcome], before: Mapping[Cell, Outcome]) -> list[Cell]:
+    """Cells that were right and are not."""
+    right = (cell for cell in found if cell in before and before[cell].state == RIGHT)
+    return [cell for cell in right if found[cell].state != RIGHT]
+
+
+def _change(command: str, both: Sequence[Cell], *sides: Mapping[Cell, Outcome]) -> str:
+    counts = [Counter(side[c].state for c in both if c.command == command) for side in sides]
+    shown = (" / ".join(f"{count[s]}" for s in (RIGHT, REFUSED, FAILED)) for count in counts)
+    return f"| `{command}` | {' | '.join(shown)} |"
 
 
 def _made_with(found: Mapping[Cell, Outcome]) -> str:
@@ -301,8 +329,8 @@ def main() -> int:
         KEPT.write_text(lines(kept()), encoding="utf-8")  # one line of each folder again
     found = kept()
     if not (options.list or options.only):
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_section(text, SECTION, section(found, wanted)), encoding="utf-8")
+        text, written = PAGE.read_text(encoding="utf-8"), section(found, wanted, kept(BEFORE))
+        PAGE.write_text(with_section(text, SECTION, written), encoding="utf-8")
     failed = {cell: found[cell] for cell in chosen if cell in found and found[cell][0] == FAILED}
     sys.stdout.write("".join(f"{cell}: {outcome.why}\n" for cell, outcome in failed.items()))
     return 1 if failed else 0

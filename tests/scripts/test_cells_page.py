@@ -21,7 +21,14 @@ def now(monkeypatch):
 
 def test_the_page_says_what_the_committed_results_say():
     text = section_of(cells_page.PAGE.read_text(encoding="utf-8"), cells_page.SECTION)
-    assert text == cells_page.section(cells_page.kept(), cells_page.every_cell())
+    found, before = cells_page.kept(), cells_page.kept(cells_page.BEFORE)
+    assert text == cells_page.section(found, cells_page.every_cell(), before)
+
+
+def test_what_was_right_before_is_right_now():
+    found, before = cells_page.kept(), cells_page.kept(cells_page.BEFORE)
+    assert cells_page.lost_since(found, before) == []
+    assert sum(cell in found for cell in before) > 1000
 
 
 def test_the_page_has_every_family_kind_and_command():
@@ -51,7 +58,12 @@ def test_the_table_counts_right_of_tried_and_names_failures_and_facts():
         SECOND: Outcome(FAILED, "AssertionError: loads", NOW),
         THIRD: Outcome(REFUSED, fact.why, OTHER_COMMIT),
     }
-    text = cells_page.section(found, [FIRST, SECOND, THIRD])
+    before = {
+        FIRST: Outcome(FAILED, "no", OTHER_COMMIT), SECOND: Outcome(RIGHT, "", OTHER_COMMIT)
+    }  # fmt: skip
+    text = cells_page.section(found, [FIRST, SECOND, THIRD], before)
+    assert "| `load` | 0 / 0 / 1 | 1 / 0 / 0 |" in text and "in 2 of the cells" in text
+    assert "Right there and not now: `olmoe-bf16-stock-check` (AssertionError: loads)." in text
     assert "| `olmoe` | 1/2 |" in text and "3 of 3 cells were tried: 1 are right" in text
     assert "`olmoe-bf16-stock-check` (AssertionError: loads)." in text
     assert f"- `export`: {fact.why} (1 cells)." in text

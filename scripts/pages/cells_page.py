@@ -7,13 +7,16 @@ All of them take hours. Results are in results/cells.jsonl, which is committed: 
 with the commit and the versions at which its cells were tried. The command goes on from there:
 failed cells first, then those never tried, then those of other versions; with --again also those
 of other commits. Covers of all pairs come first, then each family in one dtype, in the next, and
-in the last. Exits 1 where a cell fails. With --list nothing is tried; with --only the page stays.
+in the last. Exits 1 where a cell fails, or is no longer right that was so at an earlier commit
+(results/cells-89d79bcd.jsonl). With --list nothing is tried; with --only the page stays; with
+--minutes 0 the page alone is written.
 """
 
 import argparse
 import gc
 import io
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -21,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import cache
 from importlib.metadata import version
@@ -49,12 +52,15 @@ ROOT = Path(__file__).parents[2]
 PAGE, KEPT, SECTION = ROOT / "docs" / "swap.md", ROOT / "results" / "cells.jsonl", "cells"
 BEFORE = ROOT / "results" / "cells-89d79bcd.jsonl"  # before the cells were written
 RIGHT, REFUSED, FAILED = "right", "refused", "failed"
+NOT_RIGHT = (REFUSED, FAILED)
 FOLDER = ("family", "dtype", "kind")
+NAMES: tuple[Collection[str], ...] = (FAMILIES, DTYPES, KINDS, COMMANDS)
 TEXT = """
 **{tried:,} of {all:,} cells were tried: {right:,} are right, {refused:,} refused for a fact,
 {failed:,} failed** ({made_with}; a CPU, small random models). A cell is a family, one of float32,
 bf16 and fp16, a kind of folder, and a command or function that takes a model. An entry is right /
-tried without the refused, of {each} in all; the others were not tried. Kinds: {kinds}.
+tried without the refused, of {each} in all; the others were not tried. `results/cells.jsonl` has
+each result with its commit and versions; `make cells` tries the rest. Kinds: {kinds}.
 
 {table}
 What is compared with what:
@@ -115,8 +121,7 @@ def every_cell() -> list[Cell]:
 
 
 def _place(cell: Cell) -> tuple[int, ...]:
-    names = (FAMILIES, DTYPES, KINDS, COMMANDS)
-    return tuple(list(each).index(name) for each, name in zip(names, cell, strict=True))
+    return tuple(list(each).index(name) for each, name in zip(NAMES, cell, strict=True))
 
 
 def made() -> Made:
@@ -133,18 +138,16 @@ def _git(*words: str) -> str:
 
 
 def kept(path: Path = KEPT) -> dict[Cell, Outcome]:
-    """Outcomes by cell; of cells that were tried twice the last."""
+    """Outcomes by cell, the last of those tried twice; none of a family or command that is gone."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         said = json.loads(line)
-        folder, made_with = (said[name] for name in FOLDER), Made(said["commit"], said["versions"])
-        folder = tuple(folder)
-        for command in said[RIGHT].split():
-            found[Cell(*folder, command)] = Outcome(RIGHT, "", made_with)
-        for state in (REFUSED, FAILED):
-            for command, why in said[state].items():
-                found[Cell(*folder, command)] = Outcome(state, why, made_with)
-    return found
+        family, dtype, kind, *made_with = (said[name] for name in (*FOLDER, *Made._fields))
+        why_of = {RIGHT: dict.fromkeys(said[RIGHT].split(), ""), **{s: said[s] for s in NOT_RIGHT}}
+        for state, commands in why_of.items():
+            for command, why in commands.items():
+                found[Cell(family, dtype, kind, command)] = Outcome(state, why, Made(*made_with))
+    return {cell: found[cell] for cell in found if all(map(operator.contains, NAMES, cell))}
 
 
 def lines(found: Mapping[Cell, Outcome]) -> str:
@@ -152,20 +155,15 @@ def lines(found: Mapping[Cell, Outcome]) -> str:
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for cell in sorted(found, key=_place):
         state, why, made_with = found[cell]
-        empty = {RIGHT: [], REFUSED: {}, FAILED: {}}
-        group = groups.setdefault((*cell[:3], *made_with), empty)
+        key = (*cell[:3], *made_with)
+        new = {**dict(zip((*FOLDER, *Made._fields), key, strict=True)), RIGHT: []}
+        group = groups.setdefault(key, {**new, **{s: {} for s in NOT_RIGHT}})
         if state == RIGHT:
             group[RIGHT].append(cell.command)
         else:
             group[state][cell.command] = why
     return "".join(
-        json.dumps(
-            dict(zip((*FOLDER, *Made._fields), key, strict=True))
-            | group
-            | {RIGHT: " ".join(group[RIGHT])}
-        )
-        + "\n"
-        for key, group in groups.items()
+        json.dumps({**group, RIGHT: " ".join(group[RIGHT])}) + "\n" for group in groups.values()
     )
 
 
@@ -332,8 +330,10 @@ def main() -> int:
         text, written = PAGE.read_text(encoding="utf-8"), section(found, wanted, kept(BEFORE))
         PAGE.write_text(with_section(text, SECTION, written), encoding="utf-8")
     failed = {cell: found[cell] for cell in chosen if cell in found and found[cell][0] == FAILED}
-    sys.stdout.write("".join(f"{cell}: {outcome.why}\n" for cell, outcome in failed.items()))
-    return 1 if failed else 0
+    lost = {cell: found[cell] for cell in lost_since(found, kept(BEFORE)) if cell in chosen}
+    not_right = failed | lost
+    sys.stdout.write("".join(f"{cell}: {outcome.why}\n" for cell, outcome in not_right.items()))
+    return 1 if not_right else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of cells in docs/swap.md, and how a stopped run goes on."""
+"""The table of cells in docs/swap.md, the results that are kept, and how a stopped run goes on."""
 
 import pytest
 from scripts.pages import cells_page
@@ -83,6 +83,8 @@ def test_results_are_kept_a_line_a_folder_commit_and_versions(tmp_path):
     assert len(path.read_text().splitlines()) == 3
     assert cells_page.kept(path) == found
     assert cells_page.lines(cells_page.kept(path)) == path.read_text()
+    path.write_text(path.read_text().replace('"olmoe", "dtype": "fp16"', '"gone", "dtype": "fp16"'))
+    assert cells_page.kept(path).keys() == {cell for cell in found if cell.dtype == "bf16"}
 
 
 @pytest.mark.usefixtures("now")

@@ -120,7 +120,7 @@ class Folders:
         return self.made[family, dtype, kind]
 
     def forget(self) -> None:
-        """Delete all that was written, and read no model twice that a failed cell had."""
+        """Delete all that was made; what is asked for next is made and read anew."""
         shutil.rmtree(self.root, ignore_errors=True)
         self.made.clear()
 

@@ -140,6 +140,21 @@ def test_the_cells_of_a_folder_are_kept_though_the_next_is_interrupted(tmp_path,
     assert cells_page.kept(path) == {FIRST: (RIGHT, "", NOW)}
 
 
+def test_a_cell_that_failed_leaves_no_folder_or_model_to_the_next(tmp_path, monkeypatch):
+    seen = []
+
+    def try_cell(cell, folder_of):
+        seen.append(list(folder_of.made))
+        folder_of.made[cell[:3]] = None
+        if cell == FIRST:
+            raise ValueError("hooks of mine are in the model")
+        return ""
+
+    monkeypatch.setattr(cells_page.cells, "try_cell", try_cell)
+    list(cells_page.try_all([FIRST, SECOND, THIRD], tmp_path / "cells.jsonl", 60))
+    assert seen == [[], [], [FIRST[:3]]]
+
+
 @pytest.mark.parametrize("error", [AssertionError(""), KeyError("x")])
 def test_any_error_of_a_cell_is_a_failure(error, tmp_path, monkeypatch):
     def try_cell(cell, folder_of):

@@ -75,7 +75,9 @@ Refused:
 Failed: {failures}
 
 **Against commit {commit}**, before these cells were written: its commands and functions, in its own
-words, on the same folders, in {both:,} of the cells above. {lost}
+words, on the same folders, in {both:,} of the cells above: {families} families, {dtypes},
+{kinds_there}. Its `l2r serve` refused transformers 5.24 and was let pass; `trainable` is without selection biases,
+which it did not list. {lost}
 
 | command | {commit}: right / refused / failed | now |
 |---|---|---|
@@ -234,6 +236,9 @@ def section(
         failures=(", ".join(failures) or "none") + ".",
         commit=next(iter(before.values())).made.commit,
         both=len(both),
+        families=len({cell.family for cell in both}),
+        dtypes=" and ".join(dict.fromkeys(cell.dtype for cell in both)),
+        kinds_there=" and ".join(dict.fromkeys(cell.kind for cell in both)),
         lost=f"Right there and not now: {lost or 'none'}.",
         changes="\n".join(_change(name, both, before, found) for name in COMMANDS),
     )

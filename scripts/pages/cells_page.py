@@ -76,8 +76,8 @@ Failed: {failures}
 
 **Against commit {commit}**, before these cells were written: its commands and functions, in its own
 words, on the same folders, in {both:,} of the cells above: {families} families, {dtypes},
-{kinds_there}. Its `l2r serve` refused transformers 5.24 and was let pass; `trainable` is without selection biases,
-which it did not list. {lost}
+{kinds_there}. Its `l2r serve` refused transformers 5.24 and was let pass; `trainable` is without
+selection biases, which it did not list. {lost}
 
 | command | {commit}: right / refused / failed | now |
 |---|---|---|

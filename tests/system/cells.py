@@ -8,10 +8,12 @@ import base64
 import io
 import json
 import re
+import shutil
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,20 +105,40 @@ class Cell(NamedTuple):
         return "-".join(self)
 
 
-class Folder:
-    """A checkpoint, what transformers reads from it, and a place for what commands write."""
+class Folders:
+    """Folders of one family and dtype at a time, each made and read once."""
 
-    def __init__(self, family: str, dtype: str, kind: str, root: Path, text: Any) -> None:
-        self.family, self.dtype, self.kind, self.text = family, dtype, kind, text
-        self.torch_dtype, self.root, self.path = DTYPES[dtype], root, root / kind
+    def __init__(self, root: Path, text: Any) -> None:
+        self.root, self.text, self.made = root, text, dict[tuple[str, str, str], Folder]()
+
+    def __call__(self, family: str, dtype: str, kind: str) -> "Folder":
+        """The folder of a kind. What another family or dtype has written is deleted."""
+        if not any(known[:2] == (family, dtype) for known in self.made):
+            self.forget()
+        if (family, dtype, kind) not in self.made:
+            self.made[family, dtype, kind] = Folder(family, dtype, kind, self)
+        return self.made[family, dtype, kind]
+
+    def forget(self) -> None:
+        """Delete all that was made; what is asked for next is made and read anew."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.made.clear()
+
+
+class Folder:
+    """A checkpoint, what is read from it, and a place for what commands write."""
+
+    def __init__(self, family: str, dtype: str, kind: str, others: Folders) -> None:
+        self.family, self.dtype, self.kind, self.others = family, dtype, kind, others
+        self.torch_dtype, self.text = DTYPES[dtype], others.text
+        self.root = others.root / f"{family}-{dtype}"
+        self.path = self.root / kind
+        self.root.mkdir(parents=True, exist_ok=True)
         KINDS[kind](self)
 
-    def before(self, kind: str) -> Path:
+    def before(self, kind: str) -> "Folder":
         """The folder of another kind from which this one is made, or with which it is compared."""
-        path = self.root / kind
-        if not path.exists():
-            Folder(self.family, self.dtype, kind, self.root, self.text)
-        return path
+        return self.others(self.family, self.dtype, kind)
 
     def save(self, model: Any) -> None:
         """Write a model with the tokenizer."""
@@ -131,6 +153,16 @@ class Folder:
     def model(self) -> Any:
         """Opened by transformers, in the dtypes of its file."""
         return opened(self.path, "auto")
+
+    @cached_property
+    def in_float32(self) -> Any:
+        """Opened by transformers in float32."""
+        return self.model if self.dtype == "float32" else opened(self.path, torch.float32)
+
+    @cached_property
+    def ours(self) -> Any:
+        """Opened by `load_pretrained`, for functions that leave a model as it was."""
+        return l2r.load_pretrained(self.path, dtype="auto")
 
     @cached_property
     def read(self) -> tuple[torch.Tensor, list[Call]]:
@@ -185,12 +217,12 @@ def stock(folder: Folder) -> None:
 
 def preset(folder: Folder) -> None:
     """`swap_routers` without a config, `save_pretrained`"""
-    folder.save(l2r.swap_routers(opened(folder.before("stock"), "auto")))
+    folder.save(l2r.swap_routers(deepcopy(folder.before("stock").model)))
 
 
 def linear(folder: Folder) -> None:
     """our linear router, with the old weights"""
-    model = opened(folder.before("stock"), "auto")
+    model = deepcopy(folder.before("stock").model)
     weights = {site.path: matrix_of_logits(site) for site in router_sites(model)}
     l2r.swap_routers(model, LinearConfig())
     with torch.no_grad():
@@ -201,14 +233,14 @@ def linear(folder: Folder) -> None:
 
 def fitted(folder: Folder) -> None:
     """`l2r swap --fit --data`"""
-    stock = folder.before("stock")
+    stock = folder.before("stock").path
     sizes = ("--tokens", 256, "--held-out", 64, "--length", LENGTH, "--updates", 2)
     done("swap", stock, "--fit", "--data", folder.text.to_fit, *sizes, "--out", folder.path)
 
 
 def exported(folder: Folder) -> None:
     """preset, by `l2r export`"""
-    done("export", folder.before("preset"), "--out", folder.path)
+    done("export", folder.before("preset").path, "--out", folder.path)
 
 
 def own(folder: Folder) -> None:
@@ -316,25 +348,31 @@ def mismatch_folder(folder: Folder) -> None:
 def mismatch(folder: Folder, against: str, dtype: str) -> None:
     """One folder in two arithmetics, or the stock one and this."""
     swapped = folder.kind not in ("stock", "own")
-    first = folder.before("stock") if swapped and against == str(folder.path) else folder.path
-    words = ("--against", against, "--dtype", dtype, "--out", folder.new(), "--json")
+    first = folder.before("stock") if swapped and against == str(folder.path) else folder
+    words = (folder.text.file, *READ, "--against", against, "--dtype", dtype, "--json")
     with patch("l2r.report.mismatch.write_mismatch"):
-        said = json.loads(done("mismatch", first, "--data", folder.text.file, *READ, *words).out)
-    model = opened(first, dtype)
-    other = opened(folder.path, torch.bfloat16 if against == "bf16" else dtype)
+        ended = done("mismatch", first.path, "--data", *words, "--out", folder.new())
+    said = json.loads(ended.out)
+    model = first.model if dtype == "auto" else first.in_float32
     if against == "bf16":
+        other = opened(folder.path, torch.bfloat16)
         with_routers_of(folder.family, model, other)
     elif against == "int8":
+        other = deepcopy(folder.model)
         round_to_int8(folder.family, other)
-    rows = folder.text.rows
-    (one, calls), (two, others) = (forward(folder.family, m, rows) for m in (model, other))
+    else:
+        other = folder.model
+    (one, calls), (two, others) = (
+        of.read if m is of.model else forward(folder.family, m, folder.text.rows)
+        for of, m in ((first, model), (folder, other))
+    )
     changed = torch.stack(
         [(a.sets() != b.sets()).any(dim=1) for a, b in zip(calls, others, strict=True)]
     )
     assert said["decisions_changed"] == pytest.approx(float(changed.double().mean()))
     assert said["tokens_changed"] == pytest.approx(float(changed.any(dim=0).double().mean()))
-    first, second = (logits.double().log_softmax(dim=-1) for logits in (one, two))
-    kl = (first.exp() * (first - second)).sum(dim=-1).mean()
+    before, after = (logits.double().log_softmax(dim=-1) for logits in (one, two))
+    kl = (before.exp() * (before - after)).sum(dim=-1).mean()
     assert said["log_probability"]["own"]["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
     if against in ("bf16", "int8"):
         assert said["certified_changed"] == 0
@@ -382,9 +420,11 @@ def export(folder: Folder) -> None:
     code = get_class_from_dynamic_module(place, out)
     assert code.__module__.startswith("transformers_modules")
     theirs = code.from_pretrained(out, dtype=torch.float32).eval()
-    ours = opened(folder.path, torch.float32)
     with torch.no_grad():
-        one, two = (m(input_ids=folder.text.rows, use_cache=False).logits for m in (theirs, ours))
+        one, two = (
+            model(input_ids=folder.text.rows, use_cache=False).logits
+            for model in (theirs, folder.in_float32)
+        )
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
@@ -413,7 +453,7 @@ def serve(folder: Folder) -> None:
 def generate(folder: Folder) -> None:
     """greedy tokens of `load_pretrained`'s model; those of transformers'"""
     ids = folder.text.rows[0, :6].tolist()
-    assert greedy(l2r.load_pretrained(folder.path, dtype="auto"), ids) == greedy(folder.model, ids)
+    assert greedy(folder.ours, ids) == greedy(folder.model, ids)
 
 
 def greedy(model: Any, ids: Sequence[int]) -> list[int]:
@@ -436,9 +476,9 @@ def load(folder: Folder) -> None:
         assert all(torch.equal(theirs[name], mine[name]) for name in theirs)
         assert {n: t.dtype for n, t in theirs.items()} == {n: t.dtype for n, t in mine.items()}
     if folder.kind == "linear":  # the family's own class with its own router
-        stock, linear = (opened(p, torch.float32) for p in (folder.before("stock"), folder.path))
+        models = (folder.before("stock").in_float32, folder.in_float32)
         with torch.no_grad():
-            one, two = (m(input_ids=folder.text.rows).logits for m in (stock, linear))
+            one, two = (model(input_ids=folder.text.rows).logits for model in models)
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
@@ -457,18 +497,16 @@ def record(folder: Folder) -> None:
 
 def recorded(folder: Folder) -> Any:
     """Routes of the rows, with their weights."""
-    model = l2r.load_pretrained(folder.path, dtype="auto")
-    with torch.no_grad(), l2r.record(model, weights=True) as recorder:
-        model(input_ids=folder.text.rows, use_cache=False)
+    with torch.no_grad(), l2r.record(folder.ours, weights=True) as recorder:
+        folder.ours(input_ids=folder.text.rows, use_cache=False)
     return recorder.routes()
 
 
 def replay(folder: Folder) -> None:
     """logits with the experts and weights of other rows; routers that return them, by hooks"""
     routes, ids = recorded(folder), folder.text.rows.roll(1, 0)
-    model = l2r.load_pretrained(folder.path, dtype="auto")
-    with torch.no_grad(), l2r.replay(model, routes, weights="recorded"):
-        logits = model(input_ids=ids, use_cache=False).logits.float()
+    with torch.no_grad(), l2r.replay(folder.ours, routes, weights="recorded"):
+        logits = folder.ours(input_ids=ids, use_cache=False).logits.float()
     _, calls = folder.read
     expected = forced(folder.family, folder.model, ids, calls)
     plain, _ = forward(folder.family, folder.model, ids)
@@ -479,9 +517,8 @@ def replay(folder: Folder) -> None:
 
 def capture(folder: Folder) -> None:
     """logits, weights, experts and inputs; hooks on the routers"""
-    model = l2r.load_pretrained(folder.path, dtype="auto")
-    with torch.no_grad(), l2r.capture(model, inputs=True) as captured:
-        model(input_ids=folder.text.rows, use_cache=False)
+    with torch.no_grad(), l2r.capture(folder.ours, inputs=True) as captured:
+        folder.ours(input_ids=folder.text.rows, use_cache=False)
     calls = [c for c in folder.read[1] if type(c.router).__name__ not in BY_TOKEN]
     path_of = {router: path for path, router in routers_of(folder.family, folder.model).items()}
     calls.sort(key=lambda call: list(captured.outputs).index(path_of[call.router]))
@@ -501,11 +538,10 @@ def statistics(folder: Folder) -> None:
     """loads, margins and losses of each layer, as a trainer logs them; hooks on the routers"""
     from l2r.analysis.diagnostics import RouterWatch
 
-    model = l2r.load_pretrained(folder.path, dtype="auto")
-    watch = RouterWatch(model)
+    watch = RouterWatch(folder.ours)
     watch.start()
     with torch.no_grad():
-        model(input_ids=folder.text.rows, use_cache=False)
+        folder.ours(input_ids=folder.text.rows, use_cache=False)
     said, (_, calls) = watch.read(), folder.read
     for layer, call in enumerate(all_passes(calls)):
         numbers, (balance, z) = plain_numbers(call), losses([call])
@@ -550,7 +586,7 @@ def router_losses(folder: Folder) -> None:
 
 def fit_routers(folder: Folder) -> None:
     """agreement and perplexity before and after; experts and logits of the two models"""
-    model, held_out = opened(folder.path, "auto"), folder.text.rows
+    model, held_out = deepcopy(folder.model), folder.text.rows
     teachers = list(routers_of(folder.family, model).values())
     logits, calls = forward(folder.family, model, held_out)
     l2r.swap_routers(model, L2RConfig(rank=4, heads=2))

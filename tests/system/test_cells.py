@@ -1,6 +1,5 @@
 """Every pair of a family of each contract, a dtype, a kind of folder and a command: a cell."""
 
-import shutil
 from itertools import combinations, product
 
 import pytest
@@ -11,7 +10,7 @@ from tests.system.cells import (
     KINDS,
     OF_EACH_CONTRACT,
     Cell,
-    Folder,
+    Folders,
     cover,
     make_text,
     try_cell,
@@ -25,21 +24,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder_of(text, tmp_path_factory):
-    """Folders by family, dtype and kind, made once; those of one family and dtype at a time."""
-    made = {}
-
-    def get(family, dtype, kind):
-        if (family, dtype, kind) not in made:
-            if not any(known[:2] == (family, dtype) for known in made):
-                for old in made.values():
-                    shutil.rmtree(old.root, ignore_errors=True)
-                made.clear()
-            others = [folder.root for folder in made.values()]
-            root = others[0] if others else tmp_path_factory.mktemp(f"{family}-{dtype}")
-            made[family, dtype, kind] = Folder(family, dtype, kind, root, text)
-        return made[family, dtype, kind]
-
-    return get
+    return Folders(tmp_path_factory.mktemp("folders"), text)
 
 
 @pytest.mark.usefixtures("coarse", "unchecked")
@@ -51,6 +36,8 @@ def folder_of(text, tmp_path_factory):
         Cell("inkling2_loop_text", "bf16", "linear", "fit_routers"),  # layers run several times
         Cell("openai_privacy_filter", "bf16", "stock", "serve"),
         Cell("openai_privacy_filter", "float32", "linear", "router_losses"),
+        Cell("olmoe", "float32", "exported", "check"),  # our own class, of a swap
+        Cell("olmoe", "float32", "exported", "mismatch_folder"),
     ],
     ids=str,
 )

@@ -131,6 +131,7 @@ def _key(kind: Any) -> str:
 def as_l2r_olmoe(model: Any) -> Any:
     """A stock OLMoE, all in memory or none, whose routers were all swapped alike, as one of ours.
 
+    ``config.swapped_from`` says of which type it was.
     The weights are copies, or none where they are on torch's meta device.
     """
     elsewhere = {parameter.is_meta for parameter in model.parameters()} == {True, False}
@@ -142,7 +143,7 @@ def as_l2r_olmoe(model: Any) -> Any:
     router = RouterConfig.from_dict(swaps[0]["router"])
     if swaps[0]["selection"] == "family":
         router = dataclasses.replace(router, normalize_weights=model.config.norm_topk_prob)
-    values = model.config.to_dict()
+    values = {**model.config.to_dict(), "swapped_from": OlmoeForCausalLM.config_class.model_type}
     for name in ("l2r_swap", "model_type", "architectures"):
         values.pop(name, None)
     with torch.device(model.get_input_embeddings().weight.device):

@@ -73,7 +73,7 @@ def fingerprint_of(
         top_k=top_k,
         layers=tuple(sizes),
         hidden_layers=getattr(config, "num_hidden_layers", None),
-        model_type=getattr(config, "model_type", None),
+        model_type=getattr(config, "swapped_from", getattr(config, "model_type", None)),
         tokenizer=tokenizer_digest(tokenizer),
     )
 

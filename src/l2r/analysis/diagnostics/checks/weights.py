@@ -81,7 +81,7 @@ def trained(subject: Subject) -> Finding:
             f"the routers in {in_layers(fresh)} were drawn by a swap; nothing fitted them", fit
         )
     whole = getattr(subject.model, "config", None)  # a wrapper's, not that of its text part
-    if getattr(whole, "l2r_swap", None):
+    if getattr(whole, "l2r_swap", None) or getattr(whole, "swapped_from", None):
         swapped = [site for site in subject.sites if isinstance(site.router, Router)]
         fresh = [site for site in swapped if _has_moved(subject, site) is False]
         if fresh:

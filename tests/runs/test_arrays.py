@@ -7,8 +7,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from l2r.runs.patches import PatchRouting
 from l2r.runs.arrays import parse_npy
+from l2r.runs.patches import PatchRouting
 
 
 def npy(header, data=b"", version=(1, 0)):
@@ -85,9 +85,11 @@ def test_archives_that_cannot_be_unpacked_are_refused(tmp_path, changes):
 
 def test_an_archive_that_unpacks_to_gigabytes_is_refused_unread(tmp_path):
     path = tmp_path / "a.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        with file.open("images.npy", "w", force_zip64=True) as part:
-            for _ in range(1100):
-                part.write(bytes(1 << 20))
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file,
+        file.open("images.npy", "w", force_zip64=True) as part,
+    ):
+        for _ in range(1100):
+            part.write(bytes(1 << 20))
     with pytest.raises(ValueError, match="at most 1,073,741,824 bytes"):
         PatchRouting.read(path)

@@ -66,6 +66,26 @@ def read_json(path: Path, *, strict: bool = True) -> dict[str, Any]:
         raise ValueError(f"{path} is not a readable JSON object: {error}") from error
 
 
+def indexed_files(index: Path) -> list[Path]:
+    """The files beside an index of weights that its ``weight_map`` names, sorted.
+
+    Raises ValueError for an index without names, and for a name with a folder in it, which could
+    be of any file of the machine.
+    """
+    places = read_json(index, strict=False).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+        raise ValueError(f"{index} must have weight_map, an object of file names")
+    for name in places.values():
+        refuse_other_folders(name, index.name)
+    return [index.with_name(name) for name in sorted(set(places.values()))]
+
+
+def refuse_other_folders(name: str, where: str) -> None:
+    """Raise ValueError unless ``name``, given by ``where``, is that of a file beside it."""
+    if name in {"", ".", ".."} or any(sign in name for sign in "/\\\0"):
+        raise ValueError(f"{where} must name files of its folder; got {name!r:.80}")
+
+
 def parse_yaml(text: str | bytes) -> Any:
     """The one value of a YAML text, without tags of Python's.
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
     from l2r.hf.checkpoints.folders import files_left_out as files_left_out
     from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
+    from l2r.hf.checkpoints.foreign_tokenizer import open_tokenizer as open_tokenizer
+    from l2r.hf.checkpoints.foreign_tokenizer import token_ids as token_ids
+    from l2r.hf.checkpoints.foreign_tokenizer import tokenizer_errors as tokenizer_errors
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from l2r.hf.checkpoints import tokenizer_errors
 from l2r.training.data.manifest import TokenFile, TokenizerIdentity
 from l2r.training.data.shards import BadShardError, BinaryFile, open_shard, read_texts
 from l2r.training.data.split import Split
@@ -90,7 +91,8 @@ class _Worker(NamedTuple):
                 raise InterruptedError(f"stopped while reading {task.file}")
             parts = [(part, text) for text in batch if (part := self.split.part(text)) is not None]
             kept = [text for _, text in parts]
-            encodings = self.tokenizer.encode_batch_fast(kept, add_special_tokens=False)
+            with tokenizer_errors():
+                encodings = self.tokenizer.encode_batch_fast(kept, add_special_tokens=False)
             for (part, _), encoding in zip(parts, encodings, strict=True):
                 tokens += len(encoding.ids) + 1
                 yield part, encoding.ids

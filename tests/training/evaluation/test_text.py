@@ -109,11 +109,11 @@ def test_what_comes_before_a_text(small_tokenizer, small):
     class Begins:
         bos_token_id, eos_token_id = 5, 6
 
-        def __call__(self, text):
+        def __call__(self, text, **_):
             return {"input_ids": [5, 9]}
 
     class Plain(Begins):
-        def __call__(self, text):
+        def __call__(self, text, **_):
             return {"input_ids": [9]}
 
     class Bare(Plain):

@@ -21,7 +21,7 @@ SHOWN = "\\u001b]0;evil\\u0007\\u001b[2J\\u009b1m\\u000d\\u202e\\u2066\\u007f"
 
 def test_what_steers_is_written_out_and_all_else_stays():
     assert printable(f"a{STEERS}b") == f"a{SHOWN}b"
-    for text in ("naïve 中文 🙂\n\tשלום", "a\u200db", ""):
+    for text in ("naïve 中文 🙂\n\t\u05e9", "a\u200db", ""):
         assert printable(text) == text
     assert printable("caf\udce9") == "caf\\udce9"  # a name of a file that is not UTF-8
 
@@ -63,11 +63,10 @@ def test_a_file_with_a_name_that_steers(command, l2r, tmp_path, checkpoint, capf
     assert "\\u001b]0;evil\\u0007\\u001b[2J/a.jsonl" in line and "\x1b" not in line
 
 
-def test_warnings_and_logs_of_libraries_too(caplog, capsys):
+def test_warnings_and_logs_of_libraries_too(caplog):
     before = logging.getLogRecordFactory(), warnings.formatwarning
     with _printable_messages():
         logging.getLogger("l2r").warning("about %s", STEERS)
-        warnings.showwarning(STEERS, UserWarning, "a.py", 1)
+        assert SHOWN in warnings.formatwarning(STEERS, UserWarning, "a.py", 1, "")
     assert (logging.getLogRecordFactory(), warnings.formatwarning) == before
     assert caplog.messages[0] == f"about {SHOWN}"
-    assert SHOWN in capsys.readouterr().err

@@ -149,7 +149,7 @@ def tokenizer(
 
     Example: l2r data tokenizer --data my-text --out my-tokenizer --vocab-size 8000
     """
-    from l2r.runs.atomic import check_place
+    from l2r.runs.atomic import check_place, new_folder
     from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
 
     if out.exists():
@@ -157,7 +157,8 @@ def tokenizer(
     check_place(out)
     train, _ = split_corpus(CorpusOptions(str(data), vocab_size))
     texts = (text for domain in train.values() for text in domain)
-    _, identity = write_new_tokenizer(out, texts, vocab_size)
+    with new_folder(out) as part:
+        _, identity = write_new_tokenizer(part, texts, vocab_size)
     echo(f"{out}: {identity.vocab_size:,} tokens; use it with l2r data prepare --tokenizer {out}")
 
 

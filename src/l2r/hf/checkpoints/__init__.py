@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
     from l2r.hf.checkpoints.pretrained import meta_model as meta_model
     from l2r.hf.checkpoints.pretrained import model_like as model_like
-    from l2r.hf.checkpoints.pretrained import new_folder as new_folder
     from l2r.hf.checkpoints.pretrained import save_model as save_model
     from l2r.hf.checkpoints.programs import PROGRAM_FORMS as PROGRAM_FORMS
     from l2r.hf.checkpoints.programs import PROGRAM_TOLERANCE as PROGRAM_TOLERANCE

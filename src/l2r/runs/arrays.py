@@ -33,10 +33,10 @@ def parse_npy(content: bytes) -> np.ndarray:
     """
     stream = io.BytesIO(content)
     try:
-        version = np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]
+        version = np.lib.format.read_magic(stream)
         if version not in _HEADERS:
             raise ValueError(f"version must be 1.0 or 2.0; got {version}")
-        shape, by_columns, kind = _HEADERS[version](stream)  # type: ignore[no-untyped-call]
+        shape, by_columns, kind = _HEADERS[version](stream)
     except (SyntaxError, TokenError, RecursionError, MemoryError) as error:
         raise ValueError(f"its header cannot be read: {error}") from error
     there, due = len(content) - stream.tell(), math.prod(shape) * kind.itemsize

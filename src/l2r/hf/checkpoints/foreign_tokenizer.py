@@ -64,7 +64,7 @@ def open_tokenizer(read: Callable[[], T]) -> T:
                 fast.decode(fast.encode(_PROBE).ids)
             else:
                 tokenizer(_PROBE)
-        return tokenizer  # type: ignore[no-any-return]
+        return tokenizer
 
 
 def _check_part(part: str, value: Any) -> None:

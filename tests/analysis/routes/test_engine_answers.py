@@ -179,7 +179,8 @@ def test_other_files_are_refused(tmp_path, text):
 
 _BRACKETS = b"\x93NUMPY\x01\0" + struct.pack("<H", 9000) + b"(" * 9000
 _HUGE = b"\x93NUMPY\x01\0" + struct.pack("<H", 78) + (
-    b"{'descr': '<i8', 'fortran_order': False, 'shape': (2, 1000000000, 500000), }".ljust(77) + b"\n"
+    b"{'descr': '<i8', 'fortran_order': False, 'shape': (2, 1000000000, 500000), }".ljust(77)
+    + b"\n"
 )  # fmt: skip
 
 

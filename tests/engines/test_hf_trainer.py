@@ -205,6 +205,22 @@ def test_image_classifiers_train_with_the_same_call(tmp_path):
     assert_equal_gradients(watch.steps[0], expected)
 
 
+@pytest.mark.parametrize("build", [olmoe, swapped_mixtral])
+def test_a_model_that_adds_its_own_balance_loss_counts_none_twice(build, tmp_path):
+    """TRL sets output_router_logits, with which a model adds a balance loss to its own."""
+    model = build()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 100.0
+    _, watch, batches = train(model, texts(), tmp_path, weights=(0.5, 0.1))
+    model.load_state_dict(start)
+    own = model(**batches[0]).loss
+    model.config.output_router_logits = False
+    assert own - model(**batches[0]).loss > 10  # at least 1 of a layer, times its weight
+    task = next_token(batches)
+    expected, _ = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=task)
+    assert_equal_gradients(watch.steps[0], expected)
+
+
 def test_a_loss_function_of_the_user_stays_the_task_loss(tmp_path):
     def nothing(outputs, labels, num_items_in_batch=None):
         return 0 * outputs.logits.sum()

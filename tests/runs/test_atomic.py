@@ -2,6 +2,9 @@
 
 import errno
 import os
+import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -176,3 +179,80 @@ def test_a_place_is_checked_and_nothing_is_made(tmp_path, monkeypatch):
     with pytest.raises(PermissionError):
         atomic.check_place(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def _die_in_a_new_folder(out: Path, fails: str) -> None:
+    with atomic.new_folder(out) as part:
+        (part / "weights").write_bytes(b"a" * 1000)
+        if fails == "killed":
+            os._exit(9)
+        (out.parent / "ready").touch()
+        time.sleep(600)
+
+
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path, tmp_path_factory) -> None:
+    """A whole copy of a model stayed beside --out for good, hidden."""
+    child = Running(
+        tmp_path_factory.mktemp("child"), _die_in_a_new_folder, tmp_path / "new", "killed"
+    )
+    assert child.wait() == 9
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / name for name in (".new", ".new.part", ".other.0123456789abcdef.part")]
+    for other in others:
+        other.mkdir()
+    with atomic.new_folder(tmp_path / "new") as part:
+        assert not left.exists() and part.parent == tmp_path
+        (part / "file").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"new", *(other.name for other in others)}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
+
+
+def test_a_folder_that_is_being_written_is_left_alone(tmp_path, tmp_path_factory) -> None:
+    child = Running(tmp_path_factory.mktemp("child"), _die_in_a_new_folder, tmp_path / "new", "")
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (theirs,) = tmp_path.glob(".new.*.part")
+        with atomic.new_folder(tmp_path / "new"):
+            assert (theirs / "weights").stat().st_size == 1000
+        assert theirs.exists()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    shutil.rmtree(tmp_path / "new")
+    with atomic.new_folder(tmp_path / "new"):
+        assert not theirs.exists()
+
+
+def test_a_block_that_fails_leaves_nothing(tmp_path) -> None:
+    with pytest.raises(KeyError), atomic.new_folder(tmp_path / "new") as part:
+        (part / "file").touch()
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").touch()
+    refused = pytest.raises(ValueError, match="out must be a new or empty folder")
+    with refused, atomic.new_folder(tmp_path / "new"):
+        pass
+
+
+def test_without_locks_folders_are_written_and_none_is_removed(tmp_path, monkeypatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = tmp_path / ".new.0123456789abcdef.part"
+    left.mkdir()
+    monkeypatch.setattr(atomic, "_lock", none)
+    with atomic.new_folder(tmp_path / "new") as part:
+        (part / "file").touch()
+    assert (tmp_path / "new" / "file").exists() and left.exists()
+
+
+def test_a_link_that_looks_like_such_a_folder_is_not_followed(tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    (tmp_path / ".new.0123456789abcdef.part").symlink_to(tmp_path / "mine")
+    with atomic.new_folder(tmp_path / "new"):
+        pass
+    assert (tmp_path / "mine" / "file").exists()

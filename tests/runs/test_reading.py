@@ -128,3 +128,14 @@ def test_what_a_file_does_not_hold_is_one_line(error, tmp_path):
     message = re.escape(f"a file in {tmp_path} does not hold")
     with pytest.raises(ValueError, match=message), reading.files_of(tmp_path):
         raise error("x")
+
+
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'{"a": [1]}'])
+def test_many_small_parts_are_refused_before_they_are_made(part, monkeypatch):
+    """An empty list is 3 bytes of text and 64 of memory."""
+    monkeypatch.setattr("l2r.runs.reading.MAX_PARTS", 100)
+    text = b'{"a": [' + b", ".join([part] * 101) + b"]}"
+    with pytest.raises(ValueError, match="more than 100 lists and objects"):
+        parse_json(text)
+    few = b'{"a": [' + b", ".join([part] * 40) + b'], "b": "' + b"[{" * 200 + b'"}'
+    assert len(parse_json(few)["a"]) == 40

@@ -15,6 +15,7 @@ from l2r.hf.checkpoints import (
     is_image_classifier,
     load_causal_lm,
     load_image_classifier,
+    token_ids,
 )
 from l2r.routers.offload import device_of
 from l2r.training import unseen_part
@@ -194,7 +195,7 @@ def rows_of_text(tokens: int, instances: int, length: int) -> tuple[int, int]:
 def _from_string(
     text: str, tokenizer: Any, instances: int, length: int, report: Callable[[str], None]
 ) -> Text:
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text, add_special_tokens=False)
     if len(ids) < MIN_TOKENS:
         raise ValueError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
     count, length = rows_of_text(len(ids), instances, length)

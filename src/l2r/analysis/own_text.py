@@ -15,6 +15,7 @@ from l2r.hf.checkpoints import (
     is_image_classifier,
     load_causal_lm,
     local_checkpoint,
+    token_ids,
 )
 from l2r.routers.offload import device_of
 from l2r.runs.text_routing import TextRouting
@@ -47,7 +48,7 @@ def route_text(
     )
     if tokenizer is None:
         raise ValueError(f"text needs a tokenizer to be read with; {checkpoint} has none")
-    rows = _passages(tokenizer(text)["input_ids"], model.config, say)
+    rows = _passages(token_ids(tokenizer, text), model.config, say)
     say(f"read {rows.numel():,} tokens of the text")
     trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
     device = device_of(model)

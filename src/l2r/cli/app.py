@@ -1,12 +1,14 @@
 """Assembles the commands and turns bad input into one line and exit code 2."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -15,7 +17,9 @@ from typer.main import get_command
 
 from l2r._version import __version__
 from l2r.cli.former import new_spelling
+from l2r.cli.output import echo
 from l2r.imports import MissingExtraError
+from l2r.runs.printable import printable
 
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
 # group of commands; heavy dependencies are imported inside the function.
@@ -76,38 +80,38 @@ def main(args: list[str] | None = None) -> NoReturn:
         os.environ.setdefault(name, value)
     words, group = sys.argv[1:] if args is None else args, get_command(build_app())
     try:
-        with _exit_on_sigterm():
+        with _exit_on_sigterm(), _printable_messages():
             code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
         if (new := new_spelling(words)) is not None:
-            typer.echo(f"error: {new}", err=True)
+            echo(f"error: {new}", err=True)
             sys.exit(2)
         path = "l2r" if where is None else where.command_path
         text = text.replace("Value error, ", "")  # pydantic's, of a choice
         line = f"error: {one_line(text).rstrip('.')}; see {path} --help"
-        typer.echo(line if words else text, err=True)
+        echo(line if words else text, err=True)
         sys.exit(2)
     except (ValueError, OSError, MemoryError, OverflowError, RecursionError) as error:
         if os.environ.get("L2R_TRACEBACK"):
             raise
-        typer.echo(f"error: {with_option(one_line(error), group, words)}", err=True)
+        echo(f"error: {with_option(one_line(error), group, words)}", err=True)
         sys.exit(2)
     except MissingExtraError as error:
-        typer.echo(f"error: {one_line(error)}", err=True)
+        echo(f"error: {one_line(error)}", err=True)
         sys.exit(2)
     except (RuntimeError, TypeError) as error:
         if not any(words in str(error) for words in _TOO_LARGE) or os.environ.get("L2R_TRACEBACK"):
             raise
-        typer.echo(f"error: a size is too large: {one_line(str(error).splitlines()[0])}", err=True)
+        echo(f"error: a size is too large: {one_line(str(error).splitlines()[0])}", err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        typer.echo(f"error: {missing_package(error)}", err=True)
+        echo(f"error: {missing_package(error)}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         code = 130
     if code == 130:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -131,6 +135,26 @@ def _exit_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _printable_messages() -> Iterator[None]:
+    """Log records and warnings of every library without what would steer a terminal."""
+    records, warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **fields: Any) -> logging.LogRecord:
+        made = records(*args, **fields)
+        with suppress(TypeError, ValueError):  # arguments that do not fit: logging says so
+            made.msg, made.args = printable(made.getMessage()), ()
+        return made
+
+    logging.setLogRecordFactory(record)
+    warnings.formatwarning = lambda *args, **named: printable(warning(*args, **named))
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(records)
+        warnings.formatwarning = warning
 
 
 def one_line(error: Exception | str) -> str:
@@ -162,5 +186,5 @@ def missing_package(error: ModuleNotFoundError) -> str:
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"l2r {__version__}")
+        echo(f"l2r {__version__}")
         raise typer.Exit

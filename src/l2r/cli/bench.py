@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from l2r.cli.options import AsJson, Device, Open, must_exist, out_option
+from l2r.cli.output import echo
 
 
 def bench(
@@ -66,9 +67,9 @@ def bench(
         changes = bench_changes(baseline, result)
         slower = [change for change in changes if change.regressed]
         for change in slower:
-            typer.echo(f"slower: {change}", err=as_json)
-        typer.echo(f"{len(slower)} of {len(changes)} ratios became slower", err=as_json)
+            echo(f"slower: {change}", err=as_json)
+        echo(f"{len(slower)} of {len(changes)} ratios became slower", err=as_json)
         if any(change.least_p >= REGRESSION_ALPHA for change in changes):
-            typer.echo("too few turns to detect a regression: give more --seconds", err=True)
+            echo("too few turns to detect a regression: give more --seconds", err=True)
         if slower:
             raise typer.Exit(1)

@@ -25,6 +25,7 @@ from l2r.cli.options import (
     check_one_source,
     read_text,
 )
+from l2r.cli.output import echo
 from l2r.runs.plain_json import plain_json
 
 
@@ -100,16 +101,16 @@ def check(
         findings = check_model(subject.model, batch, **weights, report=partial(bars, "checks"))
     count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
     if as_json:
-        typer.echo(plain_json([asdict(finding) for finding in findings]))
+        echo(plain_json([asdict(finding) for finding in findings]))
     else:
         faults, warnings = counted(count["fault"], "fault"), counted(count["warning"], "warning")
         rest = f"{count['skipped']} skipped, of {len(findings)} checks"
-        typer.echo(f"{checkpoint}: {faults}, {warnings}, {rest}")
+        echo(f"{checkpoint}: {faults}, {warnings}, {rest}")
         console = Console()
         for finding in findings:
             line = str(finding)  # one line each, which a terminal would break inside of words
             width = console.width if console.is_terminal else len(line)
-            typer.echo(fill(line, width, subsequent_indent=" " * 8))
+            echo(fill(line, width, subsequent_indent=" " * 8))
     if count["fault"]:
         raise typer.Exit(1)
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
@@ -19,8 +18,10 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from l2r.cli.output import echo
 from l2r.report.tables import NUMBER, Table
 from l2r.runs.plain_json import plain_json
+from l2r.runs.printable import printable
 
 _COLUMNS = 6
 _NAME = 20  # characters of a row's name that are not broken: a quarter of the usual width
@@ -34,7 +35,7 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
     or 80 characters; one that is too narrow for six has fewer, and no number is cut.
     """
     if as_json:
-        typer.echo(plain_json(table.records()))
+        echo(plain_json(table.records()))
         return
     console = Console(markup=False, emoji=False, highlight=False)
     for most in range(_COLUMNS, 1, -1):
@@ -43,7 +44,7 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
         if sum(column.least + _BETWEEN for column in columns) <= console.width:
             break
     if brief.verdict:
-        console.print(brief.verdict, end="\n\n")
+        console.print(printable(brief.verdict), end="\n\n")
     grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     narrow = sum(column.most + _BETWEEN for column in columns) > console.width
     for position, column in enumerate(columns):
@@ -61,7 +62,7 @@ def print_table(table: Table, *, as_json: bool = False) -> None:
         grid.add_row(*row)
     for part in (brief.title, grid, brief.caption):
         if part:
-            console.print(part)
+            console.print(printable(part) if isinstance(part, str) else part)
 
 
 @dataclass(frozen=True)
@@ -92,32 +93,32 @@ class _Column:
 
 
 def _columns(table: Table) -> list[_Column]:
-    cells = [[table.show(value) for value in row] for row in table.rows]
+    cells = [[printable(table.show(value)) for value in row] for row in table.rows]
     return [
-        _Column(name, tuple(row[at] for row in cells), at == 0)
+        _Column(printable(name), tuple(row[at] for row in cells), at == 0)
         for at, name in enumerate(table.columns)
     ]
 
 
 def print_text(text: str) -> None:
     """Print a sentence on standard output, broken between words."""
-    Console(markup=False, emoji=False, highlight=False).print(text)
+    Console(markup=False, emoji=False, highlight=False).print(printable(text))
 
 
 def print_pages(pages: Sequence[Path], *, show: bool = False, err: bool = False) -> None:
     """Name every page that was written, with its path; ``show`` opens the first in the browser."""
     for page in pages:
-        typer.echo(f"page: {page}", err=err)
+        echo(f"page: {page}", err=err)
     if show and pages and not webbrowser.open(pages[0].resolve().as_uri()):
-        typer.echo("no browser was found to open the page", err=True)
+        echo("no browser was found to open the page", err=True)
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
     """A bar on standard error for each name that is reported: (name, done, total, note)."""
     bars: dict[str, TaskID] = {}
-    name = TextColumn("{task.description}")
-    note = TextColumn("{task.fields[note]}")
+    name = TextColumn("{task.description}", markup=False)
+    note = TextColumn("{task.fields[note]}", markup=False)
     columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     hour = 3600.0  # seconds of which the speed is taken: a step may take minutes
     console = Console(stderr=True)
@@ -125,7 +126,7 @@ def progress_bars() -> Iterator[Callable[..., None]]:
 
         def report(name: str, done: int, total: int, note: str = "") -> None:
             if name not in bars:
-                bars[name] = progress.add_task(name, total=total, note=note)
-            progress.update(bars[name], completed=done, note=note)
+                bars[name] = progress.add_task(printable(name), total=total, note="")
+            progress.update(bars[name], completed=done, note=printable(note))
 
         yield report

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from l2r.cli.options import AsJson, at_least, data_option, must_exist, out_option, tokens_option
+from l2r.cli.output import echo
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def plan(
     print_table(_plan_table(chosen), as_json=as_json)
     if out is not None:
         write_plan(out, chosen)
-        typer.echo(f"wrote {out}", err=True)
+        echo(f"wrote {out}", err=True)
 
 
 def _hub_or_path(param: typer.CallbackParam, source: str) -> str:
@@ -124,11 +125,11 @@ def prepare(
             on_progress=watch,
         )
     for reason in manifests[TRAIN_PART].source["skipped"].values():
-        typer.echo(f"skipped: {reason}", err=True)
+        echo(f"skipped: {reason}", err=True)
     print_table(_token_table(manifests), as_json=as_json)
     for part, folder in split.folders(out).items():
         manifest = manifests[part]
-        typer.echo(
+        echo(
             f"{folder}: {manifest.tokens:,} tokens in {len(manifest.files)} files, "
             f"{manifest.tokenizer.dtype.name}, tokenizer {manifest.tokenizer.name}",
             err=as_json,
@@ -148,7 +149,7 @@ def tokenizer(
 
     Example: l2r data tokenizer --data my-text --out my-tokenizer --vocab-size 8000
     """
-    from l2r.runs.atomic import check_place
+    from l2r.runs.atomic import check_place, new_folder
     from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
 
     if out.exists():
@@ -156,10 +157,9 @@ def tokenizer(
     check_place(out)
     train, _ = split_corpus(CorpusOptions(str(data), vocab_size))
     texts = (text for domain in train.values() for text in domain)
-    _, identity = write_new_tokenizer(out, texts, vocab_size)
-    typer.echo(
-        f"{out}: {identity.vocab_size:,} tokens; use it with l2r data prepare --tokenizer {out}"
-    )
+    with new_folder(out) as part:
+        _, identity = write_new_tokenizer(part, texts, vocab_size)
+    echo(f"{out}: {identity.vocab_size:,} tokens; use it with l2r data prepare --tokenizer {out}")
 
 
 def _token_table(manifests: "dict[str, Manifest]") -> Table:

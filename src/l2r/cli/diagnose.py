@@ -26,6 +26,7 @@ from l2r.cli.options import (
     out_option,
     read_text,
 )
+from l2r.cli.output import echo
 from l2r.runs.plain_json import plain_json
 
 
@@ -196,7 +197,7 @@ def _own_text(
     page = write_text_page(routed, out / "text.html")
     if as_json:
         records = {name: own_text_records(routing) for name, routing in routed.items()}
-        typer.echo(plain_json(records))
+        echo(plain_json(records))
     else:
         for name, routing in routed.items():
             print_table(own_text_table(routing, name))

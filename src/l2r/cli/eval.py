@@ -25,6 +25,7 @@ from l2r.cli.options import (
     read_text,
     refuse_options,
 )
+from l2r.cli.output import echo
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
@@ -198,8 +199,8 @@ def _language(
         for task, result in results[name].items():
             if result.truncated:
                 cut = f"{result.truncated} contexts cut to the model's length"
-                typer.echo(f"{task}: {cut}", err=True)
-        typer.echo(f"wrote {folder / EVALUATION_FILE}", err=True)
+                echo(f"{task}: {cut}", err=True)
+        echo(f"wrote {folder / EVALUATION_FILE}", err=True)
     first, *others = results
     rows = {name: paper_row(tasks) for name, tasks in results.items()}
     table = downstream_table(
@@ -218,6 +219,6 @@ def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None
     with progress_bars() as bars:
         record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)
     for name in record["skipped"]:
-        typer.echo(f"skipped unreadable image {name}", err=True)
+        echo(f"skipped unreadable image {name}", err=True)
     print_table(images_table(record), as_json=as_json)
-    typer.echo(f"wrote {out / EVALUATION_FILE}", err=True)
+    echo(f"wrote {out / EVALUATION_FILE}", err=True)

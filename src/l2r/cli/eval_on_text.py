@@ -4,9 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from l2r.cli.experiment import say
+from l2r.cli.output import echo
 
 _FILES = 30  # more are not printed one by one
 
@@ -57,11 +56,11 @@ def evaluate_on_text(
                 **options,
             )
         results[name], losses[name] = scored, text_losses(scored)
-        typer.echo(f"wrote {written}", err=True)
+        echo(f"wrote {written}", err=True)
     read = next(iter(losses.values()))[ALL_FILES].tokens
     count = len({document.file for document in next(iter(results.values()))})
     line = read_line(read, count, count) if own is None else f"read {read:,} tokens of the text"
-    typer.echo(line, err=True)
+    echo(line, err=True)
     first, *others = results
     pairs = {
         f"{name} - {first}": text_differences(results[first], results[name]) for name in others
@@ -75,7 +74,7 @@ def evaluate_on_text(
             else {*files, *([ALL_FILES] if len(files) > 1 else [])}
         )
     if shown == {ALL_FILES}:
-        typer.echo(f"{len(files)} files, by file in what was written", err=True)
+        echo(f"{len(files)} files, by file in what was written", err=True)
 
     def records(of: Any) -> Any:
         return {

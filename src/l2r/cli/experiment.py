@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from l2r.cli.output import echo
+
 if TYPE_CHECKING:
     from l2r.studies import Cell, Outcome
 
@@ -97,7 +99,7 @@ def end(failed: dict[str, str], cells: "Sequence[Cell]") -> None:
 
 def say(line: str) -> None:
     """Print one line on standard error, apart from the results."""
-    typer.echo(line, err=True)
+    echo(line, err=True)
 
 
 def say_left_out(checkpoint: str, source: Path, new: Path) -> None:

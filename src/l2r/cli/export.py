@@ -15,6 +15,7 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
+from l2r.cli.output import echo
 
 
 def export(
@@ -96,14 +97,14 @@ def export(
         opens = f"{auto_class(model).__name__}.from_pretrained"
         call = f"{opens}({str(out)!r}, trust_remote_code=True)"
         say_left_out(checkpoint, source, out)
-        typer.echo(f"saved: {out}; load it with {call}")
+        echo(f"saved: {out}; load it with {call}")
         return
     model, tokenizer = load_causal_lm(folder, trust_remote_code=trust_remote_code)
     tolerance = PROGRAM_TOLERANCE if tolerance is None else tolerance
     agreement = export_program(
         model, out, form=form, tokenizer=tokenizer, tolerance=tolerance, sections=sections
     )
-    typer.echo(
+    echo(
         f"saved: {out}; logits differ by at most {agreement.difference:.2g} from the model's, "
         f"whose largest is {agreement.largest:.3g} (tolerance {tolerance:g} of that)"
     )

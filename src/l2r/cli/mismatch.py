@@ -25,6 +25,7 @@ from l2r.cli.options import (
     out_option,
     read_text,
 )
+from l2r.cli.output import echo
 from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
@@ -141,14 +142,14 @@ def mismatch(
     write_json(out / "mismatch.json", summary)
     page = write_mismatch(out / "index.html", result, name=name, against=against)
     if as_json:
-        typer.echo(plain_json(summary))
+        echo(plain_json(summary))
     else:
         from l2r.cli.console import print_table
 
-        typer.echo(verdict(result, against))
+        echo(verdict(result, against))
         for table in tables(result, against):
             print_table(table)
-    typer.echo(f"page: {page}", err=as_json)
+    echo(f"page: {page}", err=as_json)
 
 
 def _check(against: str | None, answers: Path | None, record: Path | None) -> None:

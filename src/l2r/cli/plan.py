@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from l2r.cli.options import AsJson, Changes, Recipe, tokens_option
+from l2r.cli.output import echo
 from l2r.runs.plain_json import plain_json
 
 
@@ -59,7 +60,7 @@ def plan(
         )
     records = plan_records(chosen, loaded, length)
     if as_json:
-        typer.echo(plain_json(records))
+        echo(plain_json(records))
         return
     for table in (memory_table(records), flops_table(records), scale_table(records)):
         print_table(table)

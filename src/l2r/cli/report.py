@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from l2r.cli.options import AsJson, Open, Runs, must_exist, out_option
+from l2r.cli.output import echo
 
 
 def report(
@@ -47,7 +48,7 @@ def report(
     runs = in_paper_order(found)
     speed = [bench_section(read_bench(file)) for file in bench or []]
     if watch:
-        typer.echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
+        echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
         for _ in runs[0].changes(interval):
             with files_of(folder):
                 write_report(runs, path, more=speed, reload=interval)

@@ -29,6 +29,7 @@ from l2r.cli.options import (
     refuse_options,
     tokens_option,
 )
+from l2r.cli.output import echo
 from l2r.report.tables import Table
 from l2r.runs.plain_json import plain_json
 
@@ -146,7 +147,7 @@ def swap(
         if copied:
             say(copied)
         say_left_out(checkpoint, checkpoint_folder(folder), out)
-        typer.echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
+        echo(f"saved: {out}; load it with {_opening(model, out)}", err=as_json)
 
 
 def _check(context: typer.Context, changes: Sequence[str], *, fit: bool, out: Path | None) -> None:
@@ -233,9 +234,9 @@ def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool
 
     if fitted is None:
         print_table(table, as_json=as_json)
-        typer.echo(f"warning: {UNTRAINED_WARNING}", err=True)
+        echo(f"warning: {UNTRAINED_WARNING}", err=True)
     elif as_json:
-        typer.echo(plain_json({"routers": table.records(), **asdict(fitted)}))
+        echo(plain_json({"routers": table.records(), **asdict(fitted)}))
     else:
         for shown in (table, *fit_tables(fitted, kind)):
             print_table(shown)

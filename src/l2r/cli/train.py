@@ -7,6 +7,7 @@ import typer
 
 from l2r.cli.experiment import check_inputs, say
 from l2r.cli.options import RECIPE, Changes, out_option
+from l2r.cli.output import echo
 
 
 def train(
@@ -25,7 +26,7 @@ def train(
 
     if list_:
         for name in recipe_names():
-            typer.echo(f"{name:40} {recipe_header(name).splitlines()[0]}")
+            echo(f"{name:40} {recipe_header(name).splitlines()[0]}")
         return
     if recipe is None:
         raise ValueError("RECIPE is missing; l2r train --list shows the packaged ones")
@@ -36,7 +37,7 @@ def train(
         check_inputs(recipe, changes or [])
     loaded = load_recipe(recipe, changes or [])
     if show:
-        typer.echo(dump_recipe(loaded), nl=False)
+        echo(dump_recipe(loaded), nl=False)
         return
     from l2r.training import train as run_training
 
@@ -47,7 +48,7 @@ def train(
         else f"stopped at step {result.step} of {result.steps}, saved; run it again to resume"
     )
     if result.first:
-        typer.echo(line)
+        echo(line)
     if result.finished:
         return
     raise typer.Exit(128 + (result.signal or 0))

@@ -34,8 +34,8 @@ def write_explorer(
         "diverging": _DIVERGING,
         "rules": rules,
     }
-    below = section_html(figures)
+    below, drawing = section_html(figures)
     scores = ("explorer_scores",)
     return write_script_page(
-        path, "explorer", title=title, data=data, libraries=scores, figures=below
+        path, "explorer", title=title, data=data, libraries=scores, figures=below, drawing=drawing
     )

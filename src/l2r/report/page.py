@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from l2r.report.policy import policy, scripts_of
 from l2r.report.tables import Table, prose
 from l2r.report.verdicts import Verdict
 from l2r.runs.atomic import write_text
@@ -58,11 +59,12 @@ def write_page(
     )
     links = f"<nav>{links}</nav>" if len(sections) > 1 else ""
     view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+    body, scripts = section_html(sections)
     text = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{view}{again}"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{policy(scripts)}{view}{again}"
         f"<title>{html.escape(title)}</title><style>{style('theme')}{style('page')}</style></head>"
         f"<body><h1>{html.escape(title)}</h1>{_head(verdict)}<p>{prose(summary)}</p>{links}"
-        f"{section_html(sections)}</body></html>"
+        f"{body}</body></html>"
     )
     write_text(path, text)
     return path
@@ -80,9 +82,9 @@ def _head(verdict: Verdict | None) -> str:
     return f"<p class='verdict'>{prose(verdict.says)}</p><p class='cannot'>{cannot}</p>"
 
 
-def section_html(sections: Sequence[Section]) -> str:
-    """The sections as they stand in a page; the first figure brings plotly's script."""
-    body, script = "", True
+def section_html(sections: Sequence[Section]) -> tuple[str, list[str]]:
+    """The sections as they stand in a page, and their scripts; the first figure brings plotly's."""
+    body, script, scripts = "", True, list[str]()
     for number, section in enumerate(sections):
         body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
         body += f"<p>{prose(section.text)}</p>" if section.text else ""
@@ -99,8 +101,9 @@ def section_html(sections: Sequence[Section]) -> str:
                 figure = part.to_html(full_html=False, include_plotlyjs=script)
                 wide = part.layout.meta or 0  # pixels that it needs; a narrow page scrolls it
                 body += f"<div class='scroll'><div style='min-width:{wide}px'>{figure}</div></div>"
+                scripts += scripts_of(figure)
                 script = False
-    return body
+    return body, scripts
 
 
 def _key(key: Key) -> str:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from l2r.report.policy import policy
 from l2r.runs.atomic import write_text
 from l2r.runs.plain_json import plain_json
 
@@ -19,18 +20,25 @@ def write_script_page(
     data: dict[str, Any],
     libraries: Sequence[str] = (),
     figures: str = "",
+    drawing: Sequence[str] = (),
 ) -> Path:
-    """Write the page; ``libraries`` are scripts before its own, ``figures`` HTML below it."""
+    """Write the page; ``libraries`` are scripts before its own.
+
+    ``figures`` is HTML below it, ``drawing`` its scripts.
+    """
     parts = files("l2r.report")
 
     def read(file: str) -> str:
         return (parts / file).read_text(encoding="utf-8")
 
+    script = "".join(read(f"{file}.js") for file in ("script_page", *libraries, name))
     fill = {
+        # As it stands between the tags of script_page.html.
+        "/*POLICY*/": policy([f"\n{script}\n", *drawing]),
         "/*TITLE*/": html.escape(title),
         "/*STYLE*/": "".join(read(f"{file}.css") for file in ("theme", "script_page", name)),
         "/*DATA*/": plain_json(data, indent=None).replace("<", "\\u003c"),
-        "/*SCRIPT*/": "".join(read(f"{file}.js") for file in ("script_page", *libraries, name)),
+        "/*SCRIPT*/": script,
         "/*FIGURES*/": figures,
     }
     page = read("script_page.html").replace("/*BODY*/", read(f"{name}.html"))

@@ -1,9 +1,12 @@
 """A record of arrays as one .npz file, written whole or not at all."""
 
 import io
+import math
 import zlib
 from dataclasses import fields
+from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, ClassVar, Self
 from zipfile import BadZipFile, ZipFile
 
@@ -13,6 +16,34 @@ from jaxtyping import jaxtyped
 from l2r.runs.atomic import write_bytes
 
 _MAX_BYTES = 1 << 30  # unpacked: a page holds them all in memory, some of them twice
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+# RuntimeError: of an archive that is encrypted, or packed in a way that Python lacks.
+_UNREADABLE = (
+    OSError, ValueError, EOFError, BadZipFile, MemoryError, RuntimeError, zlib.error, LZMAError,
+)  # fmt: skip
+
+
+def parse_npy(content: bytes) -> np.ndarray:
+    """The array of a ``.npy`` file; no pickle is read.
+
+    Raises ValueError for anything else, and for a header that promises more or less than there is.
+    """
+    stream = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version not in _HEADERS:
+            raise ValueError(f"version must be 1.0 or 2.0; got {version}")
+        shape, by_columns, kind = _HEADERS[version](stream)
+    except (SyntaxError, TokenError, RecursionError, MemoryError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+    there, due = len(content) - stream.tell(), math.prod(shape) * kind.itemsize
+    if kind.hasobject or there != due:
+        raise ValueError(f"it must hold {due:,} bytes of {kind} {list(shape)}; got {there:,}")
+    order: Any = "F" if by_columns else "C"
+    return np.ndarray(shape, kind, content, stream.tell(), order=order).copy(order)
 
 
 class Arrays:
@@ -30,16 +61,16 @@ class Arrays:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read such a file. Raises ValueError when it is missing or another."""
+        names = {field.name for field in fields(cls)}
         try:
             with path.open("rb") as file, ZipFile(file) as archive:
-                unpacked = sum(part.file_size for part in archive.infolist())
-            if unpacked > _MAX_BYTES:
-                raise ValueError(f"its arrays must take at most {_MAX_BYTES:,} bytes")
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
-                arrays = dict(data)
-        except (OSError, ValueError, EOFError, BadZipFile, MemoryError, zlib.error) as error:
-            raise ValueError(f"cannot read {cls.what} from {path}: {error}") from error
-        names = {field.name for field in fields(cls)}
+                parts = {part.filename.removesuffix(".npy"): part for part in archive.infolist()}
+                if sum(part.file_size for part in archive.infolist()) > _MAX_BYTES:
+                    raise ValueError(f"its arrays must take at most {_MAX_BYTES:,} bytes")
+                arrays = {n: parse_npy(archive.read(parts[n])) for n in sorted(names & set(parts))}
+        except _UNREADABLE as error:
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"cannot read {cls.what} from {path}: {reason}") from error
         if names - set(arrays):
             missing = ", ".join(sorted(names - set(arrays)))
             raise ValueError(f"{path} holds no {cls.what}: {missing} missing")

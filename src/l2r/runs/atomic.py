@@ -6,6 +6,7 @@ name is replaced, not followed; what is opened in place (a log, a lock) must be 
 """
 
 import errno
+import glob
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -186,6 +187,59 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder; got {out}")
     check_place(out)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``out`` at the end of the block, if it ends well.
+
+    Raises ValueError when ``out`` holds something already.
+    """
+    check_new_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with naming(out), folder_beside(out) as part:
+        yield part
+        part.replace(out)
+
+
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A folder ``.NAME.….part`` next to a path for the block; what is left there goes at its end.
+
+    Those of processes that were killed before they could remove theirs go first: each is locked
+    while its process lives.
+    """
+    for former in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.part"):
+        if former.is_dir() and not former.is_symlink():
+            with suppress(OSError), _folder_lock(former):
+                remove(former)
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+        temporary.mkdir()
+        with ExitStack() as held:
+            try:
+                held.enter_context(_folder_lock(temporary))
+            except FileNotFoundError:  # another process took it for a killed one's
+                continue
+            except OSError:  # no locks here: then nothing is taken for a killed process's either
+                pass
+            try:
+                yield temporary
+            finally:
+                remove(temporary)
+            return
+
+
+@contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    """Lock a folder for the block; OSError where another has it, or where there are no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor)
+        folder.stat()  # gone, if another had it until now
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refuse_link(path: Path) -> None:

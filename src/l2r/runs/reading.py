@@ -16,6 +16,7 @@ from typing import Any
 
 MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
 MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
+MAX_PARTS = 1 << 22  # lists and objects of a JSON text: an empty one is 2 bytes there, 64 in memory
 MAX_VALUES = 100_000  # of a YAML file whose aliases are written out
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # how pointers begin; at most
 _NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
@@ -44,8 +45,8 @@ def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
     ``strict`` refuses what JSON has no meaning for: a name twice in one object, NaN, infinities.
     Raises ValueError, in one line that does not name the file.
     """
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        _check_parts(text)
     hooks: Any = {"object_pairs_hook": _unique, "parse_constant": _refused, "parse_float": _finite}
     try:
         value = json.loads(text.decode("utf-8-sig"), **(hooks if strict else {}))
@@ -63,6 +64,26 @@ def read_json(path: Path, *, strict: bool = True) -> dict[str, Any]:
         return parse_json(read_bytes(path), strict=strict)
     except ValueError as error:
         raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files beside an index of weights that its ``weight_map`` names, sorted.
+
+    Raises ValueError for an index without names, and for a name with a folder in it, which could
+    be of any file of the machine.
+    """
+    places = read_json(index, strict=False).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+        raise ValueError(f"{index} must have weight_map, an object of file names")
+    for name in places.values():
+        refuse_other_folders(name, index.name)
+    return [index.with_name(name) for name in sorted(set(places.values()))]
+
+
+def refuse_other_folders(name: str, where: str) -> None:
+    """Raise ValueError unless ``name``, given by ``where``, is that of a file beside it."""
+    if name in {"", ".", ".."} or any(sign in name for sign in "/\\\0"):
+        raise ValueError(f"{where} must name files of its folder; got {name!r:.80}")
 
 
 def parse_yaml(text: str | bytes) -> Any:
@@ -109,16 +130,18 @@ def files_of(folder: Path) -> Iterator[None]:
         raise ValueError(f"a file in {folder} does not hold what it should: {error!r}") from error
 
 
-def _depth(text: bytes) -> int:
-    """The deepest level of JSON text, read without a parser: theirs call themselves."""
-    level = deepest = 0
+def _check_parts(text: bytes) -> None:
+    """Refuse JSON text of too many levels or parts, without a parser: theirs call themselves."""
+    level = parts = 0
     for token in _NESTING.finditer(text):
         if token[0] in (b"[", b"{"):
-            level += 1
-            deepest = max(deepest, level)
+            level, parts = level + 1, parts + 1
+            if level > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+            if parts > MAX_PARTS:
+                raise ValueError(f"it has more than {MAX_PARTS:,} lists and objects")
         elif token[0] in (b"]", b"}"):
             level -= 1
-    return deepest
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

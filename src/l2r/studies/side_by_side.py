@@ -19,6 +19,7 @@ import torch
 from rich.progress import Progress, TaskID
 
 from l2r.machine import available_memory
+from l2r.runs.printable import printable
 from l2r.training import StopRequest, progress_bar, stop_on_signals
 
 _RUN_BYTES = 2**31  # of memory for each process; a run of the demo takes 0.9 GiB
@@ -176,7 +177,7 @@ class _Group:
         if kind == "report":
             self.report(*values)
         elif kind == "say":
-            progress.console.print(values[0], highlight=False)
+            progress.console.print(printable(values[0]), highlight=False, markup=False)
         elif kind == "bar":
             worker.bar = progress.add_task(self.jobs[job].label, total=values[0], numbers="")
         elif kind == "advance" and worker.bar is not None:

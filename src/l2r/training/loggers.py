@@ -6,10 +6,13 @@ wandb and trackio know a run by a key that its folder keeps, so that a resumed r
 
 import importlib.util
 import os
+import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from l2r.runs.folder import RunFolder
@@ -90,25 +93,44 @@ class Log:
 
 
 class _TensorBoard:
-    """TensorBoard with the two methods that the others' runs have."""
+    """An event file with the two methods that the others' runs have.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    Written in the calling thread: torch's SummaryWriter has one of its own, which prints a
+    traceback when the disk is full.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}"
+        self._file = (folder / f"{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}").open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        # Readers forget what an earlier process wrote from this step on.
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self._file.flush()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+            number = self._summary.Value(tag=tag, simple_value=value)
+            self._write(step=step, summary=self._summary(value=[number]))
+        self._file.flush()
 
     def finish(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def _tensorboard(run: RunFolder, step: int) -> _TensorBoard | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    if importlib.util.find_spec("tensorboard") is None:
         return None
-    return _TensorBoard(SummaryWriter(str(run.tensorboard), purge_step=step + 1))
+    return _TensorBoard(run.tensorboard, step + 1)
 
 
 def _wandb(run: RunFolder, key: str) -> Any:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from l2r.hf.checkpoints import new_folder, write_run_card
+from l2r.hf.checkpoints import write_run_card
 from l2r.hf.models import checkpoint_activations
-from l2r.runs.atomic import remove
+from l2r.runs.atomic import new_folder
 from l2r.runs.folder import RunFolder
 from l2r.training.checkpoint import load_checkpoint, save_checkpoint
 from l2r.training.claim import check_claim, claim_run, resumed
@@ -221,8 +221,6 @@ class _Trainer:
             torch.manual_seed(self.recipe.seed)
             model = self.task.build_model()
             model.load_state_dict(weights)
-            for stale in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed
-                remove(stale)
             with new_folder(folder) as part:
                 self.task.export(model, part)
             write_run_card(self.run, folder, model, averaged=folder == self.run.averaged_model)

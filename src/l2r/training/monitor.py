@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from l2r.runs.folder import RunFolder
+from l2r.runs.printable import printable
 from l2r.training.loggers import Log
 from l2r.training.ranks import Ranks
 
@@ -79,7 +80,7 @@ class Monitor:
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
-        self.progress.console.print(line, highlight=False)
+        self.progress.console.print(printable(line), highlight=False, markup=False)
 
 
 def progress_bar(*, show: bool, transient: bool = False) -> Progress:
@@ -88,10 +89,10 @@ def progress_bar(*, show: bool, transient: bool = False) -> Progress:
     transient: leave nothing behind at the end.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[numbers]}"),
+        TextColumn("{task.fields[numbers]}", markup=False),
         TimeRemainingColumn(),
     )
     console = Console(stderr=True, quiet=not show)

@@ -260,3 +260,15 @@ def test_a_rank_without_tokens_has_the_statistics_of_the_others(tmp_path):
             for part, values in alone.sums.items():
                 torch.testing.assert_close(reduced[part], values)
             assert torch.equal(sample["x"], alone.sample["x"])
+
+
+def test_a_router_that_gets_no_finite_input_is_named():
+    """Weights of 3e38 before it are finite, and what comes out of them is not."""
+    model = ours()
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight.fill_(3e38)
+        model.model.layers[0].mlp.experts.down_proj.fill_(3e38)
+    with pytest.raises(
+        ValueError, match=r"router .*layers\.\d.* gets no finite input on this data"
+    ):
+        collect_records(model, batches(1))

@@ -1,6 +1,8 @@
 """Answers of a server, written as vLLM writes them."""
 
+import base64
 import json
+import struct
 
 import pytest
 import torch
@@ -172,4 +174,70 @@ def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "answers.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match="must hold"):
+        read_answers(path, fingerprint_of(ours()))
+
+
+_BRACKETS = b"\x93NUMPY\x01\0" + struct.pack("<H", 9000) + b"(" * 9000
+_HUGE = b"\x93NUMPY\x01\0" + struct.pack("<H", 78) + (
+    b"{'descr': '<i8', 'fortran_order': False, 'shape': (2, 1000000000, 500000), }".ljust(77)
+    + b"\n"
+)  # fmt: skip
+
+
+def b64(content):
+    return base64.b64encode(content).decode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"logprobs": value} for value in ([1], 5, "x", {"token_logprobs": 5})),
+        {"logprobs": {"content": 5}},
+        *(
+            {"logprobs": {"token_logprobs": [v, 1, 1, 1, 1, 1]}}
+            for v in (1e300, True, "1", 10**400)
+        ),
+        {"routed_experts": b64(b"PK\x03\x04")},
+        {"routed_experts": b64(_BRACKETS)},
+        {"routed_experts": b64(_HUGE)},
+        {"routed_experts": b64(_HUGE.replace(b"<i8", b"|O8"))},
+        {"token_ids": [10**30]},
+        {"token_ids": [-1]},
+    ],
+)
+def test_an_odd_choice_is_refused_with_its_place(tmp_path, changes):
+    model = ours()
+    objects, _ = answers(model, batches(1)[0]["input_ids"])
+    objects[1]["choices"][0] |= changes
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join(map(json.dumps, objects)))
+    with pytest.raises(ValueError, match=r"answers.jsonl, answer 1: "):
+        read_answers(path, fingerprint_of(model))
+
+
+@pytest.mark.parametrize(
+    "answer", [{"choices": 5}, {"meta_info": 5}, {"meta_info": {}, "choices": 5}]
+)
+def test_an_odd_answer_is_refused_with_its_place(tmp_path, answer):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(answer))
+    with pytest.raises(ValueError, match=r"answers.jsonl, answer 0: "):
+        read_answers(path, fingerprint_of(ours()))
+
+
+@pytest.mark.parametrize("name", ["input_token_logprobs", "output_token_logprobs", "prompt_tokens"])
+def test_odd_fields_of_sglang_are_refused(tmp_path, name):
+    model = ours()
+    objects = sglang(model, batches(1)[0]["input_ids"])
+    objects[0]["meta_info"][name] = "x"
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(objects))
+    with pytest.raises(ValueError, match=r"answers.jsonl, answer 0: "):
+        read_answers(path, fingerprint_of(model))
+
+
+def test_lists_in_lists_are_refused(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="levels deep"):
         read_answers(path, fingerprint_of(ours()))

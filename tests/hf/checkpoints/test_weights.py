@@ -14,6 +14,7 @@ from transformers import ViTForImageClassification as ViT
 
 from l2r.hf.checkpoints import load_causal_lm, load_image_classifier, load_pretrained
 from l2r.hf.checkpoints.export import as_l2r_olmoe
+from l2r.hf.checkpoints.placement import weight_bytes
 from l2r.hf.checkpoints.pretrained import model_like
 from l2r.hf.models import (
     L2rOlmoeConfig,
@@ -337,3 +338,87 @@ def test_what_transformers_saved_loads_in_every_family(tmp_path, family):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert loaded(sample_tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "pickled", "nothing"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_labels": 10**7}, r"num_labels must be <= [\d,]+"),
+        ({"num_hidden_layers": 10**7}, r"num_hidden_layers must be <= [\d,]+"),
+        ({"vision_config": {"a": [{"depth": 10**6}]}}, "depth must be <= 2,000; got 1000000"),
+        ({"text_config": {"decoder_layers": 10**6}}, "decoder_layers must be <= 2,000; got 1000"),
+        ({"depths": [1, 10**6]}, "depths must be <= 2,000; got 1000000"),
+        ({"layer_types": ["a"] * 1_000_001}, "layer_types must have <= 1,000,000 entries; got"),
+        ({"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers must be <= 2,000; got"),
+    ],
+)  # fmt: skip
+def test_counts_are_refused_before_anything_is_built(
+    copied, values, message, stored, monkeypatch, unchecked
+):
+    """Also beside weights whose sizes are not known before they are read, or without weights."""
+    folder = copied("stock")
+    if stored != "safetensors":
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        if stored == "pickled":
+            torch.save(weights, folder / "pytorch_model.bin")
+    change_config(folder, **values)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder)
+
+
+def test_buffers_are_refused_that_no_model_has(tmp_path):
+    tiny_model(FAMILIES["glm4_moe"]).save_pretrained(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}
+    change_config(tmp_path, rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"config.json describes buffers of [\d,]+ numbers"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside/a.safetensors", "/a.safetensors", "..", "", "b/a", "b\\a"]
+)
+@pytest.mark.parametrize(
+    "index",
+    ["model.safetensors.index.json", "pytorch_model.bin.index.json", "x.safetensors.index.json"],
+)  # fmt: skip
+def test_an_index_names_files_of_its_folder_alone(copied, name, index):
+    folder = copied("stock")
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(outside / "a.safetensors")
+    (folder / index).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)})
+    )
+    change_config(folder, transformers_weights="x.safetensors.index.json")
+    with pytest.raises(ValueError, match=rf"{index} must name files of its folder; got"):
+        load_pretrained(folder)
+    if index != "x.safetensors.index.json":
+        with pytest.raises(ValueError, match=rf"{index} must name files of its folder; got"):
+            weight_files.files_of_weights(folder)
+    if index == "model.safetensors.index.json":
+        with pytest.raises(ValueError, match=rf"{index} must name files of its folder; got"):
+            weight_bytes(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"weight_map": 5}, {"weight_map": {"a": 5}}, {"weight_map": []}]
+)
+def test_an_index_without_names_is_refused(copied, content):
+    folder = copied("stock")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    for reads in (load_pretrained, weight_files.files_of_weights):
+        with pytest.raises(ValueError, match="weight_map"):
+            reads(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/a.safetensors", "a/b.safetensors"])
+def test_weights_that_the_configuration_names_are_of_its_folder(copied, name):
+    folder = copied("stock")
+    change_config(folder, transformers_weights=name)
+    with pytest.raises(ValueError, match="transformers_weights must name files of its folder; got"):
+        load_pretrained(folder)

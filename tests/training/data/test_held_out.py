@@ -1,13 +1,14 @@
 """Which files of a domain are held out: a property of their text, under every cut."""
 
 import hashlib
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from l2r.training.data.held_out import split_files
-from l2r.training.data.split import VALIDATION, Split
+from l2r.training.data.split import VALIDATION, Split, position
 
 CUTS = st.integers(20, 3000)
 SIZES = st.lists(st.integers(1, 400), min_size=2, max_size=60)
@@ -106,3 +107,48 @@ def test_version_1_holds_out_what_it_always_did(sizes, cut):
     else:
         with pytest.raises(ValueError, match="at least two different texts"):
             split_files(iter(files), cut, version=1)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("place", [None, 0.05, 0.5], ids=["any place", "all held out", "none"])
+def test_a_domain_of_any_size_is_split_in_the_memory_of_its_cut(version, place, monkeypatch):
+    """A file of 3 MB may unpack to gigabytes; texts beyond the cut are not kept."""
+    cut, size, count = 40_000, 10_000, 3000
+    if place is not None:  # nearly all on one side, where texts at its end go to the other
+        monkeypatch.setattr(
+            "l2r.training.data.held_out.position", lambda text: place + int(text[:8]) / 1e9
+        )
+    texts = ((f"{i}.txt", f"{i:08d}".ljust(size, "x")) for i in range(count))
+    tracemalloc.start()
+    train, validation = split_files(texts, cut, version=version)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(len(text) for _, text in train + validation) <= cut + size
+    # Two sides, each with what may have to go to the other one, where whole texts are kept.
+    assert peak < 4 * (cut + 2 * size) + (1 << 20) < size * count / 20
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=12), st.integers(2, 99))
+def test_the_split_is_that_of_all_texts_at_once(made, cut):
+    """Against the rule written out: held out is the lowest tenth, the lowest, never the highest."""
+    files = [(f"{i}.txt", str(number) * length) for i, (number, length) in enumerate(made)]
+    places = [(position(text), (name, text)) for name, text in files if text]
+    ends = [f([p for p, _ in places], default=0) for f in (min, max)]
+    held = [f for p, f in places if p == ends[0] or (p < 0.1 and p < ends[1])]
+    rest = [f for _, f in places if f not in held]
+    share = max(1, round(cut * 0.1))
+    wanted = []
+    for side, budget in ((rest, cut - share), (held, share)):
+        kept, left = [], budget
+        for name, text in sorted(
+            side, key=lambda f: hashlib.sha256(f"cut {f[0]}".encode()).digest()
+        ):
+            if left > 0:
+                kept.append((name, text[:left]))
+            left -= len(text)
+        wanted.append(kept)
+    if all(wanted):
+        assert split_files(iter(files), cut) == tuple(wanted)
+    else:
+        with pytest.raises(ValueError, match="at least two different texts"):
+            split_files(iter(files), cut)

@@ -3,12 +3,14 @@
 import gzip
 import io
 import json
+from contextlib import contextmanager
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from l2r.training.data.shards import BadShardError, open_shard, read_texts, shard_bytes
+from l2r.training.data.sources import text_documents
 
 TEXTS = [f"document {i} é\nline two " * 20 for i in range(300)]
 LINES = b"".join(
@@ -114,3 +116,74 @@ def test_the_stream_stays_open_for_whoever_opened_it(ending, documents, write_sh
 def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_is_its_character():
     lines = b'{"text": "a \\ud800 b"}\n{"text": "\\ud83d\\ude00"}\n'
     assert list(read_texts(io.BytesIO(lines), "x.jsonl")) == ["a \ufffd b", "\U0001f600"]
+
+
+@contextmanager
+def counted_memory():
+    """Memory of pyarrow inside of the block, with the largest that it took."""
+    before = pyarrow.default_memory_pool()
+    mine = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(mine)
+    yield mine
+    pyarrow.set_memory_pool(before)
+
+
+def repeated(text, rows, kind):
+    """A Parquet file that stores one text once and has it in every row."""
+    values = pyarrow.DictionaryArray.from_arrays([0] * rows, [text])
+    column = values if kind == "dictionary" else values.cast(kind)
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.table({"text": column})
+    parquet.write_table(table, sink, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_a_parquet_file_that_unpacks_to_a_thousand_times_its_size_is_read_in_parts(
+    kind, monkeypatch
+):
+    monkeypatch.setattr("l2r.training.data.shards._ROWS", 1 << 20)
+    text, rows = "a " * (1 << 18), 200
+    data = repeated(text, rows, kind)
+    assert len(data) < rows * len(text) / 1000
+    with counted_memory() as pool:
+        assert sum(read == text for read in read_texts(io.BytesIO(data), "a.parquet")) == rows
+    # The value of the dictionary, packed and unpacked, and two rows: 100 MB with all rows.
+    assert pool.max_memory() < 16 * len(text)
+
+
+def test_a_column_of_lists_is_refused_before_it_is_unpacked():
+    lists = pyarrow.array([[1.0] * 10**6] * 20)
+    data = parquet_bytes({"text": lists})
+    refused = r"document 1: column 'text' must be strings; got list"
+    with counted_memory() as pool, pytest.raises(BadShardError, match=refused):
+        list(read_texts(io.BytesIO(data), "a.parquet"))
+    assert pool.max_memory() < 10**6
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.gz", "a.json.zst", "a.parquet"])
+def test_a_document_that_is_too_large_is_refused_by_its_right_name(name, monkeypatch):
+    monkeypatch.setattr("l2r.training.data.shards.MAX_BYTES", 1000)
+    data = SHARDS.get(name, b"a" * 1001)
+    if name != "a.txt":
+        data = {"a.jsonl": bytes, "a.json.gz": gzip.compress, "a.json.zst": zstd}.get(
+            name, lambda _: parquet_bytes({"text": ["a" * 1001]})
+        )(b'{"text": "' + b"a" * 1001 + b'"}\n')
+    with pytest.raises(BadShardError, match=rf"shard {name}, document 1: .* at most 1,000 bytes"):
+        list(read_texts(io.BytesIO(data), name))
+
+
+def test_a_file_of_text_of_any_ending_has_the_same_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("l2r.training.data.shards.MAX_BYTES", 1000)
+    (tmp_path / "notes").write_text("a" * 1001)
+    with pytest.raises(BadShardError, match=r"notes must have at most 1,000 bytes"):
+        list(text_documents(tmp_path / "notes"))
+
+
+def test_want_of_memory_is_no_fault_of_the_shard(monkeypatch):
+    class Full(io.BytesIO):
+        def readline(self, *_):
+            raise MemoryError
+
+    with pytest.raises(MemoryError, match=r"shard a.jsonl needs more memory than there is, after"):
+        list(read_texts(Full(LINES), "a.jsonl"))

@@ -109,11 +109,11 @@ def test_what_comes_before_a_text(small_tokenizer, small):
     class Begins:
         bos_token_id, eos_token_id = 5, 6
 
-        def __call__(self, text):
+        def __call__(self, text, **_):
             return {"input_ids": [5, 9]}
 
     class Plain(Begins):
-        def __call__(self, text):
+        def __call__(self, text, **_):
             return {"input_ids": [9]}
 
     class Bare(Plain):
@@ -343,3 +343,11 @@ def test_a_model_that_gives_no_numbers_is_refused(small, rows):
         document_losses(small, rows, start=9, windows=Windows(8, 4), vocab_size=9)
     with pytest.raises(ValueError, match="batch_size must be >= 1; got 0"):
         document_losses(small, rows, start=0, windows=Windows(8, 4), vocab_size=9, batch_size=0)
+
+
+def test_a_file_is_read_up_to_the_limit(tmp_path):
+    """What comes after it costs no time, and need not even be whole."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\nnot JSON\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n' + '{"text": 5}\n' * 9)
+    assert [text for *_, text in Texts([tmp_path], 1)] == ["one", "three"]
+    assert Texts([tmp_path], 1).bytes == len("onethree")

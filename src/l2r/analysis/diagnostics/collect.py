@@ -167,6 +167,11 @@ class _Layer:
             raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
         num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
         sample = self.sample.gather()
+        if not sample["x"].isfinite().all(dim=1).any():
+            raise ValueError(
+                f"router {name} gets no finite input on this data; weights before it are too large "
+                "for their dtype"
+            )
         return LayerRecord(name, self.router, num_experts, reduced, sample, self.more, self.by_rows)
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:

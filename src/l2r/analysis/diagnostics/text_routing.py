@@ -18,6 +18,7 @@ from l2r.analysis.certificates.certify import certify_first
 from l2r.analysis.diagnostics.data_pass import Reading, Reducer
 from l2r.analysis.diagnostics.settings import TOKENS
 from l2r.analysis.diagnostics.streaming_sums import gaps
+from l2r.hf.checkpoints import token_ids, tokenizer_errors
 from l2r.routers import RouterOutput
 from l2r.routers.observe import find_routers
 from l2r.routers.offload import materialized
@@ -212,10 +213,11 @@ def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     if tokenizer is None:
         return [f" {number}" for number in ids]
     # Many tokenizers drop the space at the start of a text, so every token follows another.
-    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    before = token_ids(tokenizer, "a", add_special_tokens=False)
     decode = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    start = len(tokenizer.decode(before, **decode))
-    return [tokenizer.decode([*before, number], **decode)[start:] for number in ids]
+    with tokenizer_errors():
+        start = len(tokenizer.decode(before, **decode))
+        return [tokenizer.decode([*before, number], **decode)[start:] for number in ids]
 
 
 def _radius(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Float[Tensor, " T"], str]:

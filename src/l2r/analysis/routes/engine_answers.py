@@ -1,6 +1,5 @@
 """Answers of a server that say which experts their tokens took: vLLM's and SGLang's."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
+from l2r.runs.reading import parse_json
 
 _MEASURED = ("logprob", "expert")  # parts of the names of fields that hold measurements
+_MOST_IDS = 1 << 31  # as engines count them
+_LARGEST = torch.finfo(torch.float32).max
 _READ = {"logprobs", "routed_experts", "input_token_logprobs", "output_token_logprobs"}
 
 
@@ -49,7 +51,10 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
         try:
             read = _sglang if "meta_info" in answer else _vllm
             for choice in read(answer, fingerprint, prompt_start):
-                row = torch.tensor([*choice.prompt, *choice.tokens])
+                ids = [*choice.prompt, *choice.tokens]
+                if not 0 <= min(ids) <= max(ids) < _MOST_IDS:
+                    raise ValueError(f"token ids must be >= 0 and < 2^31; got {ids!s:.80}")
+                row = torch.tensor(ids)
                 if choice.routes.lengths.tolist() != [len(row)]:
                     raise ValueError(
                         f"routes must be of all tokens but the last: {len(row) - 1} are due; got "
@@ -67,7 +72,10 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
 
 
 def _vllm(answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int) -> Iterator[_Choice]:
-    for choice in answer.get("choices") or [{}]:
+    choices = answer.get("choices") or [{}]
+    if not isinstance(choices, list):
+        raise ValueError(f"choices must be a list; got {type(choices).__name__}")
+    for choice in choices:
         if not isinstance(choice, dict):
             raise ValueError(f"a choice must be an object; got {choice!r}")
         prompt: Any = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
@@ -80,9 +88,11 @@ def _vllm(answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int) -
                 f"{', '.join(choice) or 'nothing'}"
             )
         logs = choice.get("logprobs") or {}
-        given = logs.get("token_logprobs") or []
-        if logs.get("content"):  # of a chat
-            given = [_field(token, "logprob") for token in logs["content"]]
+        if not isinstance(logs, dict):
+            raise ValueError(f"logprobs must be an object or null; got {type(logs).__name__}")
+        given = _list(logs, "token_logprobs")
+        if content := _list(logs, "content"):  # of a chat
+            given = [_field(token, "logprob") for token in content]
         routes = from_vllm([experts], fingerprint, prompt_start=prompt_start)
         yield _Choice(prompt, tokens, given, routes)
 
@@ -92,8 +102,7 @@ def _sglang(
 ) -> Iterator[_Choice]:
     meta: Any = answer["meta_info"]
     tokens: Any = answer.get("output_ids")
-    before = _field(meta, "input_token_logprobs") or []
-    after = _field(meta, "output_token_logprobs") or []
+    before, after = _list(meta, "input_token_logprobs"), _list(meta, "output_token_logprobs")
     prompt: Any = [_item(entry, 1) for entry in before]
     whole = _field(meta, "prompt_tokens") in (None, len(prompt))
     if not whole or not _are_ids(prompt) or not _are_ids(tokens) or "routed_experts" not in meta:
@@ -109,8 +118,9 @@ def _sglang(
 
 def _next_log_probs(choice: _Choice, length: int) -> Float[Tensor, " S"]:
     given, tokens = choice.given, choice.tokens
-    if any(not isinstance(value, int | float | None) for value in given):
-        raise ValueError(f"log-probabilities must be numbers or null; got {given!s:.80}")
+    numbers = [value for value in given if value is not None]
+    if not all(type(value) in (int, float) and abs(value) <= _LARGEST for value in numbers):
+        raise ValueError(f"log-probabilities must be float32 numbers or null; got {given!s:.80}")
     if given and len(given) != len(tokens):
         raise ValueError(
             f"log-probabilities must be one per generated token, {len(tokens)}; got {len(given)}"
@@ -135,20 +145,30 @@ def _unread(answer: dict[str, Any]) -> set[str]:
 
 def _objects(path: Path) -> list[dict[str, Any]]:
     # Other ends of lines, U+2028 among them, may stand in a string of JSON.
-    text = path.read_text(encoding="utf-8").strip()
-    lines = [text] if text.startswith("[") else text.split("\n")
     try:
-        values = [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
+        text = path.read_bytes().strip()
+        if text.startswith(b"["):
+            values = parse_json(text, list, strict=False)
+        else:
+            lines = (line for line in text.split(b"\n") if line.strip())
+            values = [parse_json(line, strict=False) for line in lines]
+    except ValueError as error:
         raise ValueError(f"{path} must hold one JSON object a line: {error}") from error
-    flat = values[0] if text.startswith("[") else values
-    if not all(isinstance(value, dict) for value in flat):
+    if not all(isinstance(value, dict) for value in values):
         raise ValueError(f"{path} must hold JSON objects, one for each answer")
-    return flat
+    return values
 
 
 def _field(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, dict) else None
+
+
+def _list(part: Any, name: str) -> list[Any]:
+    """A field that is a list, null or not there."""
+    value = _field(part, name)
+    if not isinstance(value, list | None):
+        raise ValueError(f"{name} must be a list or null; got {type(value).__name__}")
+    return value or []
 
 
 def _item(entry: Any, place: int) -> Any:

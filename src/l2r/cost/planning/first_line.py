@@ -26,6 +26,7 @@ from l2r.hf.checkpoints import (
     load_config,
     load_tokenizer,
     meta_model,
+    token_ids,
     weight_files,
     weight_sizes,
 )
@@ -183,7 +184,7 @@ def rows_read(
     if text is None:
         return instances, length
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text, add_special_tokens=False)
     return rows_of_text(max(1, len(ids)), instances, length)
 
 
@@ -194,7 +195,7 @@ def reads_of_passages(
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(checkpoint, **trusted)
     config = load_config(checkpoint, **trusted)
-    return [Reads(*passages(max(1, len(tokenizer(text)["input_ids"])), config), 1)]
+    return [Reads(*passages(max(1, len(token_ids(tokenizer, text))), config), 1)]
 
 
 def reads_of_inputs(lengths: Sequence[int], at_once: int) -> list[Reads]:
@@ -219,7 +220,7 @@ def reads_of_text(
     sizes, done = list[int](), 0
     for _, _, text in texts:
         beginning = text[:_TEXT]
-        sizes.append(len(tokenizer(beginning, add_special_tokens=False, verbose=False).input_ids))
+        sizes.append(len(token_ids(tokenizer, beginning, add_special_tokens=False)))
         done += len(beginning.encode())
         if done >= _TEXT:
             break

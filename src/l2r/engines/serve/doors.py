@@ -56,14 +56,15 @@ class Doors:
             self._in_flight -= counted
 
     def _check(self, headers: Headers) -> None:
-        host = headers.get("host", "")
+        hosts = headers.getlist("host")
+        host = hosts[0] if len(hosts) == 1 else ""
         if not self._is_meant(_name(f"//{host}")):
             raise RequestError(
                 403, f"Host must be one of {sorted(self._hosts)}; got {host[:100]!r}"
             )
-        origin = headers.get("origin")
-        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            raise RequestError(403, f"Origin must be that of this server; got {origin[:100]!r}")
+        for origin in headers.getlist("origin"):
+            if origin.lower() not in (f"http://{host}", f"https://{host}"):
+                raise RequestError(403, f"Origin must be that of this server; got {origin[:100]!r}")
 
     def _is_meant(self, name: str | None) -> bool:
         if name is None:

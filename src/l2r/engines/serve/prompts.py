@@ -5,6 +5,7 @@ from typing import Any
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
+from l2r.hf.checkpoints import token_ids
 
 Prompt = tuple[list[int], int]  # token ids, and the most tokens that may follow
 
@@ -42,7 +43,10 @@ class Prompts:
     def _ids_of(self, text: str) -> list[int]:
         if not text:
             raise RequestError(400, "prompt must not be empty", param="prompt")
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+        try:
+            ids: list[int] = token_ids(self.tokenizer, text)
+        except ValueError as error:
+            raise RequestError(400, str(error), param="prompt") from None
         return ids
 
     def _chat(self, request: ChatRequest) -> list[int]:

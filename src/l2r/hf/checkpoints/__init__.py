@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
     from l2r.hf.checkpoints.folders import files_left_out as files_left_out
     from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
+    from l2r.hf.checkpoints.foreign_tokenizer import open_tokenizer as open_tokenizer
+    from l2r.hf.checkpoints.foreign_tokenizer import token_ids as token_ids
+    from l2r.hf.checkpoints.foreign_tokenizer import tokenizer_errors as tokenizer_errors
     from l2r.hf.checkpoints.hub import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.loading import FLOAT32 as FLOAT32
     from l2r.hf.checkpoints.loading import hugging_face_tokenizer as hugging_face_tokenizer
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.pretrained import load_pretrained as load_pretrained
     from l2r.hf.checkpoints.pretrained import meta_model as meta_model
     from l2r.hf.checkpoints.pretrained import model_like as model_like
-    from l2r.hf.checkpoints.pretrained import new_folder as new_folder
     from l2r.hf.checkpoints.pretrained import save_model as save_model
     from l2r.hf.checkpoints.programs import PROGRAM_FORMS as PROGRAM_FORMS
     from l2r.hf.checkpoints.programs import PROGRAM_TOLERANCE as PROGRAM_TOLERANCE

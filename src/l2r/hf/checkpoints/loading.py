@@ -15,6 +15,7 @@ from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
     has_tokenizer,
 )
+from l2r.hf.checkpoints.foreign_tokenizer import open_tokenizer
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained
@@ -114,13 +115,14 @@ def hugging_face_tokenizer(path: Path) -> Any:
         return _tokenizer(folder, trust_remote_code=False)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+        return open_tokenizer(lambda: PreTrainedTokenizerFast(tokenizer_file=str(file)))
     except Exception as error:  # tokenizers raises bare Exception for an unreadable file
         raise cannot_load("a tokenizer", file, error) from error
 
 
 def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        trusted = {"trust_remote_code": trust_remote_code}
+        return open_tokenizer(lambda: AutoTokenizer.from_pretrained(folder, **trusted))
     except Exception as error:  # of any kind, as for a model
         raise cannot_load("a tokenizer", folder, error) from error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
-from l2r.runs.reading import read_json
+from l2r.runs.reading import indexed_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -207,9 +207,6 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of weights in a folder: safetensors of the index, the one, or all, or pickles."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        content = read_json(index, strict=False)
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
-        return [folder / name for name in sorted(names) if (folder / name).is_file()]
+        return [file for file in indexed_files(index) if file.is_file()]
     every = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     return every or sorted(folder.glob("pytorch_model*.bin"))

@@ -3,8 +3,7 @@
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import Site, find_sites
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
 from l2r.routers.observe import more_inputs
-from l2r.runs.atomic import check_new_folder, copy_file, naming
+from l2r.runs.atomic import copy_file, new_folder
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -187,22 +186,6 @@ def _write_weights(model: Any, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, max_shard_size=_SHARD)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``out`` at the end of the block, if it ends well.
-
-    Raises ValueError when ``out`` holds something already.
-    """
-    check_new_folder(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    holder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
-    with naming(out), holder as temporary:
-        part = Path(temporary) / "part"
-        part.mkdir()
-        yield part
-        part.replace(out)
 
 
 def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l2r.hf.checkpoints.pretrained import new_folder
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
+from l2r.runs.atomic import new_folder
 
 PROGRAM_TOLERANCE = 1e-4  # of the largest logit
 _SHAPES = ((2, 7), (1, 1), (3, 50))  # rows and tokens that are compared; the first is traced

@@ -33,7 +33,7 @@ from l2r.hf.models.layouts import (
     unpack_before_calls,
 )
 from l2r.hf.models.opening import CODE, config_with_code
-from l2r.runs.reading import read_json
+from l2r.runs.reading import indexed_files, read_json, refuse_other_folders
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,10 +42,16 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_head
 _COUNTS = (  # 0 in models that have none
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_labels",
 )  # fmt: skip
+# Counts of lists and modules that transformers makes one by one: far above any model's, and built
+# in seconds. Token ids, widths and positions are none of them.
+_LAYER = re.compile(r"(^|_)(layers?|depths?|blocks|stages)$|^n(um)?_(\w+_)?layers")
+_COUNT = re.compile(rf"{_LAYER.pattern}|(^|_)(labels|experts|heads|codebooks|groups?)$")
+_MOST_LAYERS, _MOST_ENTRIES = 2_000, 1_000_000
 # Numbers of config.json's model to one in the files. A tied matrix is stored once and may be
 # counted twice; quantized files pack up to 16 parameters into an int32.
 _TIED, _PACKED = 2, 16
 _SPARE = 10**8  # below 400 MB more, loading goes on, so that the message names what is missing
+_BUFFERS = 10**9
 _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 _SHOWN = 3
 UNEVEN = "not those of whole experts"
@@ -110,10 +116,10 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     transformers makes lists and modules by their number: 10**9 layers would take minutes and all
     memory. Raises ValueError for a size that is too small or that the files cannot hold.
     """
-    shapes = _stored_shapes(folder)
-    if shapes is not None:
-        _check_fields(folder, shapes)
-    code = read_json(folder / "config.json", strict=False).get(CODE)
+    fields = read_json(folder / "config.json", strict=False)
+    _check_names(folder, fields)
+    _check_fields(fields, _stored_shapes(folder) or {})
+    code = fields.get(CODE)
     if code is not None:
         if not trust_remote_code:
             raise ValueError("trust_remote_code is off")
@@ -126,7 +132,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 def files_of_weights(folder: Path) -> list[Path]:
     """Files of weights that transformers reads in a folder, safetensors before pickles, or none.
 
-    Raises ValueError for an index that names a file of another folder.
+    Raises ValueError for an index without names or that names a file of another folder.
     """
     for one, index in (
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
@@ -135,11 +141,7 @@ def files_of_weights(folder: Path) -> list[Path]:
         if (folder / one).is_file():
             return [folder / one]
         if (folder / index).is_file():
-            names = sorted(set(read_json(folder / index)["weight_map"].values()))
-            for name in names:
-                if Path(name).name != name:
-                    raise ValueError(f"{index} must name files of its folder; got {name!r}")
-            return [folder / name for name in names]
+            return indexed_files(folder / index)
     return []
 
 
@@ -178,24 +180,49 @@ def _stored_shapes(folder: Path) -> Shapes | None:
     return shapes or None
 
 
-def _check_fields(folder: Path, shapes: Shapes) -> None:
-    numbers = _numbers(shapes)
-    config = read_json(folder / "config.json", strict=False)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    limits = {
-        **dict.fromkeys(_LAYERS, (1, len(shapes), "tensors")),
+def _check_names(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Refuse weights of other folders, which transformers reads where an index names them."""
+    for index in folder.glob("*.index*.json"):
+        indexed_files(index)
+    named = fields.get("transformers_weights")
+    if named is not None:
+        refuse_other_folders(str(named), "transformers_weights")
+
+
+def _check_fields(fields: Mapping[str, Any], shapes: Shapes) -> None:
+    """Refuse sizes in config.json that the files cannot hold, or that no model has."""
+    numbers, tensors = _numbers(shapes), len(shapes)
+    stored = {
+        **dict.fromkeys(_LAYERS, (1, tensors, "tensors")),
         **dict.fromkeys(_WIDTHS, (1, numbers, "numbers")),
         **dict.fromkeys(_COUNTS, (0, numbers, "numbers")),
     }
-    for part in parts:
-        for field, (least, most, unit) in limits.items():
+    for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
+        for field, (least, most, unit) in stored.items():
             value = part.get(field)
-            if not isinstance(value, int):
+            if not isinstance(value, int) or not shapes:
                 continue
             if value < least:
                 raise ValueError(f"{field} must be >= {least}; got {value}")
             if value > most:
                 raise ValueError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
+    _check_counts("", fields)
+
+
+def _check_counts(name: str, value: Any) -> None:
+    """Refuse counts and lists, at any depth, that take long to build, whatever is stored."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_counts(key, part)
+    elif isinstance(value, list):
+        if len(value) > _MOST_ENTRIES:
+            raise ValueError(f"{name} must have <= {_MOST_ENTRIES:,} entries; got {len(value)}")
+        for part in value:
+            _check_counts(name, part)
+    elif isinstance(value, int) and _COUNT.search(name):
+        most = _MOST_LAYERS if _LAYER.search(name) else _MOST_ENTRIES
+        if value > most:
+            raise ValueError(f"{name} must be <= {most:,}; got {value}")
 
 
 def on_meta(architecture: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -219,6 +246,9 @@ def _check_parameters(
             f"config.json describes {parameters:,} parameters, and the files hold "
             f"{_numbers(shapes):,} numbers"
         )
+    buffers = sum(buffer.numel() for buffer in model.buffers())
+    if buffers > _BUFFERS + parameters:  # masks and positions, which no file has
+        raise ValueError(f"config.json describes buffers of {buffers:,} numbers")
 
 
 def _numbers(shapes: Shapes) -> int:

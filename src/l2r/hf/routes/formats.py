@@ -20,6 +20,7 @@ from torch import Tensor
 from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.fingerprint import Fingerprint
 from l2r.hf.routes.routes import Routes, Side
+from l2r.runs.arrays import parse_npy
 
 _TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
@@ -244,9 +245,8 @@ def _npy(value: str | bytes | np.ndarray) -> np.ndarray:
         return value
     try:
         content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
-        array: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
-        return array
-    except (ValueError, TypeError, EOFError, OSError) as error:
+        return parse_npy(content)
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"routed_experts of vLLM must be base64 of a .npy file: {error}"
         ) from error

@@ -8,13 +8,12 @@ models with a tokenizer of their own the held-out text is kept by itself, in a f
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l2r.runs.atomic import write_json
+from l2r.runs.atomic import folder_beside, write_json
 from l2r.runs.cache import cache_folder
 from l2r.training.data.held_out import NEWEST, Texts, split_files
 from l2r.training.data.new_tokenizer import write_new_tokenizer
@@ -83,8 +82,7 @@ def build_corpus(
     target = _folder(cache, options)
     if not (target / "corpus.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
-            folder = Path(temporary) / "corpus"
+        with folder_beside(target) as folder:
             _build(folder, options, report)
             try:
                 folder.rename(target)

@@ -6,7 +6,10 @@ the cut, is kept for the runs and the registered studies that were made with it.
 """
 
 import hashlib
+import heapq
+import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from l2r.training.data.split import position
 
@@ -39,29 +42,103 @@ def split_files(
     return train, validation
 
 
+class _Named(NamedTuple):
+    """rank: of the text in a cut, the first the largest. length: of the whole text."""
+
+    rank: tuple[int, int]
+    name: str
+    text: str
+    length: int
+
+
+class _Cut:
+    """Texts in hash order until ``characters`` are reached, so that a cut domain stays mixed.
+
+    No more than that is ever kept, and one text, however many are added.
+    """
+
+    def __init__(self, characters: int) -> None:
+        self._characters = characters
+        self._length = 0
+        self.kept: list[_Named] = []
+
+    def add(self, one: _Named) -> None:
+        heapq.heappush(self.kept, one._replace(text=one.text[: max(0, self._characters)]))
+        self._length += one.length
+        while self.kept and self._length - self.kept[0].length >= self._characters:
+            self._length -= heapq.heappop(self.kept).length
+
+    def texts(self) -> Texts:
+        texts, left = [], self._characters
+        for _, name, text, length in sorted(self.kept, reverse=True):
+            texts.append((name, text[:left]))
+            left -= length
+        return texts
+
+
+class _Side:
+    """Texts of one side of a split, of which those at one end may have to go to the other side.
+
+    budgets: characters of this side and of the other. end: -1, the lowest place, or 1, the highest.
+    """
+
+    def __init__(self, budgets: tuple[int, int], end: int) -> None:
+        self._own, self._any = budgets[0], max(budgets)
+        self._sign, self._place = end, -math.inf
+        self._end, self._rest = _Cut(self._any), _Cut(self._own)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._place == -math.inf
+
+    def add(self, place: float, one: _Named) -> None:
+        if self._sign * place > self._place:
+            former, self._end = self._end, _Cut(self._any)
+            self._place = self._sign * place
+            for text in former.kept:
+                self._rest.add(text)
+        (self._end if self._sign * place == self._place else self._rest).add(one)
+
+    def all(self) -> Texts:
+        """Texts of this side, those at the end too."""
+        for text in self._end.kept:
+            self._rest.add(text)
+        return self._rest.texts()
+
+    def parted(self, characters: int) -> tuple[Texts, Texts]:
+        """Texts that stay, and those at the end, cut to the other side's characters."""
+        given = _Cut(characters)
+        for text in self._end.kept:
+            given.add(text)
+        return self._rest.texts(), given.texts()
+
+
 def _split_before_cut(files: Iterable[tuple[str, str]], characters: int) -> tuple[Texts, Texts]:
-    places = [(position(text), name, text) for name, text in files if text.strip()]
-    lowest, highest = min(places, default=(0.0,))[0], max(places, default=(0.0,))[0]
-    train: Texts = []
-    validation: Texts = []
-    for place, name, text in places:
-        held = place == lowest or (place < HELD_OUT and place < highest)
-        (validation if held else train).append((name, text))
     share = max(1, round(characters * HELD_OUT))
-    return list(_cut(train, characters - share)), list(_cut(validation, share))
+    low, high = _Side((share, characters - share), 1), _Side((characters - share, share), -1)
+    for one in _named(files):
+        place = position(one.text)
+        if one.text.strip():
+            (low if place < HELD_OUT else high).add(place, one)
+    if low.is_empty:
+        return high.parted(share)
+    if high.is_empty:
+        validation, train = low.parted(characters - share)
+        return train, validation
+    return high.all(), low.all()
 
 
 def _split_after_cut(files: Iterable[tuple[str, str]], characters: int) -> tuple[Texts, Texts]:
     """Version 1: every tenth file of the cut, in the order of a hash of its name."""
-    ranked = sorted(_cut(files, characters), key=lambda f: hashlib.sha256(f[0].encode()).digest())
+    cut = _Cut(characters)
+    for one in _named(files):
+        cut.add(one)
+    ranked = sorted(cut.texts(), key=lambda f: hashlib.sha256(f[0].encode()).digest())
     held_out = max(1, len(ranked) // 10)
     return ranked[held_out:], ranked[:held_out]
 
 
-def _cut(files: Iterable[tuple[str, str]], characters: int) -> Iterator[tuple[str, str]]:
-    """Files in hash order until ``characters`` are reached, so that a cut domain stays mixed."""
-    for name, text in sorted(files, key=lambda f: hashlib.sha256(f"cut {f[0]}".encode()).digest()):
-        if characters <= 0:
-            return
-        yield name, text[:characters]
-        characters -= len(text)
+def _named(files: Iterable[tuple[str, str]]) -> Iterator[_Named]:
+    for number, (name, text) in enumerate(files):
+        digest = hashlib.sha256(f"cut {name}".encode()).digest()
+        yield _Named((-int.from_bytes(digest), -number), name, text, len(text))

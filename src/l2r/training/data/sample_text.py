@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.hf.checkpoints import token_ids
 from l2r.training.data.corpus import CorpusOptions, split_documents
 from l2r.training.data.rows import spread_evenly
 
@@ -146,7 +147,7 @@ def _token_ids(tokenizer: Any, text: str, characters: int) -> Iterator[list[int]
     """Token ids of a text in parts, so that a long one is read as far as it is needed."""
     done = 0
     while True:
-        ids = tokenizer(text[:characters], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = token_ids(tokenizer, text[:characters], add_special_tokens=False)
         is_cut = characters < len(text)
         end = max(done, len(ids) - _EDGE) if is_cut else len(ids)
         yield ids[done:end]

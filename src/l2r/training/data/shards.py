@@ -18,10 +18,16 @@ BinaryFile = Any
 # A number for errors, and the document: as it stands in its line, or read.
 Documents = Iterator[tuple[int, Any]]
 TEXT_FILES = "*.txt"
+_ROWS = 1 << 28  # bytes of Parquet's rows that are held at a time, by the sizes that the file gives
+_MOST_ROWS = 256  # rows that are held at a time
 
 
 class BadShardError(ValueError):
     """A shard that is truncated, corrupt or of another schema; the message names it."""
+
+
+class _RefusedDocumentError(ValueError):
+    """A document that no reader takes, in a file that is whole."""
 
 
 def open_shard(url: str) -> BinaryFile:
@@ -67,6 +73,15 @@ def plain_text(data: bytes, name: str) -> str:
     )
 
 
+def read_text_file(path: Path) -> str:
+    """The text of a file of any ending. Raises BadShardError for no text, and too much of it."""
+    with path.open("rb") as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise BadShardError(f"text {path} must have at most {MAX_BYTES:,} bytes; split it")
+    return plain_text(data, str(path))
+
+
 def read_texts(stream: BinaryFile, name: str) -> Iterator[str]:
     """Texts of a shard's documents, in order; see :func:`read_numbered`."""
     return (text for _, text in read_numbered(stream, name))
@@ -76,7 +91,8 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
     """Line (or row, from 1) and text of a shard's documents, in order; 0 for a file of text.
 
     ``name`` gives the format and names the shard in errors. Empty lines are passed over. Raises
-    BadShardError when the shard is truncated, corrupt, empty or lacks ``text``.
+    BadShardError when the shard is truncated, corrupt, empty or lacks ``text``, and MemoryError,
+    which names the shard too.
     """
     reader = next((read for suffix, read in _READERS.items() if name.endswith(suffix)), None)
     if reader is None:
@@ -95,10 +111,15 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
             count += 1
     except BadShardError:
         raise
+    except _RefusedDocumentError as error:
+        raise BadShardError(f"shard {name}, document {count + 1}: {error}") from error
     except KeyError as error:
         columns = str(error.args[0])
         raise BadShardError(f"shard {name}: no column 'text'; it has {columns}") from error
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, MemoryError) as error:
+    except MemoryError as error:  # no fault of the shard, which must not be skipped for it
+        reason = f"shard {name} needs more memory than there is, after document {count}"
+        raise MemoryError(reason) from error
+    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise BadShardError(
             f"shard {name} is truncated or corrupt after document {count}: {place}{reason}"
@@ -133,10 +154,12 @@ class _TextFiles:
         self._read = 0
         self.name = str(folder / TEXT_FILES)  # of the file that was read last
 
-    def read(self) -> bytes:
-        """Bytes of the next file that is not empty; none at the end."""
+    def read(self, size: int = MAX_BYTES + 1) -> bytes:
+        """Bytes of the next file that is not empty, at most ``size``; none at the end."""
         for path in self._files:
-            if data := path.read_bytes():
+            with path.open("rb") as file:
+                data = file.read(size)
+            if data:
                 self._read += len(data)
                 self.name = str(path)
                 return data
@@ -154,10 +177,11 @@ class _TextFiles:
 
 
 def _whole_files(stream: BinaryFile) -> Documents:
-    data = stream.read()  # of a file without text, too
+    data = stream.read(MAX_BYTES + 1)  # of a file without text, too
     while True:
+        _refuse_larger(len(data))
         yield 0, {"text": plain_text(data, str(getattr(stream, "name", "from its URL")))}
-        if not (data := stream.read()):
+        if not (data := stream.read(MAX_BYTES + 1)):
             return
 
 
@@ -165,10 +189,14 @@ def _lines(stream: Any) -> Documents:
     number = 0
     while line := stream.readline(MAX_BYTES + 1):
         number += 1
-        if len(line) > MAX_BYTES:
-            raise ValueError(f"a document must have at most {MAX_BYTES:,} bytes")
+        _refuse_larger(len(line))
         if line.strip():
             yield number, line
+
+
+def _refuse_larger(size: int) -> None:
+    if size > MAX_BYTES:
+        raise _RefusedDocumentError(f"a document must have at most {MAX_BYTES:,} bytes; split it")
 
 
 def _gzip_lines(stream: BinaryFile) -> Documents:
@@ -200,17 +228,36 @@ def _zstd_lines(stream: BinaryFile) -> Documents:
 
 
 def _parquet_rows(stream: BinaryFile) -> Documents:
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     row = 0
     with parquet.ParquetFile(stream) as file:
         names = file.schema_arrow.names
         if "text" not in names:
             raise KeyError(", ".join(names))
-        for batch in file.iter_batches(batch_size=256, columns=["text"]):
-            for document in batch.to_pylist():
-                row += 1
-                yield row, document
+        kind = file.schema_arrow.field("text").type
+        is_dictionary = types.is_dictionary(kind)
+        kind = kind.value_type if is_dictionary else kind
+        if types.is_nested(kind):  # of which a row may stand for any number of values
+            raise _RefusedDocumentError(f"column 'text' must be strings; got {kind}")
+        for group in range(file.num_row_groups):
+            # A value that is stored once may stand in every row, and unpacks in each.
+            largest = max(1, _text_bytes(file.metadata.row_group(group)))
+            count = _MOST_ROWS if is_dictionary else min(max(1, _ROWS // largest), _MOST_ROWS)
+            options = {"batch_size": count, "columns": ["text"], "use_threads": False}
+            for batch in file.iter_batches(row_groups=[group], **options):
+                for value in batch.column(0):
+                    row += 1
+                    text = value.value if is_dictionary and value.is_valid else value
+                    if text.is_valid and hasattr(text, "as_buffer"):
+                        _refuse_larger(text.as_buffer().size)
+                    yield row, {"text": text.as_py()}
+
+
+def _text_bytes(group: Any) -> int:
+    """Unpacked size of the column ``text`` of a row group: of one value, where others repeat it."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == "text")
 
 
 # By ending; the first match reads the shard.

@@ -16,7 +16,7 @@ from pathlib import Path
 from l2r.runs.reading import refuse_pointer
 from l2r.training.data.held_out import NEWEST
 from l2r.training.data.near_copies import without_near_copies
-from l2r.training.data.shards import TEXT_SUFFIXES, open_shard, plain_text, read_numbered
+from l2r.training.data.shards import TEXT_SUFFIXES, open_shard, read_numbered, read_text_file
 
 Files = Iterator[tuple[str, str]]
 _GENERATED = "encodings/"  # tables of characters that differ in a few of them
@@ -65,14 +65,21 @@ def text_documents(path: Path) -> Iterator[tuple[str, str]]:
     Raises ValueError, in one line with file and line, for a missing path, a folder without text,
     and what cannot be read.
     """
+    for _, documents in documents_by_file(path):
+        yield from documents
+
+
+def documents_by_file(path: Path) -> Iterator[tuple[str, Files]]:
+    """Name of every file as in its documents', and these; see :func:`text_documents`."""
     if path.is_dir():
         files = _files_below(path)
         if not files:
             raise _no_text(path)
         for file in files:
-            yield from _documents(file, file.relative_to(path).as_posix())
+            name = file.relative_to(path).as_posix()
+            yield name, _documents(file, name)
     elif path.is_file():
-        yield from _documents(path, path.name)
+        yield path.name, _documents(path, path.name)
     else:
         raise ValueError(f"text must be a file or a folder; got {path}")
 
@@ -160,7 +167,7 @@ def _documents(file: Path, label: str) -> Files:
     """Documents of a file; ``label`` is its name in theirs."""
     refuse_pointer(file)
     if not file.name.endswith(TEXT_SUFFIXES):
-        yield label, plain_text(file.read_bytes(), str(file))
+        yield label, read_text_file(file)
         return
     with open_shard(str(file)) as stream:
         for line, text in read_numbered(stream, str(file)):

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from l2r.hf.checkpoints import open_tokenizer
 from l2r.runs.atomic import write_bytes, write_json
 from l2r.runs.reading import file_sha256, read_json
 from l2r.training.data.manifest import TokenizerIdentity
@@ -49,7 +50,7 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
     name = OLMOE_TOKENIZER if path is None else Path(path).resolve().name
     file = _tokenizer_file(path)
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = open_tokenizer(lambda: Tokenizer.from_file(str(file)))
     except Exception as error:  # tokenizers raises bare Exception for an unreadable file
         raise ValueError(f"{file} is not a tokenizer: {' '.join(str(error).split())}") from error
     tokenizer.no_truncation()

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from l2r.hf.checkpoints import tokenizer_errors
 from l2r.training.data.manifest import TokenFile, TokenizerIdentity
 from l2r.training.data.shards import BadShardError, BinaryFile, open_shard, read_texts
 from l2r.training.data.split import Split
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
+_CHARACTERS_PER_BATCH = 1 << 24  # and no more text than that, but for the last document
 _POLL_SECONDS = 0.2
 
 
@@ -85,18 +86,29 @@ class _Worker(NamedTuple):
         """Part and token ids of a shard's documents, tokenized in batches."""
         texts = read_texts(stream, task.file)
         tokens, reported = 0, time.monotonic()
-        while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
+        while batch := _next_batch(texts):
             if self.stop.value:
                 raise InterruptedError(f"stopped while reading {task.file}")
             parts = [(part, text) for text in batch if (part := self.split.part(text)) is not None]
             kept = [text for _, text in parts]
-            encodings = self.tokenizer.encode_batch_fast(kept, add_special_tokens=False)
+            with tokenizer_errors():
+                encodings = self.tokenizer.encode_batch_fast(kept, add_special_tokens=False)
             for (part, _), encoding in zip(parts, encodings, strict=True):
                 tokens += len(encoding.ids) + 1
                 yield part, encoding.ids
             if time.monotonic() - reported > _POLL_SECONDS:
                 self.reports.put((task.name, stream.tell(), tokens))
                 reported = time.monotonic()
+
+
+def _next_batch(texts: Iterator[str]) -> list[str]:
+    batch, characters = list[str](), 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == _DOCUMENTS_PER_BATCH or characters >= _CHARACTERS_PER_BATCH:
+            break
+    return batch
 
 
 _worker: _Worker

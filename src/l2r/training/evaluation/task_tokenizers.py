@@ -5,6 +5,8 @@ from typing import Any
 
 from olmo_eval import HFTokenizer, Tokenizer
 
+from l2r.hf.checkpoints import token_ids, tokenizer_errors
+
 _OLMOE_VOCABULARY = range(50280, 50305)  # 50,280 entries; OLMoE's embedding is padded to 50,304
 
 
@@ -18,7 +20,7 @@ class TaskTokenizer(Tokenizer):
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         bos = tokenizer.bos_token_id
-        starts_with_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        starts_with_bos = bos is not None and token_ids(tokenizer, "a")[:1] == [bos]
         self._bos = bos if starts_with_bos else None
 
     @property
@@ -47,17 +49,16 @@ class TaskTokenizer(Tokenizer):
         self, inputs: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Token ids per text; ``add_special_tokens`` adds end-of-text."""
-        ids: list[list[int]] = self._tokenizer(list(inputs), add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = token_ids(self._tokenizer, list(inputs), add_special_tokens=False)
         return [[*row, self.eos_token_id] for row in ids] if add_special_tokens else ids
 
     def decode_batch(
         self, batch_token_ids: Sequence[Sequence[int]], skip_special_tokens: bool = True
     ) -> list[str]:
         """Texts of token ids."""
-        return [
-            self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-            for ids in batch_token_ids
-        ]
+        options = {"skip_special_tokens": skip_special_tokens}
+        with tokenizer_errors():
+            return [self._tokenizer.decode(ids, **options) for ids in batch_token_ids]
 
 
 def task_tokenizer(tokenizer: Any, *, vocab_size: int) -> Tokenizer:

@@ -7,7 +7,6 @@ resumes. ``evaluation/text-DIGEST.json`` has the numbers. DIGEST is of the text.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -26,14 +25,13 @@ from l2r.hf.checkpoints import (
 )
 from l2r.runs.atomic import append_text, make_folder, write_json, write_text
 from l2r.runs.reading import parse_json
-from l2r.training.data.sources import text_documents
+from l2r.training.data.sources import documents_by_file
 from l2r.training.evaluation.evaluation_settings import TextSettings
 from l2r.training.evaluation.text_loss import TextDocument, text_losses
 from l2r.training.evaluation.text_scoring import document_losses, read_tokens, start_token
 
 _PART = 1 << 20  # characters of text that are scored and kept together
 _OWN = "text"  # name of a text that no file has
-_LINE = re.compile(r":\d+$")  # text_documents names a file's documents FILE:LINE
 
 
 class Texts:
@@ -65,12 +63,9 @@ class Texts:
         if self.own is not None:
             yield _OWN, _OWN, self.own
         for name, path in self.paths.items():
-            read: dict[str, int] = {}
-            for document, text in text_documents(path):
-                inside = _LINE.sub("", document)
+            for inside, documents in documents_by_file(path):
                 file = f"{name}/{inside}" if path.is_dir() else name
-                read[file] = read.get(file, 0) + 1
-                if self.limit is None or read[file] <= self.limit:
+                for document, text in islice(documents, self.limit):
                     yield file, document, text
 
 

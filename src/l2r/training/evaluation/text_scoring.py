@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.hf.checkpoints import token_ids
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.training.evaluation.evaluation_settings import Windows
@@ -24,7 +25,7 @@ def start_token(tokenizer: Any, config: Any) -> int | None:
     document where documents are packed.
     """
     bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+    if bos is not None and token_ids(tokenizer, "a")[:1] == [bos]:
         return int(bos)
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
@@ -37,8 +38,8 @@ def read_tokens(tokenizer: Any, text: str, vocab_size: int) -> Tokens:
 
     Raises ValueError for ids outside the vocabulary.
     """
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    ids: list[int] = tokenizer(text, **options)["input_ids"]
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    ids: list[int] = token_ids(tokenizer, text, **options)
     if ids and max(ids) >= vocab_size:
         raise ValueError(
             f"token ids must be below the checkpoint's vocab_size {vocab_size}; got {max(ids)}"

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from l2r.hf.checkpoints import CheckpointCopy, load_pretrained
+from l2r.hf.models import layout_of
 from l2r.hf.swap import replace_routers
 from l2r.hf.swap.sites import router_sites
 from tests.hf.layouts import OPENED, folder_of, sample, save, stored, write
@@ -59,9 +60,12 @@ def test_a_swap_and_an_export_change_routers_and_nothing_else(l2r, tmp_path, nam
     ended = l2r("swap", folder, "rank=4", "heads=2", "--out", new)
     assert ended.code == 0, ended.err
     assert_only_routers_differ(folder, new)
+    name = layout_of(folder).name
+    assert f"{name} weights, copied as they are" in ended.err.splitlines()
     assert "compared byte by byte" in ended.err
     assert "unchanged, compared byte by byte" in (new / "README.md").read_text()
-    assert l2r("export", new, "--out", exported).code == 0
+    ended = l2r("export", new, "--out", exported)
+    assert ended.code == 0 and f"{name} weights, copied as they are" in ended.err.splitlines()
     assert raw(exported) == raw(new)
     assert_only_routers_differ(folder, exported)
     ids, code = sample(), {"trust_remote_code": True, "dtype": "auto"}

@@ -80,7 +80,7 @@ def export(
     if form == "hf":
         source = checkpoint_folder(folder)
         code: Any = {"trust_remote_code": trust_remote_code}
-        copy = CheckpointCopy.on_meta(folder, **code) if dtype == "auto" else None
+        copy = CheckpointCopy.on_meta(folder, say, **code) if dtype == "auto" else None
         if copy is not None:
             model, tokenizer = copy.model, load_tokenizer(folder, **code)
             check_parts(model, source, checkpoint)

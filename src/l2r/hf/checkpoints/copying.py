@@ -17,9 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from l2r.hf.checkpoints.folders import checkpoint_folder
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained, meta_model, save_model
-from l2r.hf.models.layouts import check_layout, check_version
+from l2r.hf.models.layouts import check_layout, check_version, layout_of
 from l2r.hf.models.opening import NeedsPackageAndCode, without_notes
-from l2r.hf.models.quantized import quantization_method
 from l2r.hf.models.stored_bytes import compare, described, stored_tensors, write_tensors
 from l2r.hf.models.stored_tensors import file_tensors, place_names
 from l2r.hf.models.weight_files import files_of_weights, named, refuse
@@ -70,19 +69,21 @@ class CheckpointCopy:
     ) -> "CheckpointCopy":
         """Open a folder or run with the model on torch's meta device, which holds shapes alone.
 
-        Tensors of routers are in memory, without their values. ``report`` takes a line on routers
-        that are in no table. Raises ValueError as ``load_pretrained``, and as ``router_sites`` for
-        an unknown family. Of quantized weights the names alone are read.
+        Tensors of routers are in memory, without their values; of quantized weights the names alone
+        are read. ``report`` takes a line on routers that are in no table, and one on quantized
+        weights. Raises ValueError as ``load_pretrained``, and as ``router_sites`` for an unknown
+        family.
         """
         folder = checkpoint_folder(folder)
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        if quantization_method(read_json(folder / "config.json", strict=False)):
+        if (layout := layout_of(folder)) is not None:
             names = [name for tensors in _tensors_by_file(folder).values() for name in tensors]
             try:
                 check_layout(folder, None, names)
                 check_version(name for name in names if ".experts." in name)
             except ValueError as error:
                 raise cannot_load("a language model", folder, error) from error
+            report(f"{layout.name} weights, copied as they are")
             model = meta_model(folder, **code)
         else:
             options: dict[str, Any] = {"device_map": "meta", "offload_folder": folder}

@@ -50,12 +50,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def copy_file(old: Path, new: Path) -> None:
-    """Copy the content of a file; an error of the new one's disk names neither of the two."""
+    """Copy the content of a file; an error of the disk names the new one."""
     try:
         shutil.copyfile(old, new)
     except OSError as error:
         if error.errno in _DISK:
-            raise OSError(error.errno, error.strerror) from error
+            raise OSError(error.errno, error.strerror, str(new)) from error
         raise
 
 
@@ -198,7 +198,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     check_new_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with naming(out), folder_beside(out) as part:
-        yield part
+        try:
+            yield part
+        except OSError as error:
+            there = Path(str(error.filename))
+            if not there.is_relative_to(part):
+                raise
+            file = str(out / there.relative_to(part))  # the user knows of no hidden folder
+            raise OSError(error.errno, error.strerror, file) from error
         part.replace(out)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2r import load_pretrained
 from tests.hf.layout_codes import from_nf4, nf4_scales
 from tests.hf.layouts import LAYOUTS, TEXT, folder_of, tokenizer
 from tests.system.cells import COMMANDS, LENGTH, NEAR, ROWS, RefusedError
@@ -40,6 +41,16 @@ class LayoutFolder:
     def model(self) -> Any:
         """Opened by transformers alone, in the dtypes of its file."""
         return opened(self.path, "auto")
+
+    @cached_property
+    def in_float32(self) -> Any:
+        """Opened by transformers alone in float32."""
+        return opened(self.path, torch.float32)
+
+    @cached_property
+    def ours(self) -> Any:
+        """Opened by `load_pretrained`, for functions that leave a model as it was."""
+        return load_pretrained(self.path, dtype="auto")
 
     @cached_property
     def read(self) -> tuple[torch.Tensor, list[Call]]:

@@ -11,7 +11,7 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.runs.diagnosis import read_diagnosis
 from tests.hf.families import LOOPED
 from tests.system import cells
-from tests.system.cells import OF_EACH_CONTRACT, READ, Cell, Folder, make_text, try_cell
+from tests.system.cells import OF_EACH_CONTRACT, READ, Cell, Folder, Folders, make_text, try_cell
 
 pytestmark = pytest.mark.usefixtures("coarse", "unchecked")
 
@@ -39,7 +39,8 @@ def text(tmp_path_factory):
 )
 def stock(request, text, tmp_path_factory):
     """A family's checkpoint and what transformers reads from it."""
-    return Folder(*request.param, "stock", tmp_path_factory.mktemp(request.param[0]), text)
+    others = Folders(tmp_path_factory.mktemp(request.param[0]), text)
+    return Folder(*request.param, "stock", others)
 
 
 def is_right(stock, command, **more):
@@ -54,7 +55,7 @@ def test_check_finds_no_fault(stock):
 
 def test_layers_in_a_loop_are_counted_and_have_no_routes(text, tmp_path):
     """Loads count every pass; what needs one route of each token says why it has none."""
-    looped = Folder(LOOPED[0], "bf16", "stock", tmp_path, text)
+    looped = Folder(LOOPED[0], "bf16", "stock", Folders(tmp_path, text))
     for command in ("diagnose_data", "diagnose_text", "mismatch_bf16", "record"):
         assert not is_right(looped, command)
     options = ("--certify", 0, "--text-tokens", 0, "--out", tmp_path / "c")

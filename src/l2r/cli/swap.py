@@ -174,21 +174,26 @@ def _open(
 ) -> tuple[Any, Any, Callable[..., str]]:
     """Model and tokenizer of a folder, and what saves the model and says what it has kept.
 
-    ``placement`` None: no weights are read, and the tokenizer is None. ``kept``: the model is to
+    ``placement`` None: no weights are read. ``kept``: the model is to
     be saved. ``trained``: with all of its weights, which have changed. Raises ValueError where a
     save would lose or round a tensor.
     """
-    from l2r.hf.checkpoints import CheckpointCopy, checkpoint_folder, load_model, save_model
+    from l2r.hf.checkpoints import (
+        CheckpointCopy,
+        checkpoint_folder,
+        load_model,
+        load_tokenizer,
+        save_model,
+    )
     from l2r.hf.models import check_parts, check_whole, check_whole_weights
     from l2r.hf.swap import select_sites
 
     source, code = checkpoint_folder(folder), {"trust_remote_code": trust_remote_code}
     if kept and trained:
         check_whole_weights(source, checkpoint)
-    tokenizer = None
     if placement is None:
         copy = CheckpointCopy.on_meta(folder, say, **code)
-        model = copy.model
+        model, tokenizer = copy.model, load_tokenizer(folder, **code)
     else:
         model, tokenizer = load_model(folder, placement=placement, **code)
         copy = CheckpointCopy(model, source)
@@ -203,7 +208,7 @@ def _open(
         if trained:
             save_model(model, out, source=source, tokenizer=tokenizer, **more)
             return ""
-        copy.save(out, report=report, **more)
+        copy.save(out, tokenizer=tokenizer, report=report, **more)
         return str(copy.copied)
 
     return model, tokenizer, save

@@ -27,7 +27,13 @@ from l2r.runs.atomic import copy_file, write_json, write_text
 from l2r.runs.reading import read_json
 
 Report = Callable[[int, int, str], None]
-_OF_ROUTERS = ("model_type", "architectures", "l2r_swap", "router", "auto_map")  # of config.json
+_OF_ROUTERS = (
+    "model_type",
+    "architectures",
+    "l2r_swap",
+    "router",
+    "swapped_from",
+)  # of config.json
 _PICKLED = re.compile(r"(?:pytorch_)?(model.*)\.bin")
 
 
@@ -98,6 +104,7 @@ class CheckpointCopy:
         self,
         out: Path,
         *,
+        tokenizer: Any = None,
         sections: Sequence[str] = (),
         report: Report = lambda done, total, file: None,
     ) -> None:
@@ -105,8 +112,9 @@ class CheckpointCopy:
 
         Raises ValueError as ``save_model`` and ``write``.
         """
-        more: dict[str, Any] = {"write": partial(self.write, report=report)}
-        save_model(self.model, out, source=self._folder, sections=sections, **more)
+        more: dict[str, Any] = {"tokenizer": tokenizer, "sections": sections}
+        more["write"] = partial(self.write, report=report)
+        save_model(self.model, out, source=self._folder, **more)
 
     def write(
         self, model: Any, out: Path, *, report: Report = lambda done, total, file: None
@@ -255,7 +263,7 @@ def _config(model: Any, folder: Path) -> dict[str, Any]:
     source = without_notes(read_json(folder / "config.json", strict=False))
     config, values = model.config, dict(source)
     own = {"architectures": [type(model).__name__], **_given(config.to_dict())}
-    for field in ("model_type", "architectures", "l2r_swap", "router"):
+    for field in _OF_ROUTERS:
         values.pop(field, None)
         values |= {field: own[field]} if field in own else {}
     if not isinstance(config, NeedsPackageAndCode):  # of code that knows nothing of the swap
@@ -271,7 +279,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _others(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a config.json that do not describe routers."""
-    return {n: v for n, v in without_notes(config).items() if n not in _OF_ROUTERS}
+    return {n: v for n, v in without_notes(config).items() if n not in (*_OF_ROUTERS, "auto_map")}
 
 
 def _json(values: Mapping[str, Any]) -> str:

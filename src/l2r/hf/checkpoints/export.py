@@ -129,13 +129,13 @@ def _key(kind: Any) -> str:
 
 @torch.no_grad()
 def as_l2r_olmoe(model: Any) -> Any:
-    """A stock OLMoE, all in memory or none, whose routers were all swapped alike, as one of ours.
+    """A stock OLMoE, no layer of it on disk, whose routers were all swapped alike, as one of ours.
 
     ``config.swapped_from`` says of which type it was.
     The weights are copies, or none where they are on torch's meta device.
     """
-    elsewhere = {parameter.is_meta for parameter in model.parameters()} == {True, False}
-    if not isinstance(model, OlmoeForCausalLM) or elsewhere:  # some layers are on disk
+    on_disk = "disk" in (getattr(model, "hf_device_map", None) or {}).values()
+    if not isinstance(model, OlmoeForCausalLM) or on_disk:
         return model
     swaps = getattr(model.config, "l2r_swap", None) or []
     if len(swaps) != 1 or len(swaps[0]["layers"]) != model.config.num_hidden_layers:

@@ -120,9 +120,10 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def names_tokenizer(path: str | Path) -> bool:
-    """Whether a folder says which class its tokenizer has, so that its files are all of it."""
+    """Whether a folder names its tokenizer's class, of transformers: its files are all of it."""
     file = checkpoint_folder(path) / "tokenizer_config.json"
-    return file.is_file() and bool(read_json(file, strict=False).get("tokenizer_class"))
+    config = read_json(file, strict=False) if file.is_file() else {}
+    return bool(config.get("tokenizer_class")) and not config.get("auto_map")
 
 
 def kept_files(path: str | Path, *, code: bool = False) -> list[Path]:

@@ -176,6 +176,20 @@ CASES = {
         ),
         READ,
     ),
+    "padding to multiples of 10^9": (
+        TOKENIZER,
+        changed(
+            padding={
+                "strategy": "BatchLongest",
+                "direction": "Right",
+                "pad_id": 0,
+                "pad_to_multiple_of": 10**9,
+                "pad_type_id": 0,
+                "pad_token": "a",
+            }
+        ),
+        READ,
+    ),
     "added tokens of another type": (TOKENIZER, changed(added_tokens=[5]), READ),
     # weights and their index
     "numbers of an unknown type": (

@@ -145,7 +145,9 @@ def _printable_messages() -> Iterator[None]:
     def record(*args: Any, **fields: Any) -> logging.LogRecord:
         made = records(*args, **fields)
         with suppress(TypeError, ValueError):  # arguments that do not fit: logging says so
-            made.msg, made.args = printable(made.getMessage()), ()
+            text = made.getMessage()
+            if (plain := printable(text)) != text:  # else formatters may want the arguments
+                made.msg, made.args = plain, ()
         return made
 
     logging.setLogRecordFactory(record)

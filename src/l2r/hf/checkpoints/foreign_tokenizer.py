@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_STEPS = 1_000  # of a part; the longest in use have a dozen
+_MOST_PADDING = 10**6  # tokens to which each text is filled up
 _MOST_GROWTH = 1_000  # characters that one character of text may become
 # Read once when a tokenizer is opened: scripts, signs, spaces and a word in no vocabulary.
 _PROBE = "The 12 cats, naïve ﬁsh: Ⅷ 中文 कि 한 🙂\n\tqzxj\u00a0e\u0301 \x01"
@@ -56,6 +57,13 @@ def open_tokenizer(read: Callable[[], T]) -> T:
             state = getattr(getattr(fast, part, None), "__getstate__", lambda: None)()
             if isinstance(state, bytes):
                 _check_part(part, json.loads(state))
+        padding = getattr(fast, "padding", None) or {}
+        for field in ("length", "pad_to_multiple_of"):
+            if (padding.get(field) or 0) > _MOST_PADDING:
+                raise ValueError(
+                    f"the tokenizer's padding must have {field} <= {_MOST_PADDING:,}; "
+                    f"got {padding[field]:,}"
+                )
         longest = getattr(tokenizer, "model_max_length", 0)
         if not isinstance(longest, int | float):
             raise ValueError(f"model_max_length must be a number; got {longest!r:.80}")

@@ -10,6 +10,7 @@ from safetensors import deserialize
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
 )
@@ -18,7 +19,7 @@ from l2r.hf.checkpoints import CheckpointCopy, load_pretrained
 from l2r.hf.models import layout_of
 from l2r.hf.swap import replace_routers
 from l2r.hf.swap.sites import router_sites
-from tests.hf.layouts import OPENED, folder_of, sample, save, stored, write
+from tests.hf.layouts import OPENED, copy_of, folder_of, sample, save, set_config, stored, write
 from tests.tiers import few
 
 FAST = ("mxfp4", "fp8_deepseek", "nf4_gate")
@@ -178,3 +179,92 @@ def test_codes_that_torch_has_no_dtype_for_are_copied_too(tmp_path):
     replace_routers(copy.model)
     copy.save(tmp_path / "new")
     assert raw(tmp_path / "new")["model.layers.0.extra"][2] == b"\1\2\3"
+
+
+def damaged(folder, change):
+    file = folder / "model.safetensors"
+    tensors = stored(folder)
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif change == "no norm":
+        write(folder, {n: t for n, t in tensors.items() if n != "model.norm.weight"})
+    else:
+        set_config(folder, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("cut", "model.safetensors cannot be read"),
+        ("no norm", "weights are missing (model.norm.weight)"),
+        ({"vocab_size": 1000}, "of another shape (lm_head.weight is [512, 128] in the files"),
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"initializer_range": None}, "initializer_range"),
+    ],
+)
+def test_a_damaged_quantized_folder_is_refused_in_one_line(l2r, tmp_path, change, said):
+    folder = copy_of("fp8", tmp_path / "stock")
+    damaged(folder, change)
+    assert said in l2r("swap", folder, "--out", tmp_path / "new").refusal()
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+@pytest.mark.parametrize("metadata", [[1], {"total_parameters": "12"}, {"note": float("inf")}])
+def test_what_stands_in_an_index_and_numbers_that_are_none_are_kept(l2r, tmp_path, metadata):
+    folder, new = copy_of("fp8", tmp_path / "stock"), tmp_path / "new"
+    set_config(folder, note=float("nan"))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(stored(folder), "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": metadata, "weight_map": places}))
+    assert l2r("swap", folder, "rank=4", "--out", new).code == 0
+    found = json.loads((new / index.name).read_text())
+    assert found["metadata"]["total_size"] == sum(len(bits) for _, _, bits in raw(new).values())
+    assert set(found["weight_map"]) == set(raw(new))
+
+
+def test_pickled_codes_of_files_with_any_name_are_kept(l2r, tmp_path):
+    folder, pickled, new = folder_of("fp8"), copy_of("fp8", tmp_path / "bin"), tmp_path / "new"
+    tensors = stored(folder)
+    (pickled / "model.safetensors").unlink()
+    names = ("weights a.bin", "pytorch_model-3.bin")
+    parts = {name: dict(list(tensors.items())[n::2]) for n, name in enumerate(names)}
+    for name, part in parts.items():
+        torch.save(part, pickled / name)
+    places = {n: name for name, part in parts.items() for n in part}
+    index = pickled / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert l2r("swap", pickled, "rank=4", "heads=2", "--out", new).code == 0
+    assert_only_routers_differ(folder, new)
+    assert {f.name for f in new.glob("*.safetensors")} == {
+        "weights a.safetensors", "model-3.safetensors",
+    }  # fmt: skip
+    assert load_pretrained(new, dtype="auto")(sample()).logits.isfinite().all()
+
+
+def test_an_exported_folder_that_is_swapped_names_the_package_and_no_code(l2r, tmp_path):
+    first, exported, new = tmp_path / "first", tmp_path / "exported", tmp_path / "new"
+    assert l2r("swap", folder_of("mxfp4"), "rank=4", "heads=2", "--out", first).code == 0
+    assert l2r("export", first, "--out", exported).code == 0
+    ended = l2r("swap", exported, "rank=2", "heads=2", "--out", new)
+    assert ended.code == 0 and "trust_remote_code" not in ended.err + ended.out
+    maps = [json.loads((f / "config.json").read_text())["auto_map"] for f in (first, new)]
+    assert maps[0] == maps[1] and "l2r-moe" in str(maps[1])
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "PreTrainedTokenizerFast"}])
+def test_a_tokenizer_is_copied_as_it_is(l2r, tmp_path, settings):
+    folder, new, exported = copy_of("fp8", tmp_path / "stock"), tmp_path / "new", tmp_path / "out"
+    (folder / "tokenizer_config.json").unlink()
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert l2r("swap", folder, "rank=4", "heads=2", "--out", new).code == 0
+    assert l2r("export", new, "--out", exported).code == 0
+    for file in folder.glob("tokenizer*.json"):
+        assert (new / file.name).read_bytes() == file.read_bytes()
+    assert (new / "tokenizer_config.json").exists() == (settings is not None)
+    assert (exported / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    ids = [
+        AutoTokenizer.from_pretrained(f)("The router").input_ids for f in (folder, new, exported)
+    ]
+    assert ids[0] == ids[1] == ids[2]

@@ -358,7 +358,7 @@ def mismatch(folder: Folder, against: str, dtype: str) -> None:
         other = opened(folder.path, torch.bfloat16)
         with_routers_of(folder.family, model, other)
     elif against == "int8":
-        other = deepcopy(folder.model)
+        other = deepcopy(model)
         round_to_int8(folder.family, other)
     else:
         other = folder.model

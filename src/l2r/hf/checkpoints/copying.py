@@ -6,7 +6,6 @@ does not describe routers. Both are compared with the source before a folder is 
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,8 @@ _OF_ROUTERS = (
     "router",
     "swapped_from",
 )  # of config.json
-_PICKLED = re.compile(r"(?:pytorch_)?(model.*)\.bin")
+_SAFE = ".safetensors"
+_WHOLE = ("F32", "BF16", "F16")  # dtypes of weights that are no codes
 
 
 class Copied(NamedTuple):
@@ -83,14 +83,11 @@ class CheckpointCopy:
         folder = checkpoint_folder(folder)
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if (layout := layout_of(folder)) is not None:
-            names = [name for tensors in _tensors_by_file(folder).values() for name in tensors]
-            try:
-                check_layout(folder, None, names)
-                check_version(name for name in names if ".experts." in name)
-            except ValueError as error:
-                raise cannot_load("a language model", folder, error) from error
             report(f"{layout.name} weights, copied as they are")
-            model = meta_model(folder, **code)
+            try:
+                model = _packed_model(folder, **code)
+            except Exception as error:  # of any kind, as in load_pretrained
+                raise cannot_load("a language model", folder, error) from error
         else:
             options: dict[str, Any] = {"device_map": "meta", "offload_folder": folder}
             model = load_pretrained(folder, dtype="auto", **options, **code)
@@ -127,22 +124,22 @@ class CheckpointCopy:
         """
         write_text(out / "config.json", _json(_config(model, self._folder)))
         dropped, drawn = self._changes()
-        files = {_written_name(file): tensors for file, tensors in self._files.items()}
+        files = self._files
         homes = {name: file for file, tensors in files.items() for name in tensors}
         places: dict[str, str] = {}
         for number, (file, tensors) in enumerate(files.items()):
             report(number, len(files), file)
+            written, source = _written_name(file), self._folder / file
             kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
             here = {n: t for n, (t, old) in drawn.items() if homes[old] == file}
-            source = self._folder / file
-            if len(kept) == len(tensors) and not here and source.is_file():
+            if len(kept) == len(tensors) and not here and written == file:
                 copy_file(source, out / file)
             elif kept or here:
-                metadata = stored_tensors(source)[1] if source.is_file() else {"format": "pt"}
-                write_tensors(out / file, kept | here, metadata)
-            places |= dict.fromkeys([*kept, *here], file)
+                metadata = stored_tensors(source)[1] if written == file else {"format": "pt"}
+                write_tensors(out / written, kept | here, metadata)
+            places |= dict.fromkeys([*kept, *here], written)
         report(len(files), len(files), "")
-        if SAFE_WEIGHTS_NAME not in files:
+        if list(map(_written_name, files)) != [SAFE_WEIGHTS_NAME]:
             index = self._index(places, {n: t for n, (t, _) in drawn.items()}, dropped)
             write_json(out / SAFE_WEIGHTS_INDEX_NAME, index)
         self._compare(out, dropped)
@@ -199,11 +196,12 @@ class CheckpointCopy:
     ) -> dict[str, Any]:
         names = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
         old = next((self._folder / n for n in names if (self._folder / n).is_file()), None)
-        metadata = dict(read_json(old).get("metadata") or {}) if old else {}
+        found = read_json(old, strict=False).get("metadata") if old else None
+        metadata = dict(found) if isinstance(found, dict) else {}
         stored = {n: t for tensors in self._files.values() for n, t in tensors.items()}
         sizes = [described(t)[2] for n, t in {**stored, **drawn}.items() if n in places]
         metadata["total_size"] = sum(sizes)
-        if "total_parameters" in metadata:
+        if isinstance(metadata.get("total_parameters"), int):
             gone = sum(_numbers(stored[name]) for name in dropped)
             metadata["total_parameters"] += sum(t.numel() for t in drawn.values()) - gone
         return {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
@@ -220,12 +218,37 @@ class CheckpointCopy:
         refuse({"not finite": wrong["not finite"]})
         configs = (read_json(f / "config.json", strict=False) for f in (self._folder, out))
         before, after = map(_others, configs)
-        fields = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        # as text: NaN is no other than NaN
+        fields = [n for n in {**before, **after} if _json(before.get(n)) != _json(after.get(n))]
         if wrong["changed"] or fields:
             raise ValueError(
                 f"the copy would differ from {self._folder} besides the routers, please report it: "
                 f"{named(sorted([*wrong['changed'], *fields]))}"
             )
+
+
+def _packed_model(folder: Path, **code: Any) -> Any:
+    """The model of a quantized folder on meta, whose modules and whole tensors are in its files.
+
+    Raises ValueError for a layout that nothing opens, and for what is missing or misshapen.
+    """
+    stored = {n: t for tensors in _tensors_by_file(folder).values() for n, t in tensors.items()}
+    check_layout(folder, None, stored)
+    check_version(name for name in stored if ".experts." in name)
+    model = meta_model(folder, **code)
+    own, places = model.state_dict(), place_names(model, stored)
+    there = {place.rpartition(".")[0] for place in places.values()}
+    there |= {".".join(path.split(".")[:n]) for path in there for n in range(path.count(".") + 1)}
+    tied = {*(getattr(model, "all_tied_weights_keys", None) or {})}
+    shapes = []
+    for name in [n for n, place in places.items() if n == place and n in own]:
+        kind, shape, _ = described(stored[name])
+        if kind in _WHOLE and shape != tuple(own[name].shape):
+            built = list(own[name].shape)
+            shapes.append(f"{name} is {list(shape)} in the files and {built} in the model")
+    missing = [n for n in own if n not in tied and n.rpartition(".")[0] not in there]
+    refuse({"missing": missing, "of another shape": shapes})
+    return model
 
 
 def _near_names(place: str, path: str, others: Mapping[str, str]) -> list[str]:
@@ -247,15 +270,15 @@ def _near_names(place: str, path: str, others: Mapping[str, str]) -> list[str]:
 def _tensors_by_file(folder: Path) -> dict[str, dict[str, Any]]:
     """Tensors in every file of weights that transformers reads; pickled ones are mapped."""
     return {
-        file.name: stored_tensors(file)[0] if file.suffix == ".safetensors" else file_tensors(file)
+        file.name: stored_tensors(file)[0] if file.suffix == _SAFE else file_tensors(file)
         for file in files_of_weights(folder)
     }
 
 
 def _written_name(file: str) -> str:
     """Name of the file for the tensors of another: safetensors, which run no code when opened."""
-    pickled = _PICKLED.fullmatch(file)
-    return f"{pickled[1]}.safetensors" if pickled else file
+    name = Path(file)
+    return file if name.suffix == _SAFE else name.stem.removeprefix("pytorch_") + _SAFE
 
 
 def _config(model: Any, folder: Path) -> dict[str, Any]:
@@ -282,7 +305,7 @@ def _others(config: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in without_notes(config).items() if n not in (*_OF_ROUTERS, "auto_map")}
 
 
-def _json(values: Mapping[str, Any]) -> str:
+def _json(values: Any) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 

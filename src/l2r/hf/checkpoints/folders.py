@@ -119,11 +119,11 @@ def has_tokenizer(path: str | Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
-def names_tokenizer(path: str | Path) -> bool:
-    """Whether a folder names its tokenizer's class, of transformers: its files are all of it."""
-    file = checkpoint_folder(path) / "tokenizer_config.json"
-    config = read_json(file, strict=False) if file.is_file() else {}
-    return bool(config.get("tokenizer_class")) and not config.get("auto_map")
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder; empty where there is none."""
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file, strict=False) if file.is_file() else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def kept_files(path: str | Path, *, code: bool = False) -> list[Path]:

@@ -21,7 +21,7 @@ from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
     classifies_images,
     kept_files,
-    names_tokenizer,
+    tokenizer_settings,
 )
 from l2r.hf.checkpoints.hub import local_checkpoint
 from l2r.hf.models import olmoe
@@ -33,7 +33,7 @@ from l2r.hf.swap import class_registry
 from l2r.hf.swap.sites import Site, find_sites
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
 from l2r.routers.observe import more_inputs
-from l2r.runs.atomic import copy_file, new_folder
+from l2r.runs.atomic import copy_file, new_folder, write_json
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -152,18 +152,21 @@ def save_model(
     ``files`` are further text files of the folder, by name; ``sections`` go into the card.
     ``write(model, folder)`` writes the model in place of ``save_pretrained``. ``source`` is the
     folder that the model came from: files of its processors and its license are copied, and those
-    of its tokenizer in the place of ``tokenizer`` where they say its class.
+    of its tokenizer, unless it needs code. ``files`` with code name its class, for others.
     Raises ValueError when ``out`` holds something already or a weight is not finite.
     """
     with new_folder(out) as part:
         (write or _write_weights)(model, part)
-        if tokenizer is not None and not (source is not None and names_tokenizer(source)):
+        copied = source is not None and not tokenizer_settings(source).get("auto_map")
+        if tokenizer is not None and not copied:
             tokenizer.save_pretrained(part)
         for name, text in (files or {}).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         if source is not None:
             _copy_others(source, part, code=isinstance(model.config, NeedsPackageAndCode))
+            if tokenizer is not None and copied and files:
+                _name_tokenizer(part, tokenizer)
         write_card(part, model, sections)
 
 
@@ -174,6 +177,14 @@ def _copy_others(source: Path, folder: Path, *, code: bool) -> None:
         if not place.exists():
             place.parent.mkdir(exist_ok=True)
             copy_file(file, place)
+
+
+def _name_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Name the class of a tokenizer, which plain transformers would know by the model type."""
+    settings = tokenizer_settings(folder)
+    if not settings.get("tokenizer_class"):
+        name = type(tokenizer).__name__
+        write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": name})
 
 
 def _write_weights(model: Any, folder: Path) -> None:

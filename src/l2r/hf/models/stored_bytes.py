@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _PIECE = 1 << 24  # bytes in memory at a time
 _ALIGNED = 8  # where the first tensor begins, so that all may be mapped
-_NAMES = {  # in headers, of the dtypes in which whole weights are stored
+_NAMES = {  # in headers, of the dtypes of pickled tensors
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 _FLOATS = {_NAMES[d]: d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -36,9 +38,12 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Tensors by name in the order of a file, and its metadata. Raises SafetensorError."""
-    with safe_open(file, "pt"):  # checks the header and the length of the file
-        pass
+    """Tensors by name in the order of a file, and its metadata. Raises ValueError for damage."""
+    try:
+        with safe_open(file, "pt"):  # checks the header and the length of the file
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig, note_losses, save_refusal
+from l2r.hf.models.opening import NeedsPackage, NeedsPackageAndCode
 from l2r.hf.swap.preferred import preferred_router
 from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
 from l2r.hf.swap.swapped_classes import mark, unmark
@@ -127,6 +128,8 @@ def record_swap(
     note_losses(model)
     _take_own_config(model)
     model_config: Any = model.config
+    if isinstance(model_config, NeedsPackage) and not isinstance(model_config, NeedsPackageAndCode):
+        model_config.__dict__.pop("auto_map", None)  # of an export, whose code has other routers
     everywhere = len(sites) == len(router_sites(model))
     ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
     if ours and everywhere and selection == "family":

@@ -14,7 +14,7 @@ WHOLE_WAY := scripts/others/serve_the_whole_way
 # Megatron-core from 0.17 on needs Python 3.12; without one its row is left out.
 PYTHON_312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 ENGINES := olmo-core megatron $(if $(PYTHON_312),megatron-0.19) torchtitan
-TORCHAO_TESTS := tests/hf/test_layouts.py tests/system/test_layouts.py
+TORCHAO_TESTS := tests/cli/test_copied_layouts.py tests/hf/test_layouts.py tests/system/test_layouts.py
 ENGINE_EXTRAS := cli,lm,vision,eval,report,gpu,test
 CHANGES := $(if $(STEPS),training.steps=$(STEPS),)
 

@@ -15,7 +15,16 @@ from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import find_sites
 from tests.hf.families import sample_tokens, tiny_model
 from tests.hf.layout_codes import unpacked
-from tests.hf.layouts import OPENED, copy_of, folder_of, sample, set_config, stored, write
+from tests.hf.layouts import (
+    OPENED,
+    copy_of,
+    folder_of,
+    multiply_by_codes,
+    sample,
+    set_config,
+    stored,
+    write,
+)
 from tests.tiers import few
 
 FAST = ("mxfp4", "fp8")
@@ -94,6 +103,22 @@ def test_a_packed_gate_of_8_bits_has_its_weights():
         torch.testing.assert_close(got, whole, rtol=2**-7, atol=0)  # two roundings of 8 bits
 
 
+def test_a_processor_with_bfloat16_in_avx_512_computes_with_the_same_codes(monkeypatch):
+    """bitsandbytes would pack each matrix anew in the first call, and stop at a gate of 8 rows."""
+    from bitsandbytes.nn import modules
+
+    folder = folder_of("nf4_gate")
+    plain = l2r.load_pretrained(folder, dtype="auto")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    model = l2r.load_pretrained(folder, dtype="auto")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert torch.equal(logits_of(model), logits_of(plain))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    states = model(input_ids=sample(), output_hidden_states=True, use_cache=False).hidden_states
+    assert torch.autograd.grad(states[-1].sum(), states[0])[0].abs().sum() > 0
+
+
 @pytest.mark.slow("packs a model with bitsandbytes")
 @pytest.mark.parametrize(
     ("family", "opens"), [("afmoe", True), ("phimoe", True), ("longcat_flash", False)]
@@ -102,6 +127,7 @@ def test_other_families_with_linear_gates(family, opens, tmp_path):
     """LongCat-Flash multiplies by the codes of its gate, so transformers' own forward fails."""
     from transformers import BitsAndBytesConfig
 
+    multiply_by_codes()
     tiny_model(FAMILIES[family]).bfloat16().save_pretrained(tmp_path / "whole")
     method = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     options = {"quantization_config": method, "dtype": torch.bfloat16}

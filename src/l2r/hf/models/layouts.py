@@ -260,6 +260,17 @@ def unpack_before_calls(model: Any) -> None:
         compressor.remove_decompression_hook(module)
 
 
+def multiply_by_codes(model: Any) -> None:
+    """Keep matrices of 4 bits of bitsandbytes as their codes say, on each kind of processor.
+
+    With bfloat16 in AVX-512 its first product in evaluation packs a matrix anew: rows must be whole
+    blocks of 32, scales are rounded to bfloat16, and no gradient passes it any more.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def matrix_shape(module: Any, path: str) -> Sequence[int]:
     """[N, D] of a module's linear map whose matrix is at ``path``, packed or not."""
     holder, matrix = _matrix(module, path)

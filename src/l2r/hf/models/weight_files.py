@@ -29,6 +29,7 @@ from l2r.hf.models.layouts import (
     check_blocks,
     check_layout,
     check_version,
+    multiply_by_codes,
     packing,
     unpack_before_calls,
 )
@@ -106,6 +107,7 @@ def read_weights(
         }
     )
     unpack_before_calls(model)
+    multiply_by_codes(model)
     check_finite(model.state_dict().items())
     return model
 

@@ -76,7 +76,8 @@ def train(
     batches, watch = [], Gradients()
 
     def collate(rows):
-        batches.append({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+        keys = [key for key, value in rows[0].items() if value is not None]
+        batches.append({key: torch.stack([row[key] for row in rows]) for key in keys})
         return dict(batches[-1])
 
     settings = {
@@ -153,6 +154,41 @@ def test_gradient_is_the_explicit_sum_under_accumulation(build, options, tmp_pat
     for logs in (watch.logs[0], trainer.state.log_history[0]):
         assert logs["balance_loss"] == pytest.approx(balance, rel=1e-5)
         assert logs["z_loss"] == pytest.approx(z, rel=1e-5)
+
+
+def test_a_short_last_step_weighs_its_one_micro_batch_whole(tmp_path):
+    """Three micro-batches by two a step: the second step's router losses are those of one."""
+    model = olmoe()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    options = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.0}
+    _, watch, batches = train(model, texts(6), tmp_path, **options)
+    assert len(batches) == 3 and len(watch.steps) == 2
+    model.load_state_dict(start)
+    for gradients, own in zip(watch.steps, (batches[:2], batches[2:]), strict=True):
+        task = next_token(own)
+        expected, _ = explicit_gradient(model, own, weights=(0.5, 0.1), task_loss=task)
+        assert_equal_gradients(gradients, expected)
+
+
+@pytest.mark.parametrize("masked", [0, 1], ids=["mask first", "mask last"])
+def test_a_micro_batch_without_a_mask_has_none_of_the_one_before(masked, tmp_path):
+    model = olmoe()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    data = texts()
+    for number, row in enumerate(data):
+        if number // 2 != masked:
+            row |= {"input_ids": row["input_ids"].clamp_min(2), "attention_mask": None}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    _, watch, batches = train(model, data, tmp_path, trainer_class=InOrder)
+    assert ["attention_mask" in batch for batch in batches] == [masked == 0, masked == 1]
+    model.load_state_dict(start)
+    task = next_token(batches)
+    expected, _ = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=task)
+    assert_equal_gradients(watch.steps[0], expected)
 
 
 def test_the_margin_loss_is_added_by_its_weight_and_logged(tmp_path):

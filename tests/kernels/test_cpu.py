@@ -28,6 +28,7 @@ EDGES = [
     Case(60, 259, 300, 1, 16, 4, scoring="cosine", gain=False),
     Case(50, 40, 20, 3, 8, 2, scoring="dot", scale=30.0),
     Case(49, 128, 64, 4, 33, 8, normalize=True),
+    Case(33, 64, 16, 2, 8, 2, scoring="dot", scale=40.0),  # two anchors whose exponentials overflow
 ]
 
 

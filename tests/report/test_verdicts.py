@@ -43,6 +43,31 @@ def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
     )
 
 
+def test_a_higher_accuracy_is_better(tmp_path):
+    accuracies = {"linear": [0.5, 0.6, 0.7], "xmoe": [0.7, 0.81, 0.89], "l2r_dot": [0.3, 0.4, 0.51]}
+    runs = [
+        made_run(
+            tmp_path / (arm if seed == 0 else f"{arm}.seed-{seed}"),
+            seed=seed,
+            validation=lambda _, value=value: {"top1": value},
+        )
+        for arm, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    assert of_runs(runs).says.endswith("against linear over 3 seeds: better: xmoe; worse: l2r_dot.")
+
+
+def test_an_arm_of_several_must_differ_beyond_what_one_alone_must(tmp_path):
+    """Three pairs whose p lies between 2.5% and 5%: shown by itself, not as one of two."""
+    base, gaps = [5.0, 6.0, 7.0], [0.10, 0.20, 0.15]  # t = 5.2 with 2 degrees: p = 3.5%
+    other = [one + gap for one, gap in zip(base, gaps, strict=True)]
+    alone = of_runs(runs_of(tmp_path / "2", {"linear": base, "xmoe": other}))
+    assert alone.says.endswith("worse: xmoe.")
+    beside = {"linear": base, "xmoe": other, "l2r_dot": [5.1, 5.9, 7.1]}
+    of_three = of_runs(runs_of(tmp_path / "3", beside))
+    assert of_three.says.endswith("seeds: not shown to differ: xmoe, l2r_dot.")
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_named_and_not_ranked(tmp_path, loss):
     values = {"linear": [5.0, 6.0, 7.0], "xmoe": [5.2, loss, 7.19], "low_rank": [5.2, 6.21, 7.19]}

@@ -186,9 +186,10 @@ def test_batchnorm_of_the_magnitude_uses_batch_then_running_statistics():
     assert torch.equal(before, norm.running_mean)
 
 
-@pytest.mark.parametrize("kind", PAPER_ROUTERS)
-def test_half_precision_inputs_are_routed_in_fp32_and_autocast_is_off(kind):
-    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("kind", router_names())
+def test_half_precision_inputs_are_routed_in_fp32_and_autocast_is_off(kind, training):
+    router = build_router(kind, hidden_size=16, num_experts=4, top_k=2).train(training)
     x = torch.randn(6, 16).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = router(x)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
-from l2r import L2RConfig, LinearConfig, fit_routers, swap_routers
+from l2r import L2RConfig, LinearConfig, XMoEConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
@@ -265,3 +265,14 @@ def test_only_the_routers_change(swapped):
         assert torch.equal(before[key], value) is (".gate." not in key), key
     assert isinstance(swapped.model.layers[0].mlp.gate, nn.Module)
     assert_close(before["lm_head.weight"], swapped.lm_head.weight)
+
+
+def test_a_constrained_router_keeps_its_constraint_in_a_fit(trained):
+    """TorchScale's X-MoE gives each anchor a fixed norm after every step."""
+    model = swap_routers(copy.deepcopy(trained), XMoEConfig(rank=4, anchor_norm=0.5))
+    before = [site.router.anchors.norm(dim=-1).clone() for site in router_sites(model)]
+    start = [site.router.anchors.detach().clone() for site in router_sites(model)]
+    fit_routers(model, batches(4, seed=1), held_out=batches(1, seed=2))
+    for site, norms, old in zip(router_sites(model), before, start, strict=True):
+        assert not torch.equal(site.router.anchors, old)
+        assert_close(site.router.anchors.norm(dim=-1), norms)

@@ -84,9 +84,13 @@ def test_the_optimizer_is_adamw_with_the_recipes_constants(start):
     assert all((group["betas"], group["eps"]) == ((0.8, 0.97), 1e-5) for group in groups)
 
 
-def test_gradients_are_those_of_the_mean_however_a_step_is_cut(start):
+@pytest.mark.parametrize("variant", ["paper", "tutel"])
+def test_gradients_are_those_of_the_mean_however_a_step_is_cut(start, variant):
     """The gradients, which AdamW divides by their own size and clipping by their norm."""
-    scope = ("losses.balance_scope=step", "training.clip_norm=1e9")
+    scope = (
+        "losses.balance_scope=step", "training.clip_norm=1e9", f"losses.balance_variant={variant}",
+        "losses.balance=1",
+    )  # fmt: skip
     whole, parts = start(*scope), start(*scope, "training.micro_batch=1")
     for step in (whole, parts):
         step.take(0, 1e-3, summarize=False)

@@ -176,6 +176,18 @@ def test_batches_and_gradient_modes_do_not_matter(monkeypatch):
     assert not parts.top1.requires_grad
 
 
+def test_each_chunk_of_tokens_is_held_against_its_own_distances(monkeypatch):
+    router, x = make("sips, rank 4"), inputs(30)
+    radii = certify(router, x).topk
+    shares = torch.linspace(0.2, 0.999, len(x))[torch.randperm(len(x))]
+    inside, outside = radii * shares, radii * (2 - shares)
+    distance = torch.where(torch.arange(len(x)) % 3 == 0, outside, inside)
+    whole = holds_within(router, x, distance)
+    assert whole.any() and not whole.all()
+    monkeypatch.setattr("l2r.analysis.certificates.certify.PAIRS", 4 * EXPERTS**2)
+    assert torch.equal(holds_within(router, x, distance), whole)
+
+
 class _Biased(nn.Module):
     """Chooses by logits plus a bias that the logits do not show, as DeepSeek-V3 does."""
 

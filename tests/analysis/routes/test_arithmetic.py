@@ -51,6 +51,18 @@ def test_weights_of_layers_and_experts_are_rounded_and_nothing_else(make, name):
             assert torch.equal(after, before), path
 
 
+def test_experts_that_are_stored_transposed_are_rounded_by_their_outputs():
+    """gpt-oss's experts are [N, inputs, outputs]: each column has a scale and 255 steps."""
+    model = tiny_model(FAMILIES["gpt_oss"])
+    other = in_other_arithmetic(model, "int8")
+    for path, before in model.named_parameters():
+        if "experts" in path and before.dim() == 3:
+            after = other.get_parameter(path).data
+            torch.testing.assert_close(after, rounded(before.data, "int8", -2), rtol=0, atol=0)
+            largest = before.data.abs().amax(dim=-2)
+            torch.testing.assert_close(after.abs().amax(dim=-2), largest, rtol=1e-6, atol=0)
+
+
 def test_bf16_keeps_routers_wide_and_runs_stock_models_too():
     other = in_other_arithmetic(ours(), "bf16")
     assert {n: p.dtype for n, p in other.named_parameters()} == {

@@ -437,3 +437,19 @@ def test_a_wrapped_model_is_replayed_inside_and_out():
     for replayed in (model, outer):
         with replay(replayed, routes):  # the mask by its place
             assert torch.equal(outer(ids, mask, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
+@torch.no_grad()
+def test_positions_beside_a_mask_are_of_padding_and_begin_no_sequence(name):
+    """As generation pads to the left: a column of padding has position 0, and so has a start."""
+    model, ids = family_model(name), token_ids(rows=3, columns=6)
+    mask = (torch.arange(6) >= torch.tensor([[0], [2], [4]])).long()
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    with record(model) as recorder:
+        logits = model(ids, use_cache=False, **given).logits
+    routes = recorder.routes()
+    assert routes.lengths.tolist() == mask.sum(1).tolist()
+    with replay(model, routes):
+        again = model(ids, use_cache=False, **given).logits
+    assert torch.equal(again[mask.bool()], logits[mask.bool()])

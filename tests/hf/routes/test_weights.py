@@ -169,3 +169,35 @@ def test_routes_without_weights_cannot_give_them():
         replay(router, routes, weights="mine"),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+@torch.no_grad()
+def test_weights_of_a_generation_of_several_rows_stay_with_their_tokens(name):
+    """Recorded step by step over the rows, and in one forward over the result: but for rounding."""
+    model = tiny_model(FAMILIES[name])
+    ids = torch.randint(3, TINY["vocab_size"], (3, 5), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with record(model, weights=True) as recorder:
+        tokens = model.generate(ids, **options)
+    generated = recorder.routes()
+    with record(model, weights=True) as recorder:
+        model(tokens[:, :-1], use_cache=False)
+    whole = recorder.routes()
+    assert np.array_equal(generated.experts, whole.experts)
+    np.testing.assert_allclose(generated.weights, whole.weights, rtol=1e-4, atol=1e-6)
+    spread = np.abs(whole.weights - np.roll(whole.weights, 1, axis=0)).max()
+    assert spread > 1e-3  # of another token they are others
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "gpt_oss"])
+@torch.no_grad()
+def test_a_token_without_a_route_has_weights_of_its_own_beside_recorded_ones(name):
+    model = tiny_model(FAMILIES[name])
+    ids = torch.randint(3, TINY["vocab_size"], (1, 6), generator=torch.Generator().manual_seed(1))
+    with record(model, weights=True) as recorder:
+        logits = model(ids, use_cache=False).logits
+    part = recorder.routes().truncated(4).extended(2)
+    with replay(model, part, weights="recorded"):
+        again = model(ids, use_cache=False).logits
+    assert torch.equal(again, logits)

@@ -265,6 +265,33 @@ def test_a_planted_fault_is_named(planted, name):
     assert (finding.status, bool(finding.remedy)) == (status, True), finding
 
 
+@pytest.mark.parametrize("planted", ["stock mixtral"], indirect=True)
+@pytest.mark.parametrize("loss", ["on", "off"])
+def test_reentrant_checkpointing_is_a_fault_of_stock_routers_with_their_loss_on(planted, loss):
+    planted.config.output_router_logits = loss == "on"
+    reentrant(planted)
+    assert check(planted)["checkpointing"].status == ("fault" if loss == "on" else "warning")
+
+
+@pytest.mark.parametrize("planted", ["stock deepseek_v3"], indirect=True)
+def test_a_selection_bias_decides_alone_among_experts_of_a_group(planted):
+    """A bias of one whole group chooses the group, and scores choose in it."""
+    for router in routers(planted):
+        router.n_group, router.topk_group = 2, 1
+    planted.config.n_group, planted.config.topk_group = 2, 1
+    biases = [router.e_score_correction_bias for router in routers(planted)]
+    for bias in biases:
+        bias.zero_()
+        bias.view(2, -1)[1] = 2.0
+    assert check(planted)["selection bias"].status == "ok"
+    top_k = planted.config.num_experts_per_tok
+    for bias in biases:
+        bias.zero_()
+        bias.view(2, -1)[1, :top_k] = 2.0
+    found = check(planted)["selection bias"]
+    assert found.status == "fault", found
+
+
 @pytest.mark.parametrize("planted", ["stock deepseek_v3", "swapped mixtral"], indirect=True)
 def test_a_gradient_that_is_cut_is_named_of_the_loss_that_training_adds(planted):
     """A family without a loss of its own, and one whose own is off."""

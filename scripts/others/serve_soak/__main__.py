@@ -7,13 +7,14 @@ A server process is started for each of the two kinds of worker, on a random tin
 ``--checkpoint`` names another. Every client asks good questions, whole and streamed, whose greedy
 answers are known from a first quiet pass; one request in five is the next of the bad ones
 (tests/engines/serve/bad_requests.py) or a client that leaves in the middle of its answer. All
-the time 20 more connections are half-open; 400 at once come at the end.
+the time 20 more connections are half-open; 400 at once come at the end. Every 20 seconds come a
+chat for which the template loops, and ten streams of which nothing is taken.
 
 Claims, with exit code 1 where one fails: no good request is lost, every greedy answer is that of
-the quiet pass, every bad request gets a 4xx, memory of the last third of the time after warm-up
-(a fifth of all) is within 2% of that of the first, half-open connections are closed or refused,
-/health is 200 afterwards, and an interrupt ends the process. Requests go to 127.0.0.1 alone; an
-hour and a million of them is the most.
+the quiet pass, every bad request gets a 4xx, every looping chat a 503, memory of the last third of
+the time after warm-up (a fifth of all) is within 2% of that of the first, half-open connections
+are closed or refused, /health is 200 afterwards, and an interrupt ends the process. Requests go to
+127.0.0.1 alone; an hour and a million of them is the most.
 """
 
 import argparse
@@ -30,7 +31,13 @@ from typing import Any
 
 import psutil
 import torch
-from scripts.others.serve_soak.asking import BAD_ONE_IN, ask, half_open_connections, run_clients
+from scripts.others.serve_soak.asking import (
+    BAD_ONE_IN,
+    LOOP,
+    ask,
+    half_open_connections,
+    run_clients,
+)
 from tests.engines.serve import bad_requests
 from transformers import PreTrainedTokenizerFast
 
@@ -41,7 +48,11 @@ from l2r.training.data.tokenizer import packaged_olmoe_tokenizer
 
 MANY_HALF_OPEN = 400
 MODES: dict[str, list[str]] = {"one by one": [], "continuous batching": ["--continuous-batching"]}
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    f"{{% if messages[0].content == '{LOOP}' %}}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+)
 
 
 def main() -> int:
@@ -130,7 +141,8 @@ def soak(
         "worker": mode, "good": counts.good, "lost": sum(counts.lost.values()),
         "changed": counts.changed, "bad": sum(counts.bad.values()),
         "not 4xx": sum(counts.wrong.values()), "left": counts.left,
-        "half-open": counts.half_open,
+        "half-open": counts.half_open, "loops": sum(counts.loops.values()),
+        "stalled": counts.stalled,
         "p50, s": quantile(counts.seconds, 50), "p99, s": quantile(counts.seconds, 99),
         "first third, MB": first / 1e6, "last third, MB": last / 1e6,
         "change, %": 100 * (last / first - 1), "end, s": ended,
@@ -139,6 +151,9 @@ def soak(
         f"good requests were lost: {dict(+counts.lost)}": not +counts.lost,
         "greedy answers changed": not counts.changed,
         f"bad requests got no 4xx: {dict(counts.wrong.most_common(5))}": not counts.wrong,
+        f"chats whose template loops got {dict(counts.loops)}": (
+            options.checkpoint is not None or set(counts.loops) == {503}
+        ),
         "memory changed by more than 2%": abs(last / first - 1) <= 0.02,
         f"of {MANY_HALF_OPEN} half-open connections {refused} were refused, {closed} closed": (
             refused > 0 and closed == MANY_HALF_OPEN

@@ -9,13 +9,15 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.engines.serve import bad_requests
 
 Request = tuple[str, str, bytes, dict[str, str]]  # method, path, body, headers
-MOST_REQUESTS, BAD_ONE_IN, HALF_OPEN = 1_000_000, 5, 20
+MOST_REQUESTS, BAD_ONE_IN, HALF_OPEN, STALLED = 1_000_000, 5, 20, 10
+ATTACK_SECONDS = 20  # from one looping chat and ten stalled streams to the next
+LOOP = "for ever"  # the message for which the tiny model's chat template never ends
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: local"
 TEXTS = [
     "The state of",
@@ -40,6 +42,8 @@ class Counts:
     wrong: Counter[str] = field(default_factory=Counter)
     left: int = 0
     half_open: int = 0
+    loops: Counter[int] = field(default_factory=Counter)
+    stalled: int = 0
     seconds: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
 
@@ -82,8 +86,18 @@ def run_clients(
         while not over():
             counts.half_open += half_open_connections(port, HALF_OPEN)[1]
 
+    def attack() -> None:
+        while not over():
+            chat = {"messages": [{"role": "user", "content": LOOP}]}
+            kind = {"Content-Type": "application/json"}
+            with stalled_streams(port) as opened:
+                counts.stalled += opened
+                loop = ("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
+                counts.loops[ask(port, loop)[0]] += 1
+                time.sleep(min(ATTACK_SECONDS, max(0, begin + seconds - time.monotonic())))
+
     threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
-    threads.append(threading.Thread(target=half_open))
+    threads += [threading.Thread(target=half_open), threading.Thread(target=attack)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and alive():
@@ -190,6 +204,23 @@ def leave(port: int, *, stream: bool) -> bool:
             return connection.recv(512).startswith(b"HTTP/1.1 200 ")
         time.sleep(0.5)
         return True
+
+
+@contextlib.contextmanager
+def stalled_streams(port: int) -> Iterator[int]:
+    """Ask for long streams and take none of them while the block runs: their number."""
+    body = json.dumps({"prompt": "Long", "max_tokens": 400, "stream": True, "logprobs": 5}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(STALLED):
+            stalled = stack.enter_context(socket.socket())
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**11)
+            stalled.connect(("127.0.0.1", port))
+            stalled.sendall(head.encode() + body)
+        yield STALLED
 
 
 def half_open_connections(port: int, number: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -189,3 +190,36 @@ def test_many_clients_get_the_answers_of_one(batching, folder):
         alone = [client.complete(prompt=p, max_tokens=8).body["choices"] for p in prompts]
         together = pool.map(lambda p: client.complete(prompt=p, max_tokens=8), prompts * 3)
         assert [answer.body["choices"] for answer in together] == alone * 3
+
+
+def test_a_stream_that_nobody_takes_ends_when_others_wait(folder, gate):
+    """Eight answers to a client that reads none: buffers fill, tokens pile up, the next is served.
+
+    Their events are half a megabyte, more than the buffers hold.
+    """
+    gate.open()
+    many = {"prompt": "a", "max_tokens": CONTEXT - 10, "n": 8, "stream": True, "logprobs": 5}
+    body = json.dumps({"model": "served", **many}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with serving(folder, limits=ServeLimits(unread=20)) as client, socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**11)
+        stalled.connect(("localhost", client.port))
+        stalled.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        assert gate.reached.wait(60)
+        assert client.complete(max_tokens=1).status == 200
+        until(lambda: not client.worker._busy())
+    assert gate.steps < 8 * (CONTEXT - 10) / 2
+
+
+def test_a_stream_that_is_taken_goes_on_while_others_wait(folder, gate):
+    gate.open()
+    with (
+        serving(folder, limits=ServeLimits(unread=20)) as client,
+        sent(client, stream=True, logprobs=5) as connection,
+    ):
+        assert gate.reached.wait(60)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(client.complete, max_tokens=1)
+            events = connection.getresponse().read().count(b"data: ")
+            assert other.result().status == 200
+    assert events == CONTEXT - 10 + 1

@@ -190,6 +190,9 @@ def test_the_page_has_the_limits():
     assert rows["seconds until a request's head is there"] == f"{limits.head_seconds}"
     assert rows["seconds until its body is there"] == f"{limits.body_seconds}"
     assert rows["seconds until a client takes what was written"] == f"{limits.take_seconds}"
+    assert rows["seconds of a chat template"] == f"{limits.template_seconds}"
+    assert rows["memory of a chat template"] == f"{limits.template_bytes // 2**30} GiB"
+    assert rows["tokens of a stream not taken, while others wait"] == f"{limits.unread}"
     assert rows["seconds of work without a token"] == f"{limits.stall_seconds}"
     assert f"{limits.characters // limits.context} times the context" in page
     fields = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | {*IGNORED}

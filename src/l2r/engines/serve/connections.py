@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -9,6 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
+
+_BUFFER = 2**14  # bytes of an answer that wait for a client, here and in its socket
 
 
 def connection_class(limits: ServeLimits) -> type:
@@ -23,6 +26,10 @@ def connection_class(limits: ServeLimits) -> type:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            # Linux would hold megabytes, all of an answer, for a client that takes nothing of it.
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            transport.set_write_buffer_limits(_BUFFER)
             if len(self.connections) > limits.connections:
                 message = f"{limits.connections} connections are open, the most at a time"
                 self._refuse(RequestError(429, message, code="too_many_connections"))

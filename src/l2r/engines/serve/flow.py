@@ -74,5 +74,6 @@ class Flow:
             tokenizer=self._tokenizer,
             ends=self._ends,
             listener=listener,
+            unread=self._queue.qsize,
             routed=routed,
         )

@@ -9,7 +9,8 @@ class ServeLimits:
 
     ``context`` is the number of tokens of prompt and answer together, at most the model's own.
     ``requests`` are in flight, ``connections`` open, ``choices`` the answers of one request (its
-    prompts times ``n``).
+    prompts times ``n``). ``unread`` are tokens of an answer that its client did not take: with
+    more, and while others wait for their turn, the answer ends.
     """
 
     context: int = 2**20
@@ -19,6 +20,9 @@ class ServeLimits:
     head_seconds: float = 10  # until the head of a request is there
     body_seconds: float = 30  # until its body is
     take_seconds: float = 60  # until the client takes what was written
+    unread: int = 64
+    template_seconds: float = 5  # until a chat template has ended
+    template_bytes: int = 2**30  # of memory of its process
     stall_seconds: float = 120  # of work without a token, after which /health says so
 
     @property

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from l2r.engines.serve.chat_template import ChatTemplate
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
@@ -16,13 +17,25 @@ class Prompts:
     def __init__(self, tokenizer: Any, *, ids: int, limits: ServeLimits) -> None:
         self.tokenizer = tokenizer
         self._ids, self._limits = ids, limits
+        self.chats = ChatTemplate(tokenizer, limits)
         tokenizer("a")  # fast tokenizers set themselves up at the first call, in one thread
 
-    def read(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
-        """The prompts of a request. Raises RequestError (400) naming the field at fault."""
-        if isinstance(request, ChatRequest):
-            field, prompts = "messages", [self._chat(request)]
+    def render(self, request: ChatRequest) -> str:
+        """The text of a chat. Raises RequestError: 400 naming the field, 503 for too much time."""
+        if not self.chats.exists:
+            message = "the tokenizer of this model has no chat template; use /v1/completions"
+            raise RequestError(400, message, param="messages", code="no_chat_template")
+        messages = [message.for_template() for message in request.messages]
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
+        return self.chats.render(messages)
+
+    def read(self, request: CompletionRequest | ChatRequest, chat: str | None) -> list[Prompt]:
+        """The prompts of a request; ``chat`` is the text of one. Raises RequestError (400)."""
+        if chat is not None:
+            field = "messages"
+            prompts = [self.tokenizer(chat, add_special_tokens=False)["input_ids"]]
         else:
+            assert isinstance(request, CompletionRequest)
             field, prompts = "prompt", self._completion(request)
         if len(prompts) * request.n > self._limits.choices:
             raise RequestError(
@@ -47,22 +60,6 @@ class Prompts:
             ids: list[int] = token_ids(self.tokenizer, text)
         except ValueError as error:
             raise RequestError(400, str(error), param="prompt") from None
-        return ids
-
-    def _chat(self, request: ChatRequest) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            message = "the tokenizer of this model has no chat template; use /v1/completions"
-            raise RequestError(400, message, param="messages", code="no_chat_template")
-        messages = [message.for_template() for message in request.messages]
-        self._check_length(sum(len(message["content"]) for message in messages), "messages")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # of the template, which may refuse what it is given
-            message = f"the chat template refuses these messages: {error}"
-            raise RequestError(400, message, param="messages") from None
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _check_length(self, characters: int, field: str) -> None:

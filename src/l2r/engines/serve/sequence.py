@@ -35,8 +35,9 @@ class Sequence:
     """A prompt and the tokens after it.
 
     A worker calls ``step`` in its thread until ``over``; ``listener`` is called there, once a step
-    or with a ``Failure``. ``cancel`` may be called from any thread. Where ``routed`` is not None
-    the worker puts the experts of forwarded tokens into it, before the step.
+    or with a ``Failure``; ``unread`` counts those that nobody took. ``cancel`` may be called from
+    any thread. Where ``routed`` is not None the worker puts the experts of forwarded tokens into
+    it, before the step.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Sequence:
         tokenizer: Any,
         ends: frozenset[int],
         listener: Callable[[Step | Failure], None],
+        unread: Callable[[], int] = lambda: 0,
         routed: RoutedTokens | None = None,
     ) -> None:
         self.prompt, self.sampling, self.routed = prompt, sampling, routed
-        self.name = uuid.uuid4().hex
+        self.name, self.unread = uuid.uuid4().hex, unread
         self.over = False
         self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
         self._choose = Sampler(sampling)

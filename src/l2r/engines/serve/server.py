@@ -96,12 +96,13 @@ def _prepared(
         worker = _worker(model, options)
         stack.callback(worker.close)
         limits = _fitting(options.limits, model, worker)
+        ids = model.get_input_embeddings().num_embeddings
+        prompts = Prompts(tokenizer, ids=ids, limits=limits)
+        stack.callback(prompts.chats.close)
         served = Served(
             name=options.name or checkpoint.resolve().name,
             created=int(checkpoint_folder(checkpoint).stat().st_mtime),
-            prompts=Prompts(
-                tokenizer, ids=model.get_input_embeddings().num_embeddings, limits=limits
-            ),
+            prompts=prompts,
             ends=ends,
             worker=worker,
             limits=limits,
@@ -119,7 +120,7 @@ def _prepared(
 def _worker(model: Any, options: ServeOptions) -> Worker:
     stall = options.limits.stall_seconds
     if not options.continuous_batching:
-        return OneByOne(model, stall_seconds=stall)
+        return OneByOne(model, stall_seconds=stall, unread=options.limits.unread)
     from l2r.engines.serve.batching import Batching
 
     on_cpu = device_of(model).type == "cpu"

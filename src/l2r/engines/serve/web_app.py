@@ -18,7 +18,7 @@ from l2r.engines.serve.doors import Doors
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.flow import Flow
 from l2r.engines.serve.limits import ServeLimits
-from l2r.engines.serve.prompts import Prompts
+from l2r.engines.serve.prompts import Prompt, Prompts
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
 from l2r.engines.serve.sequence import Step
 from l2r.engines.serve.worker import Worker
@@ -43,19 +43,29 @@ def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
     """The application for one checkpoint, listening on ``host``."""
     # One thread: prompts of many requests at once would multiply the memory that they take.
     tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+    rendering = ThreadPoolExecutor(1, thread_name_prefix="chats")  # a slow one delays chats alone
 
     async def completions(request: Request) -> Response:
-        return await _answer(served, tokenizing, request, CompletionRequest, CompletionAnswer)
+        asked = await _asked(served, request, CompletionRequest)
+        prompts = await in_thread(tokenizing, served.prompts.read, asked, None)
+        return await _answer(served, request, asked, prompts, CompletionAnswer)
 
     async def chat(request: Request) -> Response:
-        return await _answer(served, tokenizing, request, ChatRequest, ChatAnswer)
+        asked = await _asked(served, request, ChatRequest)
+        text = await in_thread(rendering, served.prompts.render, asked)
+        prompts = await in_thread(tokenizing, served.prompts.read, asked, text)
+        return await _answer(served, request, asked, prompts, ChatAnswer)
+
+    def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Any], *given: Any) -> Any:
+        return asyncio.get_running_loop().run_in_executor(threads, work, *given)
 
     async def models(request: Request) -> Response:
         model = {"id": served.name, "object": "model", "owned_by": "l2r", "created": served.created}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(request: Request) -> Response:
-        trouble = "too many requests are in flight" if doors.full else served.worker.trouble()
+        trouble = "too many requests are in flight" if doors.full else None
+        trouble = trouble or served.worker.trouble() or served.prompts.chats.trouble
         if trouble:
             return RequestError(503, trouble).response()
         return JSONResponse({"status": "ok"})
@@ -74,13 +84,8 @@ def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
     return doors
 
 
-async def _answer(
-    served: Served,
-    tokenizing: ThreadPoolExecutor,
-    request: Request,
-    kind: type[Any],
-    form: type[Answer],
-) -> Response:
+async def _asked(served: Served, request: Request, kind: type[Any]) -> Any:
+    """The body of a request. Raises RequestError for what this server cannot do."""
     asked = parse(kind, await _body(request, served.limits))
     if asked.model is not None and not same_name(asked.model, served.name):
         message = f"model must be {served.name!r}; got {asked.model[:100]!r}"
@@ -91,8 +96,13 @@ async def _answer(
     if asked.return_routed_experts and isinstance(served.routes, str):
         message = f"return_routed_experts must be false with this model: {served.routes}"
         raise RequestError(400, message, param="return_routed_experts")
-    loop, tokenizer = asyncio.get_running_loop(), served.prompts.tokenizer
-    prompts = await loop.run_in_executor(tokenizing, served.prompts.read, asked)
+    return asked
+
+
+async def _answer(
+    served: Served, request: Request, asked: Any, prompts: list[Prompt], form: type[Answer]
+) -> Response:
+    tokenizer = served.prompts.tokenizer
     routes = None if isinstance(served.routes, str) else served.routes
     flow = Flow(
         asked, prompts, tokenizer=tokenizer, ends=served.ends, worker=served.worker, routes=routes

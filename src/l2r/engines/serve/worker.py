@@ -61,13 +61,16 @@ class Worker(ABC):
 
 
 class OneByOne(Worker):
-    """One sequence at a time; others wait for their turn."""
+    """One sequence at a time; others wait for their turn.
+
+    While they do, one of which more than ``unread`` steps were not taken ends.
+    """
 
     echoes = True
 
-    def __init__(self, model: Any, *, stall_seconds: float = 120) -> None:
+    def __init__(self, model: Any, *, stall_seconds: float = 120, unread: int = 64) -> None:
         super().__init__(stall_seconds)
-        self._model = model
+        self._model, self._unread = model, unread
         self._waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._current: Sequence | None = None
         self._closed = False
@@ -111,6 +114,12 @@ class OneByOne(Worker):
                 sequence.fail(f"cannot generate: {error}")
             self._current = None
 
+    def _look(self, sequence: Sequence) -> None:
+        """At each token: note that there is one, and whether its client keeps others waiting."""
+        self._moved()
+        if sequence.unread() > self._unread and not self._waiting.empty():
+            sequence.fail(f"{sequence.unread()} tokens were not taken while others waited")
+
     @torch.inference_mode()
     def _generate(self, sequence: Sequence) -> None:
         prompt = torch.tensor([sequence.prompt], device=device_of(self._model))
@@ -128,7 +137,7 @@ class OneByOne(Worker):
                     num_return_sequences=1,
                     pad_token_id=0,
                 ),
-                logits_processor=[_Steps(sequence, self._moved, choices)],
+                logits_processor=[_Steps(sequence, lambda: self._look(sequence), choices)],
                 stopping_criteria=[_Over(sequence)],
             )
 

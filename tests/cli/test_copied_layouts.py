@@ -223,6 +223,23 @@ def test_what_stands_in_an_index_and_numbers_that_are_none_are_kept(l2r, tmp_pat
     assert set(found["weight_map"]) == set(raw(new))
 
 
+def test_the_parameters_that_an_index_counts_are_those_of_the_copy(l2r, tmp_path):
+    """Codes and scales are counted as whoever wrote the index did: the difference is ours."""
+    folder, new = copy_of("fp8", tmp_path / "stock"), tmp_path / "new"
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(stored(folder), "model-00001-of-00001.safetensors")
+    metadata = {"total_parameters": 10**6}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": metadata, "weight_map": places}))
+    assert l2r("swap", folder, "rank=4", "heads=2", "--out", new).code == 0
+    before, after = stored(folder), stored(new)
+    new_numbers = sum(tensor.numel() for name, tensor in after.items() if name not in before)
+    old_numbers = sum(tensor.numel() for name, tensor in before.items() if name not in after)
+    assert new_numbers != old_numbers > 0
+    found = json.loads((new / index.name).read_text())
+    assert found["metadata"]["total_parameters"] == 10**6 + new_numbers - old_numbers
+
+
 def test_pickled_codes_of_files_with_any_name_are_kept(l2r, tmp_path):
     folder, pickled, new = folder_of("fp8"), copy_of("fp8", tmp_path / "bin"), tmp_path / "new"
     tensors = stored(folder)

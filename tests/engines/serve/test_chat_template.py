@@ -13,7 +13,7 @@ from l2r.engines.serve.limits import ServeLimits
 from tests.engines.serve.conftest import CONTEXT, TEMPLATE, serving
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-POWER = "{{ (messages|length + 9) ** (10 ** 9) }}"  # one call of C, which no signal of Python's interrupts
+POWER = "{{ (messages|length + 9) ** (10 ** 9) }}"  # one call of C: no signal ends it
 LIMITS = ServeLimits(context=CONTEXT, template_seconds=0.3)
 ONE = [{"role": "user", "content": "yes"}]
 

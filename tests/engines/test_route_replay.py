@@ -1,15 +1,19 @@
 """Replayed routes in GRPO, with a trainer that does what TRL's does with a batch."""
 
+import base64
 import copy
 import functools
+import io
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from l2r import record, replay
 from l2r.analysis.routes.arithmetic import in_other_arithmetic
 from l2r.engines.trainer.route_replay import ROWS, add_route_replay
+from l2r.hf.routes import to_vllm
 from l2r.routers.observe import find_routers
 from tests.analysis.diagnostics.models import ours, stock
 
@@ -187,7 +191,17 @@ def test_the_model_is_left_as_it_was():
     ("change", "options", "message"),
     [
         ({}, {"sampler": "fp4"}, "sampler must be None or one of bf16, int8, fp8; got"),
-        ({"use_vllm": True}, {}, "got use_vllm=True"),
+        (
+            {"use_vllm": True, "vllm_mode": "colocate"},
+            {"sampler": "bf16"},
+            "sampler must be None with use_vllm=True; got sampler='bf16'",
+        ),
+        ({"use_vllm": True, "vllm_mode": "server"}, {}, "TRL's vLLM server returns no routes"),
+        (
+            {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+            {},
+            "vllm_tensor_parallel_size must be 1; got 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, options, message):
@@ -195,6 +209,90 @@ def test_what_does_not_fit_is_refused(change, options, message):
     vars(trainer).update(change)
     with pytest.raises(ValueError, match=message):
         add_route_replay(trainer, **options)
+
+
+class Engine:
+    """Answers as vLLM's ``LLM.generate`` does, of a copy of a model in bf16, greedy."""
+
+    def __init__(self, model, records=True):
+        self.model, self.records = in_other_arithmetic(model, "bf16"), records
+
+    def generate(self, prompts, **options):
+        answers = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt["prompt_token_ids"]])
+            with record(self.model) as recorder:
+                output = self.model.generate(
+                    ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+                    return_dict_in_generate=True, output_logits=True,
+                )  # fmt: skip
+            tokens = output.sequences[0, ids.shape[1] :].tolist()
+            steps = [logits.float().log_softmax(-1)[0] for logits in output.logits]
+            logprobs = [
+                {t: SimpleNamespace(logprob=step[t].item())}
+                for t, step in zip(tokens, steps, strict=True)
+            ]
+            (text,) = to_vllm(recorder.routes().extended())
+            experts = np.load(io.BytesIO(base64.b64decode(text))) if self.records else None
+            answers.append(
+                SimpleNamespace(
+                    prompt_token_ids=prompt["prompt_token_ids"],
+                    outputs=[
+                        SimpleNamespace(token_ids=tokens, logprobs=logprobs, routed_experts=experts)
+                    ],
+                )
+            )
+        return answers
+
+
+class VllmTrainer(FakeTrainer):
+    """Samples with vLLM in its process, as TRL does; its own correction stands in the batch."""
+
+    use_vllm, vllm_mode = True, "colocate"
+
+    def __init__(self, model, prompts, **options):
+        super().__init__(model, prompts)
+        self.vllm_generation = SimpleNamespace(llm=Engine(model, **options))
+
+    def _generate_and_score_completions(self, inputs):
+        mask = (self.prompts != 1).long()
+        rows = [ids[m.bool()].tolist() for ids, m in zip(self.prompts, mask, strict=True)]
+        answers = self.vllm_generation.llm.generate([{"prompt_token_ids": row} for row in rows])
+        completion = torch.tensor([answer.outputs[0].token_ids for answer in answers])
+        known = (torch.arange(NEW) < torch.tensor([5, 3, 4])[:, None]).long()
+        return {
+            "prompt_ids": self.prompts, "prompt_mask": mask, "completion_mask": known,
+            "completion_ids": completion.masked_fill(known == 0, 1),
+            "importance_sampling_ratio": torch.full((3, NEW), 0.5),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_the_loss_takes_the_experts_that_vllm_recorded(make):
+    trainer = VllmTrainer(close(make()), prompts())
+    replayed = add_route_replay(trainer)
+    batch = trainer._generate_and_score_completions([])
+    assert replayed.routes.lengths.tolist() == [4 + 5, 6 + 3, 6 + 4]
+    assert batch["importance_sampling_ratio"].eq(1).all()
+    engine = trainer.vllm_generation.llm
+    assert "generate" not in vars(engine)
+    (first,) = engine.generate([{"prompt_token_ids": prompts()[0, 2:].tolist()}])
+    answer = first.outputs[0]
+    own = [step[t].logprob for t, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert batch["old_per_token_logps"][0].tolist() == pytest.approx(own, abs=1e-6)
+    assert batch["old_per_token_logps"][1, 3:].eq(0).all()
+    trainer.compute_loss(trainer.model, shuffled(batch))
+    seen = trainer.seen[0][0]
+    for row, number in enumerate((2, 0)):
+        expected = replayed.routes[number]
+        assert (seen[row].experts[expected.positions] == expected.experts).all()
+
+
+def test_answers_of_vllm_without_routes_are_refused():
+    trainer = VllmTrainer(ours(), prompts(), records=False)
+    add_route_replay(trainer)
+    with pytest.raises(ValueError, match="make it with enable_return_routed_experts=True"):
+        trainer._generate_and_score_completions([])
 
 
 def test_other_trainers_and_two_generations_are_refused():

@@ -11,6 +11,7 @@ from l2r.hf.routes import (
     Fingerprint,
     from_megatron,
     from_sglang,
+    from_verl,
     from_vllm,
     to_megatron,
     to_sglang,
@@ -173,6 +174,40 @@ def test_sglang_gives_int32_numbers_without_a_shape():
 def test_another_answer_of_sglang_is_refused(text):
     with pytest.raises(ValueError, match=r"must be base64 of int32 numbers \[tokens, 4, 2\]"):
         from_sglang([{"meta_info": {"routed_experts": text}}], fingerprint())
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_verl_has_the_arrays_of_vllm_in_a_padded_batch(top_k):
+    """Prompts of 4 and 2 to the left, answers of 2 and 3 to the right; the last has no route."""
+    of = fingerprint(top_k=top_k)
+    prompts, answers = (4, 2), (2, 3)
+    arrays = []
+    for seed, tokens in enumerate((6, 5)):
+        array = np.zeros((tokens - 1, 4, top_k), np.uint8)
+        array[:, [1, 3]] = drawn((tokens - 1,), of, seed=seed).experts
+        arrays.append(array)
+    batch = torch.zeros(2, 4 + 3, 4, top_k, dtype=torch.int16)
+    mask = torch.zeros(2, 4 + 3, dtype=torch.long)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        start, end = 4 - prompt, 4 + answer
+        mask[row, start:end] = 1
+        batch[row, start : end - 1] = torch.from_numpy(arrays[row]).to(batch.dtype)
+    routes = from_verl(batch, mask, of)
+    assert routes == from_vllm(arrays, of)
+    assert routes.lengths.tolist() == [6, 5] and routes.counts.tolist() == [5, 4]
+
+
+def test_tools_and_later_turns_of_verl_have_no_routes():
+    """What was appended after the last generation has zeros, and chooses for itself."""
+    batch = torch.zeros(1, 8, 4, 2, dtype=torch.int16)
+    batch[0, :5] = torch.from_numpy(answered(6)).to(batch.dtype)
+    routes = from_verl(batch, torch.ones(1, 8), fingerprint())
+    assert routes.lengths.tolist() == [8] and routes.counts.tolist() == [5]
+    batch[0, 2] = 0
+    with pytest.raises(ValueError, match="recorded nothing for token 2 of sequence 0"):
+        from_verl(batch, torch.ones(1, 8), fingerprint())
+    with pytest.raises(ValueError, match=r"got \[1, 8, 4, 2\] and \[1, 7\]"):
+        from_verl(batch, torch.ones(1, 7), fingerprint())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,9 +4,10 @@
     replayed = add_route_replay(trainer, sampler="bf16")
     trainer.train()
 
-``generate`` of the model runs in a copy in the sampler's arithmetic and is recorded; the loss of
-the sampled rows then takes the recorded experts, and its policy ratio is against the sampler's
-own log-probabilities. Follows the rows through TRL's shuffling and splitting of a batch.
+``generate`` of the model runs in a copy in the sampler's arithmetic and is recorded; a vLLM in the
+trainer's process records by itself, and its answers are read. The loss of the sampled rows then
+takes the recorded experts, and its policy ratio is against the sampler's own log-probabilities.
+Follows the rows through TRL's shuffling and splitting of a batch.
 
 Shape letters: B sequences, W columns of prompt and completion, G generated tokens.
 """
@@ -23,6 +24,7 @@ from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
 from l2r.hf.routes import (
     Routes,
     fingerprint_of,
+    from_vllm,
     record,
     replaced_functions,
     replay,
@@ -36,15 +38,16 @@ _METHODS = ("compute_loss", "_generate_and_score_completions")
 def add_route_replay(
     trainer: Any, *, sampler: str | None = None, replays: bool = True
 ) -> "RouteReplay":
-    """Let ``trainer``, a TRL GRPOTrainer that samples with transformers, replay sampled routes.
+    """Let ``trainer``, a TRL GRPOTrainer, replay sampled routes.
 
     sampler: arithmetic of the sampling, bf16, int8 or fp8, in a copy of the model that is made
-    anew for each generation; None samples with the model itself. replays: False records and
-    compares with the sampler's log-probabilities, and lets the loss choose its own experts.
+    anew for each generation; None samples with the model itself, or with vLLM where
+    ``use_vllm`` is set. vLLM must be in this process (``vllm_mode="colocate"``) and be made with
+    ``enable_return_routed_experts``, as docs/routes.md shows. replays: False records and compares
+    with the sampler's log-probabilities, and lets the loss choose its own experts.
 
-    Raises ValueError for another trainer, for one that samples with vLLM, whose routes come
-    elsewhere from (``l2r.hf.routes.from_vllm``), for another sampler, and for a model without a
-    supported router.
+    Raises ValueError for another trainer, for a vLLM whose answers have no routes (TRL's server,
+    several ranks for one model), for another sampler, and for a model without a supported router.
     """
     if sampler is not None and sampler not in ARITHMETICS:
         allowed = ", ".join(ARITHMETICS)
@@ -56,8 +59,21 @@ def add_route_replay(
             f"{type(trainer).__name__} has no {missing[0]}"
         )
     if getattr(trainer, "use_vllm", False):
-        raise ValueError("trainer must sample with transformers; got use_vllm=True")
+        _check_vllm(trainer, sampler)
     return RouteReplay(trainer, sampler, replays)
+
+
+def _check_vllm(trainer: Any, sampler: str | None) -> None:
+    if sampler is not None:
+        raise ValueError(f"sampler must be None with use_vllm=True; got sampler={sampler!r}")
+    if trainer.vllm_mode != "colocate":
+        raise ValueError(
+            "vllm_mode must be 'colocate': TRL's vLLM server returns no routes; "
+            f"got vllm_mode={trainer.vllm_mode!r}"
+        )
+    ranks = getattr(trainer, "vllm_tensor_parallel_size", 1)
+    if ranks != 1:
+        raise ValueError(f"vllm_tensor_parallel_size must be 1; got {ranks}")
 
 
 class RouteReplay:
@@ -67,7 +83,7 @@ class RouteReplay:
     """
 
     def __init__(self, trainer: Any, sampler: str | None, replays: bool) -> None:
-        fingerprint_of(trainer.model)
+        self._fingerprint = fingerprint_of(trainer.model)
         self.routes: Routes | None = None
         self._trainer, self._sampler, self._replays = trainer, sampler, replays
         # The trainer keeps a batch of training for several steps, between which it evaluates:
@@ -82,9 +98,14 @@ class RouteReplay:
 
     def _sampled(self, inputs: Any) -> dict[str, Any]:
         """A batch of the trainer, with each row's number and the sampler's log-probabilities."""
-        model = unwrapped_model(self._trainer.model)
         self.routes = None
-        with replaced_functions({(model, "generate"): self._generating(model)}):
+        if getattr(self._trainer, "use_vllm", False):
+            engine = self._trainer.vllm_generation.llm
+            sampling = {(engine, "generate"): self._answering(engine)}
+        else:
+            model = unwrapped_model(self._trainer.model)
+            sampling = {(model, "generate"): self._generating(model)}
+        with replaced_functions(sampling):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
             raise ValueError(
@@ -104,6 +125,8 @@ class RouteReplay:
             )
         mask = batch["completion_mask"].bool()
         batch["old_per_token_logps"] = torch.where(mask, log_probs, 0.0)
+        if "importance_sampling_ratio" in batch:  # of the sampler to those that it was
+            batch["importance_sampling_ratio"] = torch.ones_like(batch["importance_sampling_ratio"])
         first, self._sampled_rows = self._sampled_rows, self._sampled_rows + len(ids)
         self._kept[self._trainer.model.training] = first, self.routes
         batch[ROWS] = torch.arange(first, self._sampled_rows, device=ids.device)
@@ -134,6 +157,34 @@ class RouteReplay:
             return sequences
 
         return generating
+
+    def _answering(self, engine: Any) -> Callable[..., Any]:
+        """vLLM's ``generate``, whose answers have routes and log-probabilities."""
+        generate: Callable[..., Any] = engine.generate
+
+        def answering(*args: Any, **kwargs: Any) -> Any:
+            if self.routes is not None:
+                raise ValueError("route replay needs one call of generate for a batch; got two")
+            requests = generate(*args, **kwargs)
+            answers = [answer for request in requests for answer in request.outputs]
+            if any(answer.routed_experts is None for answer in answers):
+                raise ValueError(
+                    "vLLM's answers have no routed_experts; make it with "
+                    "enable_return_routed_experts=True"
+                )
+            if any(answer.logprobs is None for answer in answers):
+                raise ValueError("vLLM's answers must have log-probabilities; got logprobs=None")
+            self.routes = from_vllm([a.routed_experts for a in answers], self._fingerprint)
+            self._log_probs = torch.nn.utils.rnn.pad_sequence(
+                [
+                    torch.tensor([step[token].logprob for token, step in zip(*pair, strict=True)])
+                    for pair in ((a.token_ids, a.logprobs) for a in answers)
+                ],
+                batch_first=True,
+            )
+            return requests
+
+        return answering
 
     def _keep(self, sequences: Int[Tensor, "B W"], logits: tuple[Tensor, ...]) -> None:
         """Log-probabilities of generated tokens, at the trainer's temperature."""

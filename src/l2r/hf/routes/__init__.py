@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from l2r.hf.routes.formats import all_layers as all_layers
     from l2r.hf.routes.formats import from_megatron as from_megatron
     from l2r.hf.routes.formats import from_sglang as from_sglang
+    from l2r.hf.routes.formats import from_verl as from_verl
     from l2r.hf.routes.formats import from_vllm as from_vllm
     from l2r.hf.routes.formats import to_megatron as to_megatron
     from l2r.hf.routes.formats import to_sglang as to_sglang

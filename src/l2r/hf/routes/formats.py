@@ -1,7 +1,8 @@
-"""Routes in the formats of vLLM, SGLang and Megatron-core.
+"""Routes in the formats of vLLM, SGLang, verl and Megatron-core.
 
 vLLM and SGLang give an array [tokens - 1, hidden layers, k] per sequence: the token sampled last
-was never forwarded, and layers without a router have rows too, of zeros. Megatron-core's
+was never forwarded, and layers without a router have rows too, of zeros. verl puts these arrays
+into its padded batch, with zeros where there is none. Megatron-core's
 RouterReplay holds [width * sequences, k] per routed layer, the sequences innermost.
 
 Shape letters: S sequences, W width of the padded batch, L layers with a router, K experts chosen.
@@ -10,6 +11,7 @@ Shape letters: S sequences, W width of the padded batch, L layers with a router,
 import base64
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,32 @@ def to_sglang(routes: Routes) -> list[str]:
     """Write every sequence as SGLang does; see ``to_vllm``."""
     arrays = _to_engine(routes, np.dtype("<i4"))
     return [base64.b64encode(array.tobytes()).decode() for array in arrays]
+
+
+def from_verl(
+    experts: Int[Tensor, "S W H K"], mask: Bool[Tensor, "S W"], fingerprint: Fingerprint
+) -> Routes:
+    """Read ``batch["routed_experts"]`` of verl, with its ``attention_mask``.
+
+    Prompts are padded to the left, answers to the right. Tokens after the last one that was
+    forwarded have zeros, and no route here; with one expert per token, whose route may be 0, that
+    is the last token alone. Raises ValueError for other sizes and where the server recorded
+    nothing.
+    """
+    tokens = mask.bool().cpu().numpy()
+    if experts.dim() != 4 or tuple(experts.shape[:2]) != tokens.shape:
+        raise ValueError(
+            "routed_experts must be [sequences, width, hidden layers, k] and mask [sequences, "
+            f"width]; got {list(experts.shape)} and {list(tokens.shape)}"
+        )
+    arrays = []
+    for rows, has in zip(experts.cpu().numpy(), tokens, strict=True):
+        own = rows[has]
+        known = np.flatnonzero(own.any(axis=(1, 2)))
+        end = len(own) - 1 if fingerprint.top_k == 1 else int(known[-1]) + 1 if len(known) else 0
+        arrays.append(own[: max(0, end)])
+    routes = _from_engine(arrays, fingerprint, 0)
+    return replace(routes, lengths=tokens.sum(axis=1))
 
 
 def from_megatron(

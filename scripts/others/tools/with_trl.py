@@ -6,6 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
+from scripts.others.tools.colocated import in_place_of_vllm
 from scripts.others.tools.rows import Row, row
 from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
 from transformers import AutoModelForCausalLM
@@ -121,4 +122,29 @@ def grpo_replayed(subject: Subject) -> None:
         replayed = add_route_replay(trainer, sampler="bf16")
         trainer.train()
         assert replayed.routes is not None and len(replayed.routes) == 2
+        assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+@row(ROWS, "GRPO by a vLLM in its process (a stand-in) whose routes are replayed, two steps")
+def grpo_colocated(subject: Subject) -> None:
+    """Routes of the last generation are there, weights are passed on, and a loss was finite."""
+
+    def reward(completions: list[str], **others: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    with TemporaryDirectory() as folder, in_place_of_vllm():
+        trainer = GRPOTrainer(
+            model=str(subject.folder),
+            reward_funcs=reward,
+            args=GRPOConfig(
+                **{**_common(folder), "max_steps": 2}, num_generations=2, max_completion_length=4,
+                use_vllm=True, vllm_mode="colocate",
+            ),
+            train_dataset=PROMPTS,
+            processing_class=tokenizer(),
+        )  # fmt: skip
+        replayed = add_route_replay(trainer)
+        trainer.train()
+        assert replayed.routes is not None and len(replayed.routes) == 2
+        assert trainer.vllm_generation.llm.loaded > 0
         assert math.isfinite(trainer.state.log_history[0]["loss"])

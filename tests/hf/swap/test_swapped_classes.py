@@ -123,6 +123,18 @@ def test_a_configuration_object_for_a_stock_folder_is_taken_as_it_is(tmp_path):
         (tmp_path / "config.json").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("kind", ["swapped", "own"])
+def test_a_configuration_is_read_from_its_file_alone(kind, tmp_path):
+    """``from_json_file`` is a door of its own: it goes past ``from_dict``."""
+    model = own() if kind == "own" else swapped("mixtral")
+    model.config.rms_norm_eps = float("inf")  # JSON has no number for it
+    model.save_pretrained(tmp_path)
+    read = type(model.config).from_json_file(tmp_path / "config.json")
+    whole = type(model.config).from_pretrained(tmp_path)
+    assert read.to_dict() == whole.to_dict()
+    assert read.initializer_range == model.config.initializer_range
+
+
 def test_other_heads_open_the_same_routers(tmp_path):
     model = swapped("mixtral")
     model.save_pretrained(tmp_path)

@@ -20,14 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
-from l2r.hf.routes import (
-    Routes,
-    fingerprint_of,
-    record,
-    replaced_functions,
-    replay,
-    unwrapped_model,
-)
+from l2r.hf.routes import Routes, fingerprint_of, record, replay, unwrapped_model
+from l2r.routers.temporary import replaced
 
 ROWS = "sampled_route"  # number of each row among all sampled sequences, in the trainer's batches
 _METHODS = ("compute_loss", "_generate_and_score_completions")
@@ -84,7 +78,7 @@ class RouteReplay:
         """A batch of the trainer, with each row's number and the sampler's log-probabilities."""
         model = unwrapped_model(self._trainer.model)
         self.routes = None
-        with replaced_functions({(model, "generate"): self._generating(model)}):
+        with replaced({(model, "generate"): self._generating(model)}):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
             raise ValueError(
@@ -118,9 +112,7 @@ class RouteReplay:
             sampling: Any = model
             if self._sampler is not None:
                 sampling = in_other_arithmetic(model, self._sampler)
-                # What we and TRL set on the model calls the model, not its copy.
-                for name in ("generate", "forward"):
-                    vars(sampling).pop(name, None)
+                vars(sampling).pop("forward", None)  # of TRL: it calls the model, not its copy
                 generate_there = sampling.generate
             else:
                 generate_there = generate

@@ -4,10 +4,12 @@
 """
 
 import copy
+import gc
 import io
 import pickle
 import re
 import tempfile
+import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -370,6 +372,20 @@ def test_the_block_that_is_left_open_goes_on(models):
         assert len(early.routes()) == 2
         found = len(late.routes()) if later is record else len(late.indices()) // 2 + 1
         assert found == 3
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_block_that_nobody_closes_ends_with_its_model():
+    """As the hooks of router losses do, of a trainer that never trains."""
+    model = replace_routers(tiny_model(FAMILIES["mixtral"]), CONFIG)
+    for block in (capture, record, routers_keep_dtype):
+        opened = block(model)
+        opened.__enter__()
+        model.held = opened  # a circle, which only the collector frees
+    gone = weakref.ref(model)
+    del model, opened
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.fixture

@@ -51,15 +51,18 @@ def replaced(values: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
         yield
     finally:
         for module, name, value in put:
-            stack = _OF_MODULES[module].values[name]
+            here = _OF_MODULES.get(module)
+            if here is None:  # the module is gone, and a block that nobody closed ends with it
+                continue
+            stack = here.values[name]
             _drop(stack, value)
             if stack[-1] is None:
                 delattr(module, name)
             else:
                 setattr(module, name, stack[-1])
             if len(stack) == 1:
-                del _OF_MODULES[module].values[name]
-            _clear(module)
+                del here.values[name]
+            _clear(module, here)
 
 
 @contextmanager
@@ -72,8 +75,10 @@ def removing(handles: Mapping[RemovableHandle, nn.Module]) -> Iterator[None]:
     finally:
         for handle, module in handles.items():
             handle.remove()
-            _OF_MODULES[module].hooks.discard(handle.id)
-            _clear(module)
+            here = _OF_MODULES.get(module)
+            if here is not None:
+                here.hooks.discard(handle.id)
+                _clear(module, here)
 
 
 def _on(module: nn.Module) -> _Temporary:
@@ -90,9 +95,8 @@ def _drop(stack: list[Any], value: Any) -> None:
     del stack[last]
 
 
-def _clear(module: nn.Module) -> None:
-    found = _OF_MODULES.get(module)
-    if found is not None and not found.values and not found.hooks:
+def _clear(module: nn.Module, here: _Temporary) -> None:
+    if not here.values and not here.hooks:
         del _OF_MODULES[module]
         vars(module).pop(_REDUCE, None)
 

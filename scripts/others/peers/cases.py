@@ -70,10 +70,10 @@ class Excluded:
 
 EXCLUDED = (
     Excluded(
-        "(Swapped|Captured)_deepseek_v3",
-        "test_keep_in_fp32_modules_exist",
-        "the family keeps a tensor `gate.weight` in float32, which a swapped router does not have; "
-        "that the paths of the routers are kept is in tests/hf/swap",
+        "(Swapped|Captured)_phimoe",
+        "test_reverse_loading_mapping",
+        "it wants a tensor for each renaming of the family, which renames the matrix of its own "
+        "router too; a router of ours has none of that name",
     ),
 )
 

@@ -28,7 +28,6 @@ FAMILIES = (
     "flint",
     "kolibri1",
     "longcat_flash",
-    "mistral4",
 )
 IN_BLOCKS = ("mixtral", "deepseek_v3", "gpt_oss")  # and recorded, replayed and captured too
 SWAPPED = ("swapped", "captured")  # modes in which the routers are ours
@@ -70,10 +69,18 @@ class Excluded:
 
 EXCLUDED = (
     Excluded(
-        "(Swapped|Captured)_phimoe",
+        "(Swapped|Captured)_(phimoe|granitemoe|hy_v3)",
         "test_reverse_loading_mapping",
         "it wants a tensor for each renaming of the family, which renames the matrix of its own "
         "router too; a router of ours has none of that name",
+    ),
+    Excluded(
+        "(Swapped|Captured)_.*",
+        "test_can_init_all_missing_weights",
+        "it wants the same numbers from building a model and from initializing it later; a swap "
+        "draws its routers when the model is built, from a stream of their own, and missing ones "
+        "are drawn anew from the same distribution (tests/hf/swap/test_initial_weights.py); all "
+        "other tensors are equal",
     ),
 )
 

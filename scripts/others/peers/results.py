@@ -142,8 +142,14 @@ def markdown(
         lines.append(f"| {name} | {counts} | {found} |")
         for test, reason in left_out.items():
             reasons.setdefault((test, reason), []).append(name)
-    lines += [""] + [f"- Excluded: `{test}` of {', '.join(names)}: {reason}."
-                     for (test, reason), names in reasons.items()]  # fmt: skip
+    notes = [
+        f"- Excluded: `{test}` of {', '.join(names)}: {reason}."
+        for (test, reason), names in reasons.items()
+    ]
+    missing = [name for name in stock if name not in suites]
+    if missing:
+        notes.append(f"- Not run this time: {', '.join(missing)}.")
+    lines += ["", *notes] if notes else []
     if engines:
         lines += ["", _ENGINES, "| engine | run | passed | failed | skipped |"]
         lines += ["| --- | --- | --- | --- | --- |"]

@@ -62,7 +62,14 @@ def _check_given_config(module: Any) -> None:
     usual = module.PreTrainedModel.from_pretrained.__func__
 
     @wraps(usual)
-    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls: Any,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        config: Any = None,
+        **options: Any,
+    ) -> Any:
+        path = pretrained_model_name_or_path
         if config is not None and path is not None and options.get("state_dict") is None:
             import_module(_OPENING).check_given_config(path, config, options)
         return usual(cls, path, *args, config=config, **options)

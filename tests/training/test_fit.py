@@ -20,6 +20,7 @@ from l2r.training.fit_batches import perplexity
 from l2r.training.teacher_agreement import compare
 from l2r.training.upcycling import JointOptions, upcycle
 from tests.hf.families import tiny_model
+from tests.state import state_of
 from tests.training.test_upcycle import CONFIG, batches, trained
 
 __all__ = ["trained"]
@@ -170,7 +171,7 @@ def test_a_fit_leaves_gradients_modes_and_hooks_as_they_were(swapped, stops):
     old.router.train()
     second.anchors.grad = torch.ones_like(second.anchors)
     first.anchors.requires_grad_(False)
-    before = [state_of(swapped), state_of(old.router)]
+    before = [state_of(part, values=False) for part in (swapped, old.router)]
 
     def report(*_):
         if stops:
@@ -178,7 +179,7 @@ def test_a_fit_leaves_gradients_modes_and_hooks_as_they_were(swapped, stops):
 
     with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
         fit_routers(swapped, batches(3, seed=1), report=report)
-    assert [state_of(swapped), state_of(old.router)] == before
+    assert [state_of(part, values=False) for part in (swapped, old.router)] == before
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -195,20 +196,6 @@ def test_an_upcycle_leaves_the_modes_as_they_were(trained, training, stops):
         upcycle(model, CONFIG, batches(3, seed=1), batches(1, seed=2), **options)
     assert {part.training for part in model.modules()} == {training}
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-
-
-def state_of(model):
-    """All that a call may leave behind besides values."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    modules = [
-        (path, m.training, sorted(vars(m)), [len(getattr(m, name)) for name in hooks])
-        for path, m in model.named_modules()
-    ]
-    parameters = [
-        (path, p.dtype, p.requires_grad, None if p.grad is None else p.grad.tolist())
-        for path, p in model.named_parameters()
-    ]
-    return modules, parameters
 
 
 def test_the_numbers_are_means_over_tokens_however_the_text_is_cut(trained, swapped):

@@ -56,7 +56,7 @@ def transformers_tests(cache: Path, absent: Path) -> Path:
     return folder
 
 
-def test_tools(cache: Path) -> Path:
+def tools_of_tests(cache: Path) -> Path:
     """Folder with what those tests import and this project does not need."""
     folder = cache / "tools"
     if not folder.is_dir():

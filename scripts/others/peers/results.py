@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,18 +13,35 @@ _INTRODUCTION = """\
 
 Written by `make peers`. The first table runs transformers' own test classes against its models
 and, in the same way, against ours; a model of ours must pass every test that its stock sibling
-passes, and one that it fails or skips is named in the last column. The classes are those of the
-source distribution of transformers {version}: common model tests (saving, loading, dtypes,
-initialization, attention kernels, checkpointing, outputs), training, tensor parallel and expert
-parallel, the last two with two processes.
+passes, and one that it fails or skips is named in the last column. Stock models run in a process
+that does not import l2r. The classes are those of the source distribution of transformers
+{version}: common model tests (saving, loading, dtypes, initialization, attention kernels,
+checkpointing, outputs), configurations and training; for OLMoE also tensor parallel and expert
+parallel, with two processes.
 
-Three tests ask first whether they apply, and ours is made to answer as stock does: whether a
-decorator is in the source of the model (of the experts, which ours takes from stock), and twice
-whether tensors had other names before (those of our ViT never had; it is given stock's).
+- StockOlmoe, L2rOlmoe, L2rOlmoeLinear, StockViT, L2rViT: our own models, and those they are made
+  from.
+- Stock_FAMILY, Swapped_FAMILY: a family's model, and the class of one whose routers are swapped.
+- Recorded_FAMILY: the stock model; each that a test makes or loads is inside `record`.
+- Replayed_FAMILY: the stock model; each call takes, inside `replay`, the experts that the same call
+  took just before.
+- Captured_FAMILY: the swapped model; each is inside `capture`.
 
-Not run: transformers' generation and export tests. Its source distribution leaves
-`tests/generation` and `tests/exporters` out; our own tests cover both (generation with and
-without the cache, `torch.export`).
+A family stands for each rule by which routers select (`src/l2r/hf/swap/rules.py`) and of which
+transformers has a causal language model: `scripts/others/peers/cases.py`. Those of three families
+run in `make test-slow`.
+
+Tests that ask first whether they apply are answered as stock does: whether a decorator is in the
+source of the model (its experts are stock's), and twice whether tensors had other names before
+(those of our ViT never had; it is given stock's).
+
+Not in the source distribution, so not run, and what covers it here:
+
+- `tests/generation`: `tests/hf/family_check.py` (with and without the cache), `tests/hf/routes`
+  (padding, static caches, drafts), `tests/engines/serve`.
+- `tests/exporters`: `tests/hf/checkpoints/test_programs.py` (torch.export, ONNX).
+- `tests/models/FAMILY`: `tests/hf` and `tests/system/test_cells.py`, every family.
+- The helper of `test_fsdp_mixin.py`: `tests/system/test_ranks.py` and `test_router_ranks.py`.
 """
 _ENGINES = """\
 The second table compares our losses and selection rules with the engines' own code on a CPU. The
@@ -40,6 +57,7 @@ class Outcome:
     passed: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
+    seconds: float = 0.0
 
     @property
     def run(self) -> int:
@@ -50,8 +68,25 @@ class Outcome:
         return sorted(stock.passed - self.passed)
 
 
-def run_class(file: Path, name: str, *, report: Path, path: Sequence[Path], cwd: Path) -> Outcome:
-    """Run one test class of a file in a process of its own, with ``path`` to import from."""
+def faults(outcome: Outcome, stock: Outcome, excluded: Container[str]) -> list[str]:
+    """Tests that pass in stock alone and are not excluded, and excluded ones that pass."""
+    behind = [name for name in outcome.behind(stock) if name not in excluded]
+    return behind + [f"{name} (excluded)" for name in outcome.passed if name in excluded]
+
+
+def run_class(
+    file: Path,
+    name: str,
+    *,
+    report: Path,
+    path: Sequence[Path],
+    cwd: Path,
+    without: Sequence[str] = (),
+) -> Outcome:
+    """Run one test class of a file in a process of its own, with ``path`` to import from.
+
+    ``without`` are names of tests that are not run.
+    """
     report.unlink(missing_ok=True)
     here = Path(__file__).resolve().parents[3] / "src"
     environment = {
@@ -62,17 +97,19 @@ def run_class(file: Path, name: str, *, report: Path, path: Sequence[Path], cwd:
     }
     command = [sys.executable, "-m", "pytest", f"{file}::{name}", "--import-mode=importlib", "-q"]
     command += ["-c", os.devnull, "--rootdir", str(file.parent), "-p", "no:cacheprovider"]
-    command += ["-W", "ignore", "--tb=short", f"--junitxml={report}"]
+    command += ["--disable-warnings", "--tb=short", f"--junitxml={report}"]
+    command += [f"--deselect={file.name}::{name}::{test}" for test in without]
     subprocess.run(command, cwd=cwd, env=environment, check=False)
     if not report.is_file():
         raise SystemExit(f"error: pytest wrote no report for {name}; see its output above")
-    return _read(report)
+    return read_report(report)
 
 
-def _read(report: Path) -> Outcome:
+def read_report(report: Path) -> Outcome:
     """Outcome of every test in a JUnit report; a test with a failed subtest failed."""
-    outcome = Outcome()
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    outcome, root = Outcome(), ElementTree.parse(report).getroot()
+    outcome.seconds = sum(float(each.get("time", 0)) for each in root.iter("testsuite"))
+    for case in root.iter("testcase"):
         name = str(case.get("name"))
         tags = {child.tag for child in case}
         if tags & {"failure", "error"}:
@@ -91,20 +128,33 @@ def markdown(
     stock: Mapping[str, str | None],
     engines: Mapping[str, Outcome | str],
     version: str,
+    excluded: Callable[[str], Mapping[str, str]] = lambda subject: {},
 ) -> str:
     """Both tables, with the names of the tests that only the stock model passes."""
     lines = [_INTRODUCTION.format(version=version)]
-    lines += ["| model | run | passed | failed | skipped | not passed where stock passes |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    head = "model | run | passed | failed | skipped | excluded | seconds"
+    lines += [f"| {head} | not passed where stock passes |", "| --- " * 8 + "|"]
+    reasons: dict[tuple[str, str], list[str]] = {}
     for name, outcome in suites.items():
-        sibling = suites.get(stock[name] or "")
-        behind = "" if sibling is None else ", ".join(outcome.behind(sibling)) or "none"
-        lines.append(f"| {name} | {_counts(outcome)} | {behind} |")
+        sibling, left_out = suites.get(stock[name] or ""), excluded(name)
+        found = "" if sibling is None else ", ".join(faults(outcome, sibling, left_out)) or "none"
+        counts = f"{_counts(outcome)} | {len(left_out)} | {outcome.seconds:.0f}"
+        lines.append(f"| {name} | {counts} | {found} |")
+        for test, reason in left_out.items():
+            reasons.setdefault((test, reason), []).append(name)
+    notes = [
+        f"- Excluded: `{test}` of {', '.join(names)}: {reason}."
+        for (test, reason), names in reasons.items()
+    ]
+    missing = [name for name in stock if name not in suites]
+    if missing:
+        notes.append(f"- Not run this time: {', '.join(missing)}.")
+    lines += ["", *notes] if notes else []
     if engines:
         lines += ["", _ENGINES, "| engine | run | passed | failed | skipped |"]
         lines += ["| --- | --- | --- | --- | --- |"]
-    for name, found in engines.items():
-        counts = found if isinstance(found, str) else _counts(found)
+    for name, found_there in engines.items():
+        counts = found_there if isinstance(found_there, str) else _counts(found_there)
         lines.append(f"| {name} | {counts} |" + ("" if "|" in counts else " | | |"))
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from l2r.engines.trainer import add_router_losses
 from l2r.engines.trainer.route_replay import add_route_replay
 
 ROWS: list[Row] = []
@@ -20,6 +21,9 @@ PAIRS = Dataset.from_dict(
     {"prompt": ["w3 w4"] * 4, "chosen": ["w5 w6"] * 4, "rejected": ["w7 w8"] * 4}
 )
 PROMPTS = PAIRS.select_columns(["prompt"])
+
+
+_ARGUMENTS = "packing", "gradient_checkpointing", "router_aux_loss_coef"
 
 
 def _common(folder: str) -> dict[str, Any]:
@@ -31,7 +35,7 @@ def _common(folder: str) -> dict[str, Any]:
 
 
 def _sft(model: Any, folder: str, **options: Any) -> SFTTrainer:
-    arguments = {k: options.pop(k) for k in ("packing", "gradient_checkpointing") if k in options}
+    arguments = {k: options.pop(k) for k in _ARGUMENTS if k in options}
     return SFTTrainer(
         model=model,
         args=SFTConfig(**_common(folder), max_length=16, **arguments),
@@ -64,6 +68,25 @@ def sft_peft(subject: Subject) -> None:
         _sft(
             subject.model(), folder, peft_config=LoraConfig(r=2, target_modules=["o_proj"])
         ).train()
+
+
+@row(ROWS, "SFT with router losses of ours: TRL's own balance loss is not counted beside them")
+def sft_losses(subject: Subject) -> None:
+    """The step is that of a model whose own balance loss is off; a stock one has none of ours."""
+    if subject.kind == "stock":
+        return
+    steps = []
+    for own in (0.0, 100.0):
+        model = subject.model()
+        if not hasattr(model.config, "router_aux_loss_coef"):
+            return  # the family has no balance loss of its own
+        with TemporaryDirectory() as folder:
+            trainer = _sft(model, folder, router_aux_loss_coef=own)
+            add_router_losses(trainer, balance=0.5, z=0.1)
+            trainer.train()
+        steps.append({name: value.detach() for name, value in model.named_parameters()})
+        assert trainer.state.log_history[0]["balance_loss"] > 0
+    assert max(float((steps[0][n] - steps[1][n]).abs().max()) for n in steps[0]) == 0
 
 
 @row(ROWS, "DPO: the reference that TRL makes equals the policy, and a step runs")

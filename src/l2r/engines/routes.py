@@ -24,9 +24,9 @@ from l2r.hf.routes import (
     Side,
     in_backward,
     outside_of_graphs,
-    replaced_functions,
 )
 from l2r.hf.swap import layer_index
+from l2r.routers.temporary import removing, replaced
 
 
 class Recorder(Calls):
@@ -154,16 +154,14 @@ def _watched(
     def asking(layer: int) -> Choose:
         return lambda own, part: session.ask(layer, own, part)
 
-    begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
-    keep = model.register_forward_hook(session.keep)  # before the one that ends the call
-    end = model.register_forward_hook(session.end, always_call=True)
     layers = {(s.owner, s.name): s.make(asking(layer)) for layer, s in seats.items()}
-    try:
-        with replaced_functions(layers):
-            yield
-    finally:
-        for hook in (begin, keep, end):
-            hook.remove()
+    hooks = (
+        model.register_forward_pre_hook(session.begin, with_kwargs=True),
+        model.register_forward_hook(session.keep),  # before the one that ends the call
+        model.register_forward_hook(session.end, always_call=True),
+    )
+    with removing(dict.fromkeys(hooks, model)), replaced(layers):
+        yield
 
 
 def routers_by_layer(model: nn.Module, kind: type, engine: str) -> dict[int, Any]:

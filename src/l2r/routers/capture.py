@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
 from l2r.routers.observe import watched
+from l2r.routers.temporary import removing, replaced
 
 
 @dataclass
@@ -75,14 +76,9 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
                 known.setdefault(name, []).extend(values)  # type: ignore[arg-type]
             new.clear()
 
-    hook = model.register_forward_hook(add_call, always_call=True) if compiled else None
-    for router in routers.values():
-        router._captures += 1
-    try:
-        with watched(routers, keep):
-            yield record
-    finally:
-        for router in routers.values():
-            router._captures -= 1
-        if hook is not None:
-            hook.remove()
+    more = {model.register_forward_hook(add_call, always_call=True): model} if compiled else {}
+    captures: dict[tuple[nn.Module, str], int] = {
+        (router, "_captures"): router._captures + 1 for router in routers.values()
+    }
+    with removing(more), replaced(captures), watched(routers, keep):
+        yield record

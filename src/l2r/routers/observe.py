@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from l2r.routers.base import Router, RouterOutput
+from l2r.routers.temporary import removing
 
 # PEFT puts a router that it adapts, or trains a copy of, inside a module in its place.
 _COPIES = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)$")
@@ -106,15 +107,12 @@ def hooked(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
     def with_keywords(hook: Hook) -> Callable[..., Any]:
         return lambda module, args, named, output: hook(module, (*args, *named.values()), output)
 
-    handles = [
-        module.register_forward_hook(with_keywords(hook), with_kwargs=True)
+    handles = {
+        module.register_forward_hook(with_keywords(hook), with_kwargs=True): module
         for module, hook in hooks.items()
-    ]
-    try:
+    }
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor, Tensor]:

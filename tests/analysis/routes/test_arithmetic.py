@@ -1,5 +1,8 @@
 """Models in other arithmetic against weights rounded by hand."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from l2r.analysis.routes.arithmetic import in_other_arithmetic, rounded
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers.observe import find_routers
 from tests.analysis.diagnostics.models import ours, stock
-from tests.hf.families import tiny_model
+from tests.hf.families import sample_tokens, tiny_model
 
 
 def test_int8_is_the_nearest_of_255_steps_of_each_channel():
@@ -90,6 +93,20 @@ def test_bf16_has_the_dtypes_of_a_bf16_load_but_for_routers_and_their_biases(fam
     ids = torch.arange(3, 15)[None]
     assert other(ids).logits.dtype == torch.bfloat16
     assert {b.dtype for n, b in other.named_buffers() if "inv_freq" in n} <= {torch.float32}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@torch.no_grad()
+def test_a_copy_of_the_bf16_copy_calls_its_own_routers(again):
+    ids = sample_tokens()
+    first = in_other_arithmetic(tiny_model(FAMILIES["mixtral"]), "bf16")
+    second = again(first)
+    logits = first(ids).logits
+    assert torch.equal(second(ids).logits, logits)
+    for router in find_routers(second).values():
+        router.weight.neg_()
+    assert not torch.equal(second(ids).logits, logits)
+    assert torch.equal(first(ids).logits, logits)
 
 
 def test_a_bf16_model_in_bf16_computes_the_same():

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from l2r import L2RConfig, Routes, build_router, capture, record, replay, router_names
 from l2r.hf.models import CACHE, L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.calls import read_inputs
 from l2r.hf.swap.families import FAMILIES
 from l2r.kernels import dispatch
@@ -385,6 +386,22 @@ def test_blocks_inside_one_another_belong_to_their_models():
         first(ids, use_cache=False)
         assert torch.equal(second(ids, use_cache=False).logits, own)
     assert recorder.routes().fingerprint.model_type == "mixtral"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@torch.no_grad()
+def test_of_two_blocks_on_one_model_the_later_decides_where_it_has_a_route(swapped):
+    model, ids = family_model("mixtral", swapped), token_ids()
+    first, second = (drawn_for(model, (12, 12), seed) for seed in (1, 2))
+    padded, mask = second.padded("right", 12)
+    padded[0, 3:5] = NO_ROUTE
+    later = Routes.from_padded(padded, mask, second.fingerprint)
+    with replay(model, first), replay(model, later), given_experts(model) as given:
+        model(ids, use_cache=False)
+    taken = torch.stack(given, 1).numpy()
+    expected = second.experts.copy()
+    expected[3:5] = first.experts[3:5]
+    assert np.array_equal(np.sort(taken), np.sort(expected))
 
 
 def test_a_model_is_as_before_after_a_block_that_failed():

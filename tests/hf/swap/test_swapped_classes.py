@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -121,6 +122,31 @@ def test_a_configuration_object_for_a_stock_folder_is_taken_as_it_is(tmp_path):
         opened = OlmoeForCausalLM.from_pretrained(tmp_path, config=config)
         assert torch.equal(logits(opened), logits(model))
         (tmp_path / "config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["swapped", "own"])
+def test_a_configuration_is_read_from_its_file_alone(kind, tmp_path):
+    """``from_json_file`` is a door of its own: it goes past ``from_dict``."""
+    model = own() if kind == "own" else swapped("mixtral")
+    model.config.rms_norm_eps = float("inf")  # JSON has no number for it
+    model.save_pretrained(tmp_path)
+    read = type(model.config).from_json_file(tmp_path / "config.json")
+    whole = type(model.config).from_pretrained(tmp_path)
+    assert read.to_dict() == whole.to_dict()
+    assert read.initializer_range == model.config.initializer_range
+
+
+@pytest.mark.parametrize("name", few_families(FAMILIES))
+def test_what_stays_in_float32_is_there(name):
+    """The routers of a swap do, and no tensor of those that are gone is named."""
+    model = swapped(name)
+    built = type(model)(model.config)
+    tensors = list(built.state_dict())
+    strict, others = built._keep_in_fp32_modules_strict, built._keep_in_fp32_modules
+    for part in (*strict, *others):
+        assert any(re.search(rf"(?:^|\.){part}(?:\.|$)", tensor) for tensor in tensors), part
+    paths = {path for path, part in built.named_modules() if isinstance(part, Router)}
+    assert paths and paths <= strict
 
 
 def test_other_heads_open_the_same_routers(tmp_path):

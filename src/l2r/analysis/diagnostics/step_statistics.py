@@ -26,6 +26,7 @@ from l2r.hf.routes import in_backward, unwrapped_model
 from l2r.hf.swap import layer_index, running_sites
 from l2r.routers import Captured, RouterOutput
 from l2r.routers.observe import watched
+from l2r.routers.temporary import removing
 
 Routed = Sequence[Tensor]  # logits [T, N], weights [T, K], indices [T, K]
 
@@ -140,7 +141,7 @@ class RouterWatch:
         self.stop()
         hook = self._called.register_forward_pre_hook(self._see_mask, with_kwargs=True)
         self._watching = ExitStack()
-        self._watching.callback(hook.remove)
+        self._watching.enter_context(removing({hook: self._called}))
         routers = {site.path: site.router for site in self._sites}
         self._watching.enter_context(watched(routers, self._see))
 

@@ -6,6 +6,7 @@ Rounded weights are kept in the dtype of the model, so that rounding is all that
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     if name == "bf16":
         for router in routers:
             if not isinstance(router, Router):
-                _take_any_dtype(router)
+                router.forward = _AnyDtype(router)
         return copy
     excluded = {parameter for router in routers for parameter in router.parameters()}
     for weight, inputs in _weights(copy):
@@ -72,16 +73,20 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
                 yield parameter, inputs
 
 
-def _take_any_dtype(router: nn.Module) -> None:
-    """Compute a family's own router in the dtype of its weights, whatever its inputs are."""
-    forward: Any = router.forward
-    dtype = next(router.parameters()).dtype
+class _AnyDtype:
+    """A forward of a family's own router in the dtype of its weights, whatever its inputs are.
 
-    def converting(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    It holds its router, so that a copy of the model calls the copy's.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        self._router, self._dtype = router, next(router.parameters()).dtype
+        self._replaced = vars(router).get("forward")
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        forward: Any = self._replaced or partial(type(self._router).forward, self._router)
         try:
             return forward(hidden, *args, **kwargs)  # some families convert it themselves
         except RuntimeError:  # a product of two dtypes
-            logits, weights, indices = forward(hidden.to(dtype), *args, **kwargs)
+            logits, weights, indices = forward(hidden.to(self._dtype), *args, **kwargs)
             return logits, weights.to(hidden.dtype), indices
-
-    router.forward = converting

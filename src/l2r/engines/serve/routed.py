@@ -11,14 +11,8 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from l2r.hf.routes import (
-    Choices,
-    Fingerprint,
-    all_layers,
-    fingerprint_of,
-    replaced_functions,
-    vllm_text,
-)
+from l2r.hf.routes import Choices, Fingerprint, all_layers, fingerprint_of, vllm_text
+from l2r.routers.temporary import replaced
 
 
 def routes_of(model: Any) -> Fingerprint | str:
@@ -65,6 +59,6 @@ class RoutedTokens:
 def noting(model: Any) -> Iterator[Choices]:
     """Record the routers' choices in the next forward; call ``begin`` before each further one."""
     choices = Choices(model)
-    with replaced_functions(choices.forwards()):
+    with replaced(choices.forwards()):
         choices.begin()
         yield choices

@@ -21,15 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
-from l2r.hf.routes import (
-    Routes,
-    fingerprint_of,
-    from_vllm,
-    record,
-    replaced_functions,
-    replay,
-    unwrapped_model,
-)
+from l2r.hf.routes import Routes, fingerprint_of, from_vllm, record, replay, unwrapped_model
+from l2r.routers.temporary import replaced
 
 ROWS = "sampled_route"  # number of each row among all sampled sequences, in the trainer's batches
 _METHODS = ("compute_loss", "_generate_and_score_completions")
@@ -105,7 +98,7 @@ class RouteReplay:
         else:
             model = unwrapped_model(self._trainer.model)
             sampling = {(model, "generate"): self._generating(model)}
-        with replaced_functions(sampling):
+        with replaced(sampling):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
             raise ValueError(
@@ -141,9 +134,7 @@ class RouteReplay:
             sampling: Any = model
             if self._sampler is not None:
                 sampling = in_other_arithmetic(model, self._sampler)
-                # What we and TRL set on the model calls the model, not its copy.
-                for name in ("generate", "forward"):
-                    vars(sampling).pop(name, None)
+                vars(sampling).pop("forward", None)  # of TRL: it calls the model, not its copy
                 generate_there = sampling.generate
             else:
                 generate_there = generate

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 
 from l2r.engines.trainer.router_log import after_training, call_first
 from l2r.engines.trainer.task_loss import check_gradient, micro_batch_share, task_loss
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.routers import Captured, Router, capture, constrain
+from l2r.routers.temporary import removing
 from l2r.runs.loss_names import BalanceVariant, ZVariant
 
 
@@ -86,7 +86,8 @@ class RouterLosses(TrainerCallback):
         self._mask: Tensor | None = None
         self._sums = torch.zeros(4)  # L_bal, L_z, L_margin and how many micro-batches
         self._called = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
+        self._watches = False
         self._watch()
 
     def __call__(
@@ -130,10 +131,10 @@ class RouterLosses(TrainerCallback):
         self._watch()
 
     def stop(self) -> None:
-        """Leave the model without hooks: it can be copied and pickled, and trained by others."""
+        """Leave the model without hooks: it can be trained by others."""
         self._close()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()
+        self._watches = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse where a subclass of Trainer computes its loss in another way."""
@@ -165,11 +166,13 @@ class RouterLosses(TrainerCallback):
             state.log_history[-1].update(losses)
 
     def _watch(self) -> None:
-        if not self._hooks:
-            self._hooks = [
+        if not self._watches:
+            hooks = (
                 self.model.register_forward_pre_hook(self._start, with_kwargs=True),
                 self.model.register_forward_hook(self._close, always_call=True),
-            ]
+            )
+            self._hooks.enter_context(removing(dict.fromkeys(hooks, self.model)))
+            self._watches = True
 
     def _close(self, *_: Any) -> None:
         self._open.close()

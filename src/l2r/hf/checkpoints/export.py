@@ -51,6 +51,7 @@ def export_remote_code(
     """
     model = as_l2r_olmoe(model)
     code, auto_map = remote_code(model)
+    before = vars(model.config).get("auto_map")  # of an earlier export that it was opened from
     model.config.auto_map = auto_map
     try:
         save_model(
@@ -63,7 +64,10 @@ def export_remote_code(
             source=source,
         )
     finally:
-        del model.config.auto_map
+        if before is None:
+            del model.config.auto_map
+        else:
+            model.config.auto_map = before
     return Path(out)
 
 

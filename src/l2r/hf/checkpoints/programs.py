@@ -6,12 +6,14 @@ routers as plain code, which are torch's own operations alone.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
@@ -51,9 +53,9 @@ def export_program(
 ) -> Agreement:
     """Write ``model`` as input_ids [B, S] -> logits [B, S, V], any B and S, into a new folder.
 
-    The written file is loaded again and compared with the model on several shapes. The model
-    keeps batched experts. Raises ValueError for an unknown form, a model that cannot be exported,
-    and a difference above ``tolerance`` times the largest logit (or 1); nothing is left then.
+    The written file is loaded again and compared with the model on several shapes. Raises
+    ValueError for an unknown form, a model that cannot be exported, and a difference above
+    ``tolerance`` times the largest logit (or 1); nothing is left then.
     """
     if form not in PROGRAM_FORMS:
         raise ValueError(f"format must be one of {', '.join(PROGRAM_FORMS)}; got {form!r}")
@@ -109,9 +111,8 @@ def _samples(model: Any) -> list[Tensor]:
 
 
 def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
-    model.set_experts_implementation("batched_mm")
     free = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1)}
-    with dispatch.implementation("plain"):
+    with dispatch.implementation("plain"), _batched_experts(model):
         return torch.export.export(
             _Logits(model),
             (ids,),
@@ -119,6 +120,20 @@ def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,  # for torch 2.10
         )
+
+
+@contextmanager
+def _batched_experts(model: Any) -> Iterator[None]:
+    """Experts of the one form that exporters take; their own afterwards."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts}.values()
+    before = [config._experts_implementation for config in configs]
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._experts_implementation_internal = own
 
 
 Run = Callable[[Tensor], Tensor]

@@ -56,6 +56,11 @@ class NeedsPackage:
         """Read config.json as transformers does, without the notes."""
         return super().from_dict(without_notes(config_dict), **options)  # type: ignore[misc]
 
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | Path) -> dict[str, Any]:
+        """Read a file for ``from_json_file``, which does not call ``from_dict``."""
+        return without_notes(super()._dict_from_json_file(json_file))  # type: ignore[misc]
+
 
 class NeedsPackageAndCode(NeedsPackage):
     """Mixin of configurations whose models need this package and the code in their folder."""

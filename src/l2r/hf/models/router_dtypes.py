@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from l2r.routers import Router
+from l2r.routers.temporary import replaced
 
 
 @contextmanager
@@ -17,13 +18,8 @@ def routers_keep_dtype(model: nn.Module) -> Iterator[None]:
     leave it so.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router in routers:
-        vars(router)["_apply"] = partial(_apply, router)
-    try:
+    with replaced({(router, "_apply"): partial(_apply, router) for router in routers}):
         yield
-    finally:
-        for router in routers:
-            vars(router).pop("_apply", None)
 
 
 def _apply(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from l2r.hf.routes.formats import to_vllm as to_vllm
     from l2r.hf.routes.formats import vllm_text as vllm_text
     from l2r.hf.routes.layers import fingerprint_of as fingerprint_of
-    from l2r.hf.routes.layers import replaced_functions as replaced_functions
     from l2r.hf.routes.layers import routed_layers as routed_layers
     from l2r.hf.routes.layers import unwrapped_model as unwrapped_model
     from l2r.hf.routes.recorder import record as record

@@ -1,11 +1,9 @@
 """The routed layers of a model, ours or of a supported family, and its fingerprint."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -96,35 +94,3 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
         if isinstance(inner, nn.Module) and next(model.children()) is inner:
             return unwrapped_model(inner)
     return model
-
-
-@contextmanager
-def replaced_functions(
-    values: Mapping[tuple[nn.Module, str], Callable[..., Any]],
-) -> Iterator[None]:
-    """Set functions on module instances inside the block; what was there before comes back.
-
-    Blocks on one model may end in any order: the function of the last that is open stays. A
-    function may call the one before it after that one's block.
-    torch.compile guards what an instance has under ``forward``, and no forward hooks.
-    """
-    try:
-        for (module, name), value in values.items():
-            stack = _STACKS.setdefault(module, {}).setdefault(name, [vars(module).get(name)])
-            stack.append(value)
-            setattr(module, name, value)
-        yield
-    finally:
-        for (module, name), value in values.items():
-            stack = _STACKS[module][name]
-            stack.remove(value)
-            if stack[-1] is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, stack[-1])
-            if len(stack) == 1:
-                del _STACKS[module][name]
-
-
-# What a module had under a name before the first block, None for nothing, and of each open block.
-_STACKS: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()

@@ -11,8 +11,8 @@ from l2r.hf.routes.backward_pass import outside_of_graphs
 from l2r.hf.routes.calls import Calls, Inputs, Places, read_inputs
 from l2r.hf.routes.choices import Choices
 from l2r.hf.routes.fingerprint import Fingerprint
-from l2r.hf.routes.layers import replaced_functions
 from l2r.hf.routes.routes import Routes
+from l2r.routers.temporary import removing, replaced
 
 
 class Recorder:
@@ -115,9 +115,7 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
         model.register_forward_hook(recorder.close, always_call=True),
     )
     try:
-        with replaced_functions(recorder.forwards()):
+        with removing(dict.fromkeys(hooks, model)), replaced(recorder.forwards()):
             yield recorder
     finally:
         recorder.leave()
-        for hook in hooks:
-            hook.remove()

@@ -16,13 +16,13 @@ from l2r.hf.routes.calls import read_inputs
 from l2r.hf.routes.layers import (
     RoutedLayer,
     fingerprint_of,
-    replaced_functions,
     routed_layers,
 )
 from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
 from l2r.hf.routes.taken import Rows, gathering, gathers, taking
 from l2r.hf.swap.sites import Site, modules_by_path
+from l2r.routers.temporary import removing, replaced
 
 Weights = Literal["live", "recorded"]
 # What a module calls to run a part of itself again in the backward pass.
@@ -74,7 +74,7 @@ class Replay:
         """Routers replay inside the block."""
         self._active = True
         try:
-            with replaced_functions({**self._forwards, **self._checkpoints}):
+            with replaced({**self._forwards, **self._checkpoints}):
                 yield
         finally:
             self._active = False
@@ -118,7 +118,7 @@ class Replay:
                 if self._active:
                     yield
                 else:
-                    with replaced_functions(self._forwards):
+                    with replaced(self._forwards):
                         yield
             finally:
                 self._rows = before
@@ -199,21 +199,20 @@ def replay(
     passed compiled.
 
     A call that fails leaves its sequences to the next; of a generation that fails, the calls
-    before have read them.
+    before have read them. Of two blocks on one model the one that was opened last decides, where
+    it has a route; they may end in any order.
 
     Raises ValueError before the forward for routes that do not fit the model, the tokenizer or
     the tokens of a call, and at the end of a block in which no call of the model succeeded.
     """
     session = Replay(model, routes, weights=weights, tokenizer=tokenizer)
-    begin = model.register_forward_pre_hook(session.begin, with_kwargs=True)
-    keep = model.register_forward_hook(session.keep)
-    end = model.register_forward_hook(session.end, always_call=True)
-    try:
-        with session.installed():
-            yield session
-    finally:
-        for hook in (begin, keep, end):
-            hook.remove()
+    hooks = (
+        model.register_forward_pre_hook(session.begin, with_kwargs=True),
+        model.register_forward_hook(session.keep),
+        model.register_forward_hook(session.end, always_call=True),
+    )
+    with removing(dict.fromkeys(hooks, model)), session.installed():
+        yield session
     if len(routes) and session.remaining == len(routes):
         raise ValueError(
             "replay must see a call of the model that it got; it saw none that succeeded"

@@ -44,8 +44,11 @@ def gathering(site: Site, experts: Tensor, recorded: None, read_rows: ReadRows) 
         rows = read_rows(x.shape[:-1].numel())
         if rows is None:
             return forward(*args, **kwargs)
-        chosen = experts.to(x.device).index_select(0, rows.of.to(x.device))
-        return forward(*args, **kwargs, routes=chosen.to(torch.int64))
+        chosen = experts.to(x.device).index_select(0, rows.of.to(x.device)).to(torch.int64)
+        given = kwargs.pop("routes", None)  # of a block that was opened later
+        if given is not None:
+            chosen = torch.where(given[:, :1] == NO_ROUTE, chosen, given)
+        return forward(*args, **kwargs, routes=chosen)
 
     return gather
 

@@ -386,9 +386,8 @@ def _drawn(tensor: Tensor, contract: _Contract, draw: _Draw, generator: torch.Ge
 def _bare_copy(module: nn.Module, values: Callable[[Tensor], Tensor]) -> Any:
     """A copy with other tensors, without hooks and replaced forwards; the rest is shared."""
     bare: Any = object.__new__(type(module))
-    own = {
-        n: v for n, v in vars(module).items() if n not in ("forward", "_hf_hook", "_old_forward")
-    }
+    others = ("forward", "__reduce_ex__", "_hf_hook", "_old_forward")
+    own = {name: value for name, value in vars(module).items() if name not in others}
     bare.__dict__.update(own)
     for name in own:
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):

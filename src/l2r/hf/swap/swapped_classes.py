@@ -4,7 +4,8 @@ A separate model type (``l2r_mixtral``, ``L2rMixtralForCausalLM``) makes every l
 by config.json build our routers, or stop: it cannot take the folder for a stock Mixtral.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any
@@ -73,7 +74,9 @@ def swapped_model(base: Any) -> Any:
         with _of_class(config, base.config_class) if is_known(base) else nullcontext():
             base.__init__(self, config, *args, **options)
         paths = replay_swaps(self, swaps)
-        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *paths}
+        strict = {*self._keep_in_fp32_modules_strict, *paths}
+        self._keep_in_fp32_modules_strict = _present(self, strict)
+        self._keep_in_fp32_modules = _present(self, self._keep_in_fp32_modules)
         _take_classes(self)
 
     @torch.no_grad()
@@ -134,6 +137,12 @@ def _of_class(config: Any, base: type) -> Iterator[None]:
         config.__class__ = own
         if auto_map is not None:
             config.auto_map = auto_map
+
+
+def _present(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names of modules or tensors that a model has: not those of the routers that are gone."""
+    tensors = [f".{name}." for name in model.state_dict()]
+    return {name for name in names if any(re.search(rf"\.{name}\.", path) for path in tensors)}
 
 
 class _Scratch(nn.Module):

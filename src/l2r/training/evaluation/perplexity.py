@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from l2r.routers.observe import evaluating
+from l2r.routers.temporary import replaced
 from l2r.training.data.rows import ChooseRows, balanced_rows
 from l2r.training.data.tokens import TokenDataset
 
@@ -85,8 +86,5 @@ def _losses_for_logits(model: nn.Module, targets: Tensor, chunk: int) -> Iterato
         options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         return torch.cat([checkpoint(losses, *pair, **options) for pair in pairs]).view_as(targets)
 
-    head.forward = in_chunks
-    try:
+    with replaced({(head, "forward"): in_chunks}):
         yield
-    finally:
-        del head.forward

@@ -50,6 +50,15 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
     assert statuses(model)["weights"] == "ok"
 
 
+def test_a_sparse_mixer_in_training_is_judged_as_it_evaluates():
+    """Its router draws experts while it trains, which is neither a fault nor a draw for a check."""
+    model = with_loss("phimoe").train()
+    before = torch.get_rng_state()
+    assert statuses(model)["weights"] == "ok"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(part.training for part in model.modules())
+
+
 def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
     """Experts outside of its window have no part in a weight, which is 1 without a gradient."""
     model = with_loss("phimoe")

@@ -1,0 +1,1 @@
+"""Stands in for a file of transformers' tests that its source distribution leaves out."""

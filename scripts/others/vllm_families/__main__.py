@@ -1,0 +1,320 @@
+"""Every family in vLLM, by each way: ``python -m scripts.others.vllm_families --vllm PYTHON``.
+
+Makes small trained models of each family, swaps and fits their routers (checkpoints.py), and asks
+vLLM, in the environment of PYTHON, for answers: our plug-in with the folder of ``l2r swap``, and
+vLLM's Transformers backend with the exported one, in float32; the plug-in in bfloat16, beside
+vLLM's own stock model; adapters; with the experts recorded. Each is compared with transformers in
+float32. Goes on where it was stopped; ``--markdown`` writes the table into a file. Exits with 1
+where a row of ``MUST`` is not as in transformers.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from scripts.others.vllm_families.checkpoints import SIZES, make, names_of, prompts
+
+from l2r import record, replay
+from l2r.hf.checkpoints import export_remote_code, load_causal_lm
+from l2r.hf.routes import Routes, from_vllm
+from l2r.hf.routes.layers import fingerprint_of
+from l2r.hf.swap import find_sites
+
+HERE = Path(__file__).parent
+NEW, MINUTES = 64, 15
+TOLERANCE = 1e-4  # of a log-probability, both in float32
+MUST = ("mixtral", "qwen3_moe", "qwen3_moe, not normalized", "qwen2_moe", "olmoe",
+        "olmoe, normalized", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared")  # fmt: skip
+JOBS: Mapping[str, Mapping[str, Any]] = {
+    "plug-in": {"folder": "swapped", "dtype": "float32", "routes": True},
+    "backend": {"folder": "exported", "dtype": "float32", "impl": "transformers"},
+    "plug-in-bf16": {"folder": "swapped", "dtype": "bfloat16", "routes": True},
+    "stock-bf16": {"folder": "stock", "dtype": "bfloat16"},
+    "stock": {"folder": "stock", "dtype": "float32"},
+    "lora": {"folder": "swapped", "dtype": "float32", "lora": "lora"},
+    "lora-routers": {"folder": "swapped", "dtype": "float32", "lora": "lora-routers"},
+}
+BRIEF = ("plug-in", "backend", "stock")  # of families that are not in ``MUST``
+START, END = "<!-- vllm families -->", "<!-- end of vllm families -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts.others.vllm_families", description=__doc__)
+    parser.add_argument("families", nargs="*", help="rows (default: all)")
+    parser.add_argument("--vllm", type=Path, required=True, help="python of vLLM's environment")
+    parser.add_argument("--out", type=Path, default=Path("runs/vllm-families"))
+    parser.add_argument("--steps", type=int, default=200, help="of training, before the swap")
+    parser.add_argument("--markdown", type=Path, help="file with the marks of the table")
+    options = parser.parse_args()
+    rows = {}
+    for name in names_of(options.families):
+        start = time.monotonic()
+        rows[name] = row(name, options)
+        print(f"{name}: {json.dumps(rows[name])} ({time.monotonic() - start:.0f} s)", flush=True)
+    if options.markdown:
+        for name in SIZES:  # those of earlier calls
+            file = options.out / slug(name) / "row.json"
+            if name not in rows and file.exists():
+                rows[name] = json.loads(file.read_text())
+        write({name: rows[name] for name in SIZES if name in rows}, options.markdown)
+    return int(any(name in MUST and not is_as_wanted(found) for name, found in rows.items()))
+
+
+def slug(name: str) -> str:
+    """Folder of a row."""
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What was found of a family; the file ``row.json`` of its folder."""
+    out: Path = options.out / slug(name)
+    out.mkdir(parents=True, exist_ok=True)
+    done = out / "row.json"
+    if done.exists():
+        return dict(json.loads(done.read_text()))
+    made = out / "made.json"
+    if not made.exists():
+        try:
+            losses: dict[str, Any] = make(name, out, options.steps)
+        except Exception as error:
+            losses = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        made.write_text(json.dumps(losses))
+    found: dict[str, Any] = {"losses": json.loads(made.read_text())}
+    if "error" not in found["losses"]:
+        swapped, _ = load_causal_lm(out / "swapped")
+        if not (out / "exported").exists():
+            try:
+                export_remote_code(swapped, out / "exported")
+            except ValueError as error:
+                found["backend"] = {"error": str(error)}
+        wanted = expected(out)
+        ask(name, out, wanted, options.vllm)
+        found |= compared(out, wanted, swapped)
+    done.write_text(json.dumps(found))
+    return found
+
+
+def expected(out: Path) -> dict[str, Any]:
+    """Greedy tokens of transformers after the prompts, and the log-probabilities of all tokens."""
+    file = out / "expected.json"
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    found = {}
+    for name in ("swapped", "stock", "lora"):
+        model: Any = load_causal_lm(out / ("stock" if name == "stock" else "swapped"))[0].eval()
+        if name == "lora":
+            model = PeftModel.from_pretrained(model, out / name).eval()
+        answers = [continued(model, ids) for ids in prompts()]
+        forced = [[*ids, *new] for ids, new in zip(prompts(), answers, strict=True)]
+        scores = [scored(model, ids) for ids in forced]
+        found[name] = {"tokens": answers, "forced": forced, "scores": scores}
+    file.write_text(json.dumps(found))
+    return found
+
+
+@torch.no_grad()
+def continued(model: Any, ids: list[int]) -> list[int]:
+    found = model.generate(
+        input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+    )
+    return list(found[0, len(ids) :].tolist())
+
+
+@torch.no_grad()
+def scored(model: Any, ids: list[int]) -> list[float]:
+    """Log-probabilities of all tokens but the first."""
+    batch = torch.tensor([ids])
+    scores = model(input_ids=batch).logits[0, :-1].double().log_softmax(-1)
+    return list(scores.gather(1, batch[0, 1:, None])[:, 0].tolist())
+
+
+def ask(name: str, out: Path, wanted: Mapping[str, Any], python: Path) -> None:
+    """Run the jobs of a row in vLLM; one that ends the process is left out of the next."""
+    jobs = {}
+    for job, settings in JOBS.items():
+        if (name not in MUST and name != "deepseek_v3" and job not in BRIEF) or not (
+            out / settings["folder"]
+        ).exists():
+            continue
+        folder = str((out / settings["folder"]).resolve())
+        lora = {"lora": str((out / settings["lora"]).resolve())} if "lora" in settings else {}
+        source = wanted["lora" if lora else settings["folder"].replace("exported", "swapped")]
+        texts = {"prompts": prompts(), "forced": source["forced"]}
+        jobs[job] = {**settings, **lora, **texts, "folder": folder}
+    (out / "jobs.json").write_text(json.dumps(jobs))
+    for _ in jobs:
+        waiting = [job for job in jobs if not (out / f"{job}.json").exists()]
+        if not waiting:
+            return
+        with (out / "vllm.log").open("a") as log:
+            done = subprocess.run(
+                [python, HERE / "in_vllm.py", out / "jobs.json", out],
+                stdout=log,
+                stderr=log,
+                check=False,
+                timeout=60 * MINUTES * len(jobs),
+                env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ},
+            )
+        for job in waiting:
+            if not (out / f"{job}.json").exists():
+                ended = {"error": f"vLLM's process ended with {done.returncode}"}
+                (out / f"{job}.json").write_text(json.dumps(ended))
+                break
+
+
+def compared(out: Path, wanted: Mapping[str, Any], swapped: Any) -> dict[str, Any]:
+    """Of each job the answers that are equal and the largest difference, or the error."""
+    found: dict[str, Any] = {}
+    for job, settings in JOBS.items():
+        if not (out / f"{job}.json").exists():
+            continue
+        answer = json.loads((out / f"{job}.json").read_text())
+        if "error" in answer:
+            found[job] = {"error": answer["error"]}
+            continue
+        source = wanted[
+            (settings.get("lora") and "lora") or settings["folder"].replace("exported", "swapped")
+        ]
+        pairs = zip(answer["tokens"], source["tokens"], strict=True)
+        found[job] = {
+            "equal": sum(one == other for one, other in pairs),
+            "largest": largest(answer["scores"], source["scores"]),
+            "class": answer["architectures"][0],
+        }
+        if settings.get("routes"):
+            with np.load(out / f"{job}.npz") as file:
+                arrays = dict(file)
+            found[job] |= choices(arrays, swapped)
+            found[job] |= routes(arrays, source["forced"], answer["scores"], swapped)
+    return found
+
+
+def largest(one: list[list[float]], other: list[list[float]]) -> float:
+    return max(
+        abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+@torch.no_grad()
+def choices(arrays: Mapping[str, np.ndarray], swapped: Any) -> dict[str, Any]:
+    """Our routers in transformers on the hidden states that vLLM's gates read.
+
+    Largest difference of a logit and of a weight, and how many of the choices differ.
+    """
+    logits, weights, other, total = 0.0, 0.0, 0, 0
+    for site in find_sites(swapped):
+        if f"{site.layer}/hidden" not in arrays:
+            continue
+        seen = {key: torch.from_numpy(arrays[f"{site.layer}/{key}"]) for key in
+                ("hidden", "logits", "weights", "experts")}  # fmt: skip
+        block = swapped.get_submodule(site.path.rpartition(".")[0])
+        bias = getattr(block, "e_score_correction_bias", getattr(block, "expert_bias", None))
+        own = site.router(seen["hidden"], *([bias] if site.selection.block_bias else []))
+        count = own.logits.shape[1]
+        order = [
+            by_expert(own.weights, own.indices, count),
+            by_expert(seen["weights"], seen["experts"], count),
+        ]
+        logits = max(logits, float((own.logits - seen["logits"]).abs().max()))
+        weights = max(weights, float((order[0] - order[1]).abs().max()))
+        other += int(((order[0] != 0) != (order[1] != 0)).any(1).sum())
+        total += len(own.logits)
+    return {"gates": {"logits": logits, "weights": weights, "differ": other, "choices": total}}
+
+
+def by_expert(weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
+    table = torch.zeros(len(weights), count)
+    return table.scatter(1, experts.long(), weights.float())
+
+
+@torch.no_grad()
+def routes(
+    arrays: Mapping[str, np.ndarray], forced: list[list[int]], scores: list[list[float]], model: Any
+) -> dict[str, Any]:
+    """Decisions that differ from transformers', and what replaying vLLM's leaves of the rest."""
+    rows = [arrays[f"{n:03}"] for n in range(len(forced))]
+    theirs = from_vllm(rows, fingerprint_of(model))
+    own, replayed = [], []
+    for number, ids in enumerate(forced):
+        with record(model) as recorder:
+            model(input_ids=torch.tensor([ids]))
+        own.append(recorder.routes())
+        with replay(model, theirs[number]):
+            replayed.append(scored(model, ids))
+    agreement = Routes.concatenate(own).agreement(theirs)
+    return {
+        "decisions": float(1 - agreement.layers.mean()),
+        "compared": agreement.compared,
+        "replayed": largest(scores, replayed),
+    }
+
+
+def is_as_wanted(found: Mapping[str, Any]) -> bool:
+    """Whether both the plug-in and the routes are as in transformers."""
+    plug = found.get("plug-in", {})
+    same = plug.get("equal") == len(prompts()) and plug.get("decisions") == 0
+    return same and plug["largest"] <= TOLERANCE
+
+
+HEAD = (
+    "family", "plug-in", "Transformers backend", "stock in vLLM", "plug-in, bf16", "stock, bf16",
+    "choices, replay in bf16", "adapter of the attention", "adapter with routers", "loss",
+)  # fmt: skip
+
+
+def write(rows: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Put the table between its marks in a file."""
+    lines = [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
+    lines += [f"| {' | '.join(cells(name, found))} |" for name, found in rows.items()]
+    text = file.read_text()
+    before, after = text.partition(START)[0], text.partition(END)[2]
+    file.write_text(f"{before}{START}\n" + "\n".join(lines) + f"\n{END}{after}")
+
+
+def cells(name: str, found: Mapping[str, Any]) -> list[str]:
+    if "error" in found["losses"]:
+        return [name, found["losses"]["error"], *[""] * (len(HEAD) - 2)]
+    jobs = ("plug-in", "backend", "stock", "plug-in-bf16", "stock-bf16")
+    plug, losses = found.get("plug-in-bf16", {}), found["losses"]
+    routed = ""
+    if "decisions" in plug:
+        routed = f"{plug['decisions']:.1%} differ; {plug['largest']:.2g}"
+        routed += f", replayed {plug['replayed']:.2g}"
+    return [
+        name,
+        *(cell(found.get(job)) for job in jobs),
+        routed,
+        cell(found.get("lora")),
+        cell(found.get("lora-routers")),
+        " / ".join(f"{losses[key]:.2f}" for key in ("stock", "swapped", "fitted", "other experts")),
+    ]
+
+
+def cell(found: Mapping[str, Any] | None) -> str:
+    """Answers that are equal and the largest difference, or why there are none."""
+    if found is None:
+        return ""
+    if "error" in found:
+        return str(found["error"]).replace("|", "/")[:120]
+    text = f"{found['equal']} of {len(prompts())}, {found['largest']:.1e}"
+    gates = found.get("gates")
+    if gates and found["equal"] < len(prompts()) and found["largest"] > TOLERANCE:
+        text += f"; on equal hidden states {gates['differ']} of {gates['choices']} choices differ"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,6 +42,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "stock": {"folder": "stock", "dtype": "float32"},
     "lora": {"folder": "swapped", "dtype": "float32", "lora": "lora"},
     "lora-routers": {"folder": "swapped", "dtype": "float32", "lora": "lora-routers"},
+    "lora-stock": {"folder": "stock", "dtype": "float32", "lora": "lora", "as_it_is": True},
 }
 BRIEF = ("plug-in", "backend", "stock")  # of families that are not in ``MUST``
 START, END = "<!-- vllm families -->", "<!-- end of vllm families -->"
@@ -245,7 +246,7 @@ def routes(
     arrays: Mapping[str, np.ndarray], forced: list[list[int]], scores: list[list[float]], model: Any
 ) -> dict[str, Any]:
     """Decisions that differ from transformers', and what replaying vLLM's leaves of the rest."""
-    rows = [arrays[f"{n:03}"] for n in range(len(forced))]
+    rows = [arrays[f"{n:03}"][: len(ids) - 1] for n, ids in enumerate(forced)]
     theirs = from_vllm(rows, fingerprint_of(model))
     own, replayed = [], []
     for number, ids in enumerate(forced):

@@ -58,6 +58,10 @@ def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if job.get("lora"):
         settings |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+        adapter = json.loads((Path(job["lora"]) / "adapter_config.json").read_text())
+        settings["lora_target_modules"] = sorted(adapter["target_modules"])
+        if not job.get("as_it_is"):
+            keep_experts_plain()
     if job.get("routes"):
         settings["worker_extension_cls"] = EXTENSION
     engine = LLM(
@@ -103,6 +107,22 @@ def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
         "tokens": [list(answer.outputs[0].token_ids) for answer in tokens],
         "scores": scores,
     }
+
+
+def keep_experts_plain() -> None:
+    """Have a CPU's kernel compute experts although adapters are on.
+
+    vLLM takes Triton's for every MoE model then, which a CPU has not; ours touches no expert.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    usual = method.select_unquantized_moe_backend
+
+    def select(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return usual(moe_config)
+
+    method.select_unquantized_moe_backend = select
 
 
 def gates(engine: Any, ask: Callable[[], Any]) -> dict[str, np.ndarray]:

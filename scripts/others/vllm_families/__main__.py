@@ -42,6 +42,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "stock": {"folder": "stock", "dtype": "float32"},
     "lora": {"folder": "swapped", "dtype": "float32", "lora": "lora"},
     "lora-routers": {"folder": "swapped", "dtype": "float32", "lora": "lora-routers"},
+    "merged": {"folder": "merged", "dtype": "float32"},
     "lora-stock": {"folder": "stock", "dtype": "float32", "lora": "lora", "as_it_is": True},
 }
 BRIEF = ("plug-in", "backend", "stock")  # of families that are not in ``MUST``
@@ -107,13 +108,18 @@ def row(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def expected(out: Path) -> dict[str, Any]:
     """Greedy tokens of transformers after the prompts, and the log-probabilities of all tokens."""
     file = out / "expected.json"
-    if file.exists():
-        return dict(json.loads(file.read_text()))
-    found = {}
-    for name in ("swapped", "stock", "lora"):
+    found = dict(json.loads(file.read_text())) if file.exists() else {}
+    for name in ("swapped", "stock", "lora", "merged"):
+        if name in found:
+            continue
         model: Any = load_causal_lm(out / ("stock" if name == "stock" else "swapped"))[0].eval()
-        if name == "lora":
-            model = PeftModel.from_pretrained(model, out / name).eval()
+        if name == "merged":
+            other = load_causal_lm(out / "swapped")[0]
+            other = PeftModel.from_pretrained(other, out / "lora-routers")
+            other.merge_and_unload().save_pretrained(out / name)
+        if name in ("lora", "merged"):
+            adapter = "lora-routers" if name == "merged" else name
+            model = PeftModel.from_pretrained(model, out / adapter).eval()
         answers = [continued(model, ids) for ids in prompts()]
         forced = [[*ids, *new] for ids, new in zip(prompts(), answers, strict=True)]
         scores = [scored(model, ids) for ids in forced]
@@ -152,7 +158,7 @@ def ask(name: str, out: Path, wanted: Mapping[str, Any], python: Path) -> None:
             continue
         folder = str((out / settings["folder"]).resolve())
         lora = {"lora": str((out / settings["lora"]).resolve())} if "lora" in settings else {}
-        source = wanted["lora" if lora else settings["folder"].replace("exported", "swapped")]
+        source = wanted[reference(settings)]
         texts = {"prompts": prompts(), "forced": source["forced"]}
         jobs[job] = {**settings, **lora, **texts, "folder": folder}
     (out / "jobs.json").write_text(json.dumps(jobs))
@@ -176,6 +182,11 @@ def ask(name: str, out: Path, wanted: Mapping[str, Any], python: Path) -> None:
                 break
 
 
+def reference(settings: Mapping[str, Any]) -> str:
+    """Whose answers in transformers a job's are compared with."""
+    return "lora" if "lora" in settings else settings["folder"].replace("exported", "swapped")
+
+
 def compared(out: Path, wanted: Mapping[str, Any], swapped: Any) -> dict[str, Any]:
     """Of each job the answers that are equal and the largest difference, or the error."""
     found: dict[str, Any] = {}
@@ -186,9 +197,7 @@ def compared(out: Path, wanted: Mapping[str, Any], swapped: Any) -> dict[str, An
         if "error" in answer:
             found[job] = {"error": answer["error"]}
             continue
-        source = wanted[
-            (settings.get("lora") and "lora") or settings["folder"].replace("exported", "swapped")
-        ]
+        source = wanted[reference(settings)]
         pairs = zip(answer["tokens"], source["tokens"], strict=True)
         found[job] = {
             "equal": sum(one == other for one, other in pairs),
@@ -272,7 +281,7 @@ def is_as_wanted(found: Mapping[str, Any]) -> bool:
 
 HEAD = (
     "family", "plug-in", "Transformers backend", "stock in vLLM", "plug-in, bf16", "stock, bf16",
-    "choices, replay in bf16", "adapter of the attention", "adapter with routers", "loss",
+    "choices, replay in bf16", "adapter of the attention", "adapter with routers", "merged", "loss",
 )  # fmt: skip
 
 
@@ -300,6 +309,7 @@ def cells(name: str, found: Mapping[str, Any]) -> list[str]:
         routed,
         cell(found.get("lora")),
         cell(found.get("lora-routers")),
+        cell(found.get("merged")),
         " / ".join(f"{losses[key]:.2f}" for key in ("stock", "swapped", "fitted", "other experts")),
     ]
 

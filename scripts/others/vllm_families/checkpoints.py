@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.hf.family_sizes import OWN_SIZES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ _EXAONE = {
 }
 _HYBRID = {**_GRANITE, "shared_intermediate_size": 64, "layer_types": ["attention"] * 3}
 # By the name of a row: model type, and what differs from ``COMMON``.
-SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+SIZES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "mixtral": ("mixtral", _L),
     "qwen3_moe": ("qwen3_moe", {**_E, **_HEAD, "norm_topk_prob": True}),
     "qwen3_moe, not normalized": ("qwen3_moe", {**_E, **_HEAD, "norm_topk_prob": False}),
@@ -116,6 +117,18 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "solar_open": ("solar_open", {**_DEEPSEEK, **_HEAD}),
     "minimax": ("minimax", {**_L, **_HEAD, "block_size": 32}),
 }  # fmt: skip
+
+# Others that vLLM or its transformers has, in the sizes of our tests with heads for vLLM.
+_WIDE = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim")
+for _name in (
+    "qwen3_next", "qwen3_5_moe_text", "jamba", "nemotron_h", "deepseek_v32", "glm_moe_dsa",
+    "mimo_v2_flash", "kimi_linear", "hy_v4", "axk1", "axk2", "longcat_flash", "granitemoe_swa",
+    "deepseek_v4", "aria_text", "qwen4_exp_text",
+):  # fmt: skip
+    _own = dict(OWN_SIZES[_name])
+    _layers = len(_own.get("layer_types") or _own.get("layers_block_type") or [0, 0])
+    _own |= {key: HEADS for key in _WIDE if key in _own} | {"num_hidden_layers": _layers}
+    SIZES[_name] = (_name, _own)
 
 
 def text_ids() -> Tensor:
@@ -237,6 +250,8 @@ def _adapters(out: Path) -> None:
             for path, weight in adapted.named_parameters():
                 if "lora_B" in path:
                     weight.mul_(0.2)
+                if "modules_to_save" in path:
+                    weight.add_(torch.randn_like(weight) * 0.1)
         adapted.save_pretrained(out / name)
 
 

@@ -92,7 +92,8 @@ def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
             recorder.add_to(answers)
             experts = [answer.outputs[0].routed_experts for answer in answers]
             seen = gates(engine, lambda: engine.generate(forced[:1], forcing, use_tqdm=False))
-            np.savez(arrays, **seen, **{f"{n:03}": rows for n, rows in enumerate(experts)})
+            seen |= {f"{n:03}": rows for n, rows in enumerate(experts)}
+            np.savez(arrays, **seen)  # type: ignore[arg-type]
     scores = [
         [
             position[token].logprob

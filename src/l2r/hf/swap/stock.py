@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.olmoe import OlmoeConfig
 
-from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM
+from l2r.hf.models.olmoe import L2rOlmoeForCausalLM
 from l2r.hf.swap.class_registry import swapped_architecture
 from l2r.hf.swap.families import FAMILIES, TABLE
 from l2r.hf.swap.swapped_classes import HOME, class_name, stock_base
@@ -47,15 +46,13 @@ def our_architecture(values: Mapping[str, Any]) -> str:
 
 
 def as_stock_configuration(config: Any) -> Any:
-    """A configuration of ours, changed in place to the family's own class; our fields stay on it.
+    """A configuration of a swapped model, changed in place to the family's own class.
 
-    Another is as it was.
+    Our fields stay on it. Another is as it was; that of our own model is its family's.
     """
-    kind = type(config)
-    if kind.__module__ == HOME:
-        kind = stock_base(kind)
-    config.__class__ = OlmoeConfig if issubclass(kind, L2rOlmoeConfig) else kind
-    config.__dict__.pop("model_type", None)  # that of the class counts
+    if type(config).__module__ == HOME:
+        config.__class__ = stock_base(type(config))
+        config.__dict__.pop("model_type", None)  # that of the class counts
     return config
 
 

@@ -13,8 +13,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from l2r.hf.routes.layers import fingerprint_of
 from l2r.hf.swap import find_sites
 
 HERE = Path(__file__).parent
-NEW, MINUTES = 64, 15
+NEW, MINUTES, TOGETHER = 64, 15, 4  # rows that share a process of vLLM
 TOLERANCE = 1e-4  # of a log-probability, both in float32
 MUST = ("mixtral", "qwen3_moe", "qwen3_moe, not normalized", "qwen2_moe", "olmoe",
         "olmoe, normalized", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared")  # fmt: skip
@@ -43,9 +42,9 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"folder": "swapped", "dtype": "float32", "lora": "lora"},
     "lora-routers": {"folder": "swapped", "dtype": "float32", "lora": "lora-routers"},
     "merged": {"folder": "merged", "dtype": "float32"},
-    "lora-stock": {"folder": "stock", "dtype": "float32", "lora": "lora", "as_it_is": True},
 }
 BRIEF = ("plug-in", "backend", "stock")  # of families that are not in ``MUST``
+WHOLE = ("swapped", "stock", "lora", "merged")
 START, END = "<!-- vllm families -->", "<!-- end of vllm families -->"
 
 
@@ -57,59 +56,68 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of training, before the swap")
     parser.add_argument("--markdown", type=Path, help="file with the marks of the table")
     options = parser.parse_args()
-    rows = {}
-    for name in names_of(options.families):
-        start = time.monotonic()
-        rows[name] = row(name, options)
-        print(f"{name}: {json.dumps(rows[name])} ({time.monotonic() - start:.0f} s)", flush=True)
+    names, rows = names_of(options.families), {}
+    for start in range(0, len(names), TOGETHER):
+        some = names[start : start + TOGETHER]
+        missing = [name for name in some if not (folder(name, options) / "row.json").exists()]
+        wanted = {name: prepared(name, options) for name in missing}
+        ask(wanted, options)
+        for name in some:
+            rows[name] = row(name, wanted.get(name), options)
+            print(f"{name}: {json.dumps(rows[name])}", flush=True)
     if options.markdown:
         for name in SIZES:  # those of earlier calls
-            file = options.out / slug(name) / "row.json"
-            if name not in rows and file.exists():
-                rows[name] = json.loads(file.read_text())
+            if (folder(name, options) / "row.json").exists():
+                rows[name] = row(name, None, options)
         write({name: rows[name] for name in SIZES if name in rows}, options.markdown)
     return int(any(name in MUST and not is_as_wanted(found) for name, found in rows.items()))
 
 
-def slug(name: str) -> str:
-    """Folder of a row."""
-    return name.replace(", ", "-").replace(" ", "-")
+def folder(name: str, options: argparse.Namespace) -> Path:
+    """Of a row."""
+    out: Path = options.out / name.replace(", ", "-").replace(" ", "-")
+    return out
 
 
-def row(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What was found of a family; the file ``row.json`` of its folder."""
-    out: Path = options.out / slug(name)
+def prepared(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the models of a row; returns transformers' answers, or {"error": line}."""
+    out = folder(name, options)
     out.mkdir(parents=True, exist_ok=True)
-    done = out / "row.json"
-    if done.exists():
-        return dict(json.loads(done.read_text()))
     made = out / "made.json"
-    if not made.exists():
-        try:
-            losses: dict[str, Any] = make(name, out, options.steps)
-        except Exception as error:
-            losses = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        made.write_text(json.dumps(losses))
-    found: dict[str, Any] = {"losses": json.loads(made.read_text())}
-    if "error" not in found["losses"]:
-        swapped, _ = load_causal_lm(out / "swapped")
+    try:
+        if not made.exists():
+            made.write_text(json.dumps(make(name, out, options.steps if whole(name) else 0)))
         if not (out / "exported").exists():
-            try:
-                export_remote_code(swapped, out / "exported")
-            except ValueError as error:
-                found["backend"] = {"error": str(error)}
-        wanted = expected(out)
-        ask(name, out, wanted, options.vllm)
-        found |= compared(out, wanted, swapped)
+            export_remote_code(load_causal_lm(out / "swapped")[0], out / "exported")
+        return expected(out, WHOLE if whole(name) else WHOLE[:2])
+    except Exception as error:  # the other rows are worth having
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+
+
+def row(name: str, wanted: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """What was found of a family, in the file ``row.json`` of its folder; None reads that."""
+    out = folder(name, options)
+    done = out / "row.json"
+    if wanted is None:
+        return dict(json.loads(done.read_text()))
+    found = wanted
+    if "error" not in wanted:
+        found = {"losses": json.loads((out / "made.json").read_text())}
+        found |= compared(out, wanted, load_causal_lm(out / "swapped")[0])
     done.write_text(json.dumps(found))
     return found
 
 
-def expected(out: Path) -> dict[str, Any]:
+def whole(name: str) -> bool:
+    """Whether a row's model is trained and fitted and has every job."""
+    return name in MUST or name == "deepseek_v3"
+
+
+def expected(out: Path, names: Sequence[str]) -> dict[str, Any]:
     """Greedy tokens of transformers after the prompts, and the log-probabilities of all tokens."""
     file = out / "expected.json"
     found = dict(json.loads(file.read_text())) if file.exists() else {}
-    for name in ("swapped", "stock", "lora", "merged"):
+    for name in names:
         if name in found:
             continue
         model: Any = load_causal_lm(out / ("stock" if name == "stock" else "swapped"))[0].eval()
@@ -148,27 +156,27 @@ def scored(model: Any, ids: list[int]) -> list[float]:
     return list(scores.gather(1, batch[0, 1:, None])[:, 0].tolist())
 
 
-def ask(name: str, out: Path, wanted: Mapping[str, Any], python: Path) -> None:
-    """Run the jobs of a row in vLLM; one that ends the process is left out of the next."""
+def ask(rows: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
+    """Run the jobs of some rows in vLLM; one that ends the process is left out of the next."""
     jobs = {}
-    for job, settings in JOBS.items():
-        if (name not in MUST and name != "deepseek_v3" and job not in BRIEF) or not (
-            out / settings["folder"]
-        ).exists():
-            continue
-        folder = str((out / settings["folder"]).resolve())
-        lora = {"lora": str((out / settings["lora"]).resolve())} if "lora" in settings else {}
-        source = wanted[reference(settings)]
-        texts = {"prompts": prompts(), "forced": source["forced"]}
-        jobs[job] = {**settings, **lora, **texts, "folder": folder}
-    (out / "jobs.json").write_text(json.dumps(jobs))
+    for name, wanted in rows.items():
+        out = folder(name, options).resolve()
+        for job, settings in JOBS.items():
+            if "error" in wanted or not (whole(name) or job in BRIEF):
+                continue
+            lora = {"lora": str(out / settings["lora"])} if "lora" in settings else {}
+            texts = {"prompts": prompts(), "forced": wanted[reference(settings)]["forced"]}
+            place = {"folder": str(out / settings["folder"])}
+            jobs[f"{out.name}/{job}"] = {**settings, **lora, **texts, **place}
+    file = options.out / "jobs.json"
+    file.write_text(json.dumps(jobs))
     for _ in jobs:
-        waiting = [job for job in jobs if not (out / f"{job}.json").exists()]
+        waiting = [job for job in jobs if not (options.out / f"{job}.json").exists()]
         if not waiting:
             return
-        with (out / "vllm.log").open("a") as log:
+        with (options.out / "vllm.log").open("a") as log:
             done = subprocess.run(
-                [python, HERE / "in_vllm.py", out / "jobs.json", out],
+                [options.vllm, HERE / "in_vllm.py", file, options.out],
                 stdout=log,
                 stderr=log,
                 check=False,
@@ -176,9 +184,9 @@ def ask(name: str, out: Path, wanted: Mapping[str, Any], python: Path) -> None:
                 env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ},
             )
         for job in waiting:
-            if not (out / f"{job}.json").exists():
+            if not (options.out / f"{job}.json").exists():
                 ended = {"error": f"vLLM's process ended with {done.returncode}"}
-                (out / f"{job}.json").write_text(json.dumps(ended))
+                (options.out / f"{job}.json").write_text(json.dumps(ended))
                 break
 
 
@@ -295,8 +303,8 @@ def write(rows: Mapping[str, Mapping[str, Any]], file: Path) -> None:
 
 
 def cells(name: str, found: Mapping[str, Any]) -> list[str]:
-    if "error" in found["losses"]:
-        return [name, found["losses"]["error"], *[""] * (len(HEAD) - 2)]
+    if "error" in found:
+        return [name, found["error"], *[""] * (len(HEAD) - 2)]
     jobs = ("plug-in", "backend", "stock", "plug-in-bf16", "stock-bf16")
     plug, losses = found.get("plug-in-bf16", {}), found["losses"]
     routed = ""

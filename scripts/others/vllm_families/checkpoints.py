@@ -151,8 +151,9 @@ def prompts(count: int = 16) -> list[list[int]]:
 
 
 def make(name: str, out: Path, steps: int) -> dict[str, Any]:
-    """Folders ``stock``, ``swapped``, ``exported``, ``lora`` and ``lora-routers`` of a row.
+    """Folders ``stock``, ``swapped``, ``lora`` and ``lora-routers`` of a row.
 
+    With ``steps`` 0 nothing is trained or fitted, and there are no adapters.
     Returns losses a token: of the stock model, with its routers
     swapped and not fitted, fitted, and fitted with the experts of each token drawn.
     """
@@ -160,7 +161,9 @@ def make(name: str, out: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     known = {**COMMON, **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known)).float()
-    _train(model, steps)
+    _enlarge(model, "experts" if steps else "")
+    if steps:
+        _train(model, steps)
     _spread_biases(model)
     model.eval()
     model.generation_config.eos_token_id = None
@@ -168,22 +171,20 @@ def make(name: str, out: Path, steps: int) -> dict[str, Any]:
     losses = {"stock": _loss(model)}
     l2r.swap_routers(model)
     losses["swapped"] = _loss(model)
-    l2r.fit_routers(
-        model, batches(10, seed=2), held_out=batches(2, seed=6), options=FitOptions(updates=100)
-    )
+    if steps:
+        l2r.fit_routers(
+            model, batches(10, seed=2), held_out=batches(2, seed=6), options=FitOptions(updates=100)
+        )
     losses["fitted"] = _loss(model)
     losses["other experts"] = _loss_with_drawn_experts(model)
     model.save_pretrained(out / "swapped")
-    _adapters(out)
+    if steps:
+        _adapters(out)
     return losses
 
 
 def _train(model: Any, steps: int) -> None:
-    """Train all weights, experts drawn large so that they matter."""
-    with torch.no_grad():
-        for path, weight in model.named_parameters():
-            if "experts" in path and weight.ndim > 1:
-                weight.mul_(2)
+    """Train all weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=max(steps, 10))
     model.train()
@@ -193,6 +194,14 @@ def _train(model: Any, steps: int) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _enlarge(model: Any, part: str) -> None:
+    """Matrices that matter from the start on: of experts, or all of a model that is not trained."""
+    for path, weight in model.named_parameters():
+        if part in path and weight.ndim > 1:
+            weight.mul_(2 if part else 4)
 
 
 @torch.no_grad()

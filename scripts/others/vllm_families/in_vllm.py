@@ -60,8 +60,7 @@ def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
         settings |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
         adapter = json.loads((Path(job["lora"]) / "adapter_config.json").read_text())
         settings["lora_target_modules"] = sorted(adapter["target_modules"])
-        if not job.get("as_it_is"):
-            keep_experts_plain()
+        keep_experts_plain()
     if job.get("routes"):
         settings["worker_extension_cls"] = EXTENSION
     engine = LLM(

@@ -104,11 +104,9 @@ def _brings_code(values: Mapping[str, Any]) -> bool:
 def served_config(config: Any, values: Mapping[str, Any]) -> Any:
     """A configuration of ours, with the values of its file, in the class that vLLM knows.
 
-    The names of the folder's code stay, for the Transformers backend; notes of ours do not.
+    The names of an exported folder's code stay on it, for the Transformers backend.
     """
     config = as_stock_configuration(config)
-    if not _brings_code(values):
-        config.__dict__.pop("auto_map", None)
     config.architectures = [our_architecture(values)]
     for name, value in _IMPLIED.get(config.model_type, {}).items():
         if not hasattr(config, name):

@@ -45,6 +45,7 @@ TAKEN: Mapping[str, Mapping[str, Sequence[str]]] = {
         "_CONFIG_FORMAT_TO_CONFIG_PARSER": (),
         "HFConfigParser.parse": ("model", "trust_remote_code", "revision", "code_revision"),
     },
+    "platforms/interface.py": {"Platform.is_rocm": (), "Platform.device_type": ()},
     "plugins/__init__.py": {"load_general_plugins": ()},
 }  # fmt: skip
 

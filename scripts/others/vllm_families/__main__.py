@@ -304,7 +304,7 @@ def write(rows: Mapping[str, Mapping[str, Any]], file: Path) -> None:
 
 def cells(name: str, found: Mapping[str, Any]) -> list[str]:
     if "error" in found:
-        return [name, found["error"], *[""] * (len(HEAD) - 2)]
+        return [name, cell(found), *[""] * (len(HEAD) - 2)]
     jobs = ("plug-in", "backend", "stock", "plug-in-bf16", "stock-bf16")
     plug, losses = found.get("plug-in-bf16", {}), found["losses"]
     routed = ""

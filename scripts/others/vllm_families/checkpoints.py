@@ -47,12 +47,12 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
-_MLA = {
+_MLA = {  # the one size of DeepSeek's attention that vLLM has on a CPU
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "num_key_value_heads": 4,
 }
 _GRANITE = {
@@ -128,7 +128,7 @@ for _name in (
     _own = dict(OWN_SIZES[_name])
     _layers = len(_own.get("layer_types") or _own.get("layers_block_type") or [0, 0])
     _own |= {key: HEADS for key in _WIDE if key in _own} | {"num_hidden_layers": _layers}
-    SIZES[_name] = (_name, _own)
+    SIZES[_name] = (_name, _own | (_MLA if "kv_lora_rank" in _own else {}))
 
 
 def text_ids() -> Tensor:

@@ -53,9 +53,12 @@ def reason(error: BaseException) -> str:
 def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    from l2r.engines.vllm.architectures import IMPLIED
     from l2r.engines.vllm.recording import EXTENSION, recording
 
-    settings: dict[str, Any] = {}
+    config = json.loads((Path(job["folder"]) / "config.json").read_text())
+    settings: dict[str, Any] = {}  # a stock folder lacks what the plug-in adds
+    settings["hf_overrides"] = dict(IMPLIED.get(config["model_type"], {}))
     if job.get("lora"):
         settings |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
         adapter = json.loads((Path(job["lora"]) / "adapter_config.json").read_text())

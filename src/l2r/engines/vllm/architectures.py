@@ -20,7 +20,7 @@ _SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # Fields that vLLM reads, and whose values transformers' class has as constants or does not write:
 # without them vLLM's stock class computes otherwise, or stops.
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-_IMPLIED: Mapping[str, Mapping[str, Any]] = {
+IMPLIED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _NOAUX,
     "deepseek_v32": _NOAUX,
     "glm4_moe_lite": _NOAUX,
@@ -108,7 +108,7 @@ def served_config(config: Any, values: Mapping[str, Any]) -> Any:
     """
     config = as_stock_configuration(config)
     config.architectures = [our_architecture(values)]
-    for name, value in _IMPLIED.get(config.model_type, {}).items():
+    for name, value in IMPLIED.get(config.model_type, {}).items():
         if not hasattr(config, name):
             setattr(config, name, value)
     return config

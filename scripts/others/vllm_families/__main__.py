@@ -31,8 +31,12 @@ from l2r.hf.swap import find_sites
 HERE = Path(__file__).parent
 NEW, MINUTES, TOGETHER = 64, 15, 4  # rows that share a process of vLLM
 TOLERANCE = 1e-4  # of a log-probability, both in float32
-MUST = ("mixtral", "qwen3_moe", "qwen3_moe, not normalized", "qwen2_moe", "olmoe",
-        "olmoe, normalized", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared")  # fmt: skip
+# Rows whose models are trained and fitted and have all jobs, and rows that must be as wanted.
+TRAINED = (
+    "mixtral", "qwen3_moe", "qwen3_moe, not normalized", "olmoe", "olmoe, normalized", "glm4_moe",
+    "gpt_oss", "granitemoe", "deepseek_v3",
+)  # fmt: skip
+MUST = (*TRAINED[:-1], "qwen2_moe", "granitemoeshared")
 JOBS: Mapping[str, Mapping[str, Any]] = {
     "plug-in": {"folder": "swapped", "dtype": "float32", "routes": True},
     "backend": {"folder": "exported", "dtype": "float32", "impl": "transformers"},
@@ -43,7 +47,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "lora-routers": {"folder": "swapped", "dtype": "float32", "lora": "lora-routers"},
     "merged": {"folder": "merged", "dtype": "float32"},
 }
-BRIEF = ("plug-in", "backend", "stock")  # of families that are not in ``MUST``
+BRIEF = ("plug-in", "backend", "stock")  # of rows that are not in ``TRAINED``
 WHOLE = ("swapped", "stock", "lora", "merged")
 START, END = "<!-- vllm families -->", "<!-- end of vllm families -->"
 
@@ -89,7 +93,7 @@ def prepared(name: str, options: argparse.Namespace) -> dict[str, Any]:
             made.write_text(json.dumps(make(name, out, options.steps if whole(name) else 0)))
         if not (out / "exported").exists():
             export_remote_code(load_causal_lm(out / "swapped")[0], out / "exported")
-        return expected(out, WHOLE if whole(name) else WHOLE[:2])
+        return expected(out, texts(name), WHOLE if whole(name) else WHOLE[:2])
     except Exception as error:  # the other rows are worth having
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
@@ -110,10 +114,15 @@ def row(name: str, wanted: dict[str, Any] | None, options: argparse.Namespace) -
 
 def whole(name: str) -> bool:
     """Whether a row's model is trained and fitted and has every job."""
-    return name in MUST or name == "deepseek_v3"
+    return name in TRAINED
 
 
-def expected(out: Path, names: Sequence[str]) -> dict[str, Any]:
+def texts(name: str) -> list[list[int]]:
+    """Prompts of a row."""
+    return prompts(16 if whole(name) else 4)
+
+
+def expected(out: Path, given: list[list[int]], names: Sequence[str]) -> dict[str, Any]:
     """Greedy tokens of transformers after the prompts, and the log-probabilities of all tokens."""
     file = out / "expected.json"
     found = dict(json.loads(file.read_text())) if file.exists() else {}
@@ -128,8 +137,8 @@ def expected(out: Path, names: Sequence[str]) -> dict[str, Any]:
         if name in ("lora", "merged"):
             adapter = "lora-routers" if name == "merged" else name
             model = PeftModel.from_pretrained(model, out / adapter).eval()
-        answers = [continued(model, ids) for ids in prompts()]
-        forced = [[*ids, *new] for ids, new in zip(prompts(), answers, strict=True)]
+        answers = [continued(model, ids) for ids in given]
+        forced = [[*ids, *new] for ids, new in zip(given, answers, strict=True)]
         scores = [scored(model, ids) for ids in forced]
         found[name] = {"tokens": answers, "forced": forced, "scores": scores}
     file.write_text(json.dumps(found))
@@ -165,9 +174,9 @@ def ask(rows: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> N
             if "error" in wanted or not (whole(name) or job in BRIEF):
                 continue
             lora = {"lora": str(out / settings["lora"])} if "lora" in settings else {}
-            texts = {"prompts": prompts(), "forced": wanted[reference(settings)]["forced"]}
+            tokens = {"prompts": texts(name), "forced": wanted[reference(settings)]["forced"]}
             place = {"folder": str(out / settings["folder"])}
-            jobs[f"{out.name}/{job}"] = {**settings, **lora, **texts, **place}
+            jobs[f"{out.name}/{job}"] = {**settings, **lora, **tokens, **place}
     file = options.out / "jobs.json"
     file.write_text(json.dumps(jobs))
     for _ in jobs:
@@ -209,6 +218,7 @@ def compared(out: Path, wanted: Mapping[str, Any], swapped: Any) -> dict[str, An
         pairs = zip(answer["tokens"], source["tokens"], strict=True)
         found[job] = {
             "equal": sum(one == other for one, other in pairs),
+            "prompts": len(source["tokens"]),
             "largest": largest(answer["scores"], source["scores"]),
             "class": answer["architectures"][0],
         }
@@ -283,8 +293,8 @@ def routes(
 def is_as_wanted(found: Mapping[str, Any]) -> bool:
     """Whether both the plug-in and the routes are as in transformers."""
     plug = found.get("plug-in", {})
-    same = plug.get("equal") == len(prompts()) and plug.get("decisions") == 0
-    return same and plug["largest"] <= TOLERANCE
+    same = plug.get("equal") == plug.get("prompts", 0) > 0 and plug.get("decisions") == 0
+    return bool(same and plug["largest"] <= TOLERANCE)
 
 
 HEAD = (
@@ -307,6 +317,8 @@ def cells(name: str, found: Mapping[str, Any]) -> list[str]:
         return [name, cell(found), *[""] * (len(HEAD) - 2)]
     jobs = ("plug-in", "backend", "stock", "plug-in-bf16", "stock-bf16")
     plug, losses = found.get("plug-in-bf16", {}), found["losses"]
+    order = ("stock", "swapped", "fitted", "other experts")
+    loss = " / ".join(f"{losses[key]:.2f}" for key in order) if whole(name) else ""
     routed = ""
     if "decisions" in plug:
         routed = f"{plug['decisions']:.1%} differ; {plug['largest']:.2g}"
@@ -318,7 +330,7 @@ def cells(name: str, found: Mapping[str, Any]) -> list[str]:
         cell(found.get("lora")),
         cell(found.get("lora-routers")),
         cell(found.get("merged")),
-        " / ".join(f"{losses[key]:.2f}" for key in ("stock", "swapped", "fitted", "other experts")),
+        loss,
     ]
 
 
@@ -328,9 +340,10 @@ def cell(found: Mapping[str, Any] | None) -> str:
         return ""
     if "error" in found:
         return str(found["error"]).replace("|", "/")[:120]
-    text = f"{found['equal']} of {len(prompts())}, {found['largest']:.1e}"
+    count = found.get("prompts", 16)
+    text = f"{found['equal']} of {count}, {found['largest']:.1e}"
     gates = found.get("gates")
-    if gates and found["equal"] < len(prompts()) and found["largest"] > TOLERANCE:
+    if gates and found["equal"] < count and found["largest"] > TOLERANCE:
         text += f"; on equal hidden states {gates['differ']} of {gates['choices']} choices differ"
     return text
 

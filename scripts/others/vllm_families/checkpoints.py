@@ -97,7 +97,7 @@ SIZES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {**_DEEPSEEK, **_MLA}),
     "granitemoehybrid": ("granitemoehybrid", _HYBRID),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_E, **_HEAD, "moe_topk": 2}),
-    "phimoe": ("phimoe", _L),
+    "phimoe": ("phimoe", {**_L, "attention_bias": True, "lm_head_bias": True}),
     "cohere2_moe": ("cohere2_moe", {**_E, **_HEAD, "layer_types": ["full_attention"] * 3}),
     "flex_olmo": ("flex_olmo", _E),
     "minimax_m2": ("minimax_m2", {**_L, **_HEAD, "rotary_dim": HEADS}),

@@ -188,6 +188,12 @@ def test_what_vllms_class_has_as_a_constant_is_refused(change, line, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
+def test_biases_that_vllms_phi_always_has_are_refused_where_there_are_none(monkeypatch):
+    with pytest.raises(ValueError, match="lm_head_bias must be True in vLLM's PhiMoEForCausalLM"):
+        served(monkeypatch, swapped("phimoe", attention_bias=True), {"renormalize": False})
+
+
+@pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_a_bias_that_vllm_does_not_read_is_refused(monkeypatch):
     told = {"renormalize": True, "scoring_func": "sigmoid", **GROUPS}
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts reads no selection bias in vLLM"):

@@ -28,7 +28,8 @@ _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "clip_qkv": None,
         "attention_bias": False,
         "tie_word_embeddings": False,
-    }
+    },
+    "PhiMoEForCausalLM": {"attention_bias": True, "lm_head_bias": True},
 }
 
 

@@ -325,7 +325,7 @@ def cells(name: str, found: Mapping[str, Any]) -> list[str]:
         routed += f", replayed {plug['replayed']:.2g}"
     return [
         name,
-        *(cell(found.get(job)) for job in jobs),
+        *(cell(found.get(job), gates=job == "plug-in") for job in jobs),
         routed,
         cell(found.get("lora")),
         cell(found.get("lora-routers")),
@@ -334,17 +334,20 @@ def cells(name: str, found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def cell(found: Mapping[str, Any] | None) -> str:
-    """Answers that are equal and the largest difference, or why there are none."""
+def cell(found: Mapping[str, Any] | None, *, gates: bool = False) -> str:
+    """Answers that are equal and the largest difference, or why there are none.
+
+    With ``gates`` and answers that differ, the choices from the same hidden states.
+    """
     if found is None:
         return ""
     if "error" in found:
-        return str(found["error"]).replace("|", "/")[:120]
+        return str(found["error"]).replace("|", "/").rpartition(". ")[2][:120]
     count = found.get("prompts", 16)
     text = f"{found['equal']} of {count}, {found['largest']:.1e}"
-    gates = found.get("gates")
-    if gates and found["equal"] < count and found["largest"] > TOLERANCE:
-        text += f"; on equal hidden states {gates['differ']} of {gates['choices']} choices differ"
+    if gates and "gates" in found and not found["largest"] <= TOLERANCE:
+        seen = found["gates"]
+        text += f"; on equal hidden states {seen['differ']} of {seen['choices']} choices differ"
     return text
 
 

@@ -65,11 +65,12 @@ def test_the_table_stands_between_its_marks_and_has_a_row_each(tmp_path):
     rows = {
         "mixtral": {"losses": losses, "plug-in": {"equal": 16, "largest": 2e-6}},
         "deepseek_v3": {"losses": losses, "plug-in": plug},
-        "jamba": {"error": "ValueError: no | sizes"},
+        "jamba": {"error": "ValueError: no | sizes in /some/place/jamba"},
     }
     write(rows, page)
     lines = page.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("# Before", "after") and "old" not in lines
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "| mixtral | 16 of 16, 2.0e-06 |" in page.read_text()
+    assert "| ValueError: no / sizes in jamba |" in page.read_text()
     assert "0 of 16, 5.0e-01; on equal hidden states 0 of 96 choices differ" in page.read_text()

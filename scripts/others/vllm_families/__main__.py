@@ -11,6 +11,7 @@ where a row of ``MUST`` is not as in transformers.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -342,7 +343,8 @@ def cell(found: Mapping[str, Any] | None, *, gates: bool = False) -> str:
     if found is None:
         return ""
     if "error" in found:
-        return str(found["error"]).replace("|", "/").rpartition(". ")[2][:120]
+        line = re.sub(r"/\S+/", "", str(found["error"]))  # paths of this machine
+        return line.replace("|", "/").rpartition(". ")[2]
     count = found.get("prompts", 16)
     text = f"{found['equal']} of {count}, {found['largest']:.1e}"
     if gates and "gates" in found and not found["largest"] <= TOLERANCE:

@@ -84,8 +84,9 @@ sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn ca
 peers: $(VENV)/.test ## Other projects' own tests against our models, into dev/peers.md
 	$(BIN)/python -m scripts.others.peers --markdown dev/peers.md
 
-serve-test: .venv-serve/.installed ## Train, export, ask vLLM on a CPU and l2r serve, compare (Linux x86-64)
+serve-test: .venv-serve/.installed $(VENV)/.test ## Train, swap, export, ask vLLM on a CPU and l2r serve, into dev/vllm.md (hours; goes on)
 	.venv-serve/bin/python $(WHOLE_WAY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.others.vllm_families --vllm .venv-serve/bin/python --markdown dev/vllm.md
 
 serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) with each worker of l2r serve
 	$(BIN)/python -m scripts.others.serve_soak --seconds $(SECONDS)

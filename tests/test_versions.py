@@ -2,11 +2,9 @@
 
 import re
 import runpy
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -101,15 +99,14 @@ def test_engines_ask_before_they_are_imported(package, monkeypatch):
 
 def test_vllm_is_told_in_its_log_and_keeps_its_own_models(monkeypatch, caplog):
     from l2r.engines.vllm import register
+    from tests.engines.vllm.engine import stand_in
 
-    made = []
-    registry = SimpleNamespace(register_model=lambda name, path: made.append(name))
-    vllm = SimpleNamespace(__version__="0.31.2", ModelRegistry=registry)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    vllm = stand_in(monkeypatch, OlmoeForCausalLM="olmoe")
+    vllm.__version__ = "0.31.2"
     register()
     assert caplog.messages == ["vllm must be 0.32 or newer; got 0.31.2; l2r registers nothing"]
-    assert made == []
+    assert list(vllm.ModelRegistry.models) == ["OlmoeForCausalLM"]
     vllm.__version__ = "0.40.1"
     with pytest.warns(UserWarning, match=f"vllm 0.40.1 {NEWER}"):
         register()
-    assert made == ["L2rOlmoeForCausalLM"]
+    assert "L2rOlmoeForCausalLM" in vllm.ModelRegistry.models

@@ -26,7 +26,6 @@ TRIED = {  # by distribution
     "megatron-core": Tried("0.16.1", "0.20", "megatron"),
     "torchtitan": Tried("0.3.0", "0.4", "torchtitan"),
     "vllm": Tried("0.32", "0.34"),
-    "sglang": Tried("0.5.23", "0.5.24"),
 }
 
 

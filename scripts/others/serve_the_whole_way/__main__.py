@@ -3,9 +3,9 @@
 Trains small/cpu-l2r-sips for some steps on a few pages, exports it as a Hugging Face folder, an
 ONNX file and a program of torch.export, and asks vLLM (its Transformers backend, and our plug-in)
 and ``l2r serve`` (with and without continuous batching) to continue prompts greedily; vLLM also
-with a random Mixtral whose routers were swapped. Their tokens must be those of transformers'
-``generate``; vLLM's log-probabilities and the logits of ONNX runtime and of the exported program
-must agree to 1e-4. Prints a Markdown table; exits with 1 where something differs.
+with a random Mixtral whose routers were swapped, both ways. Their tokens must be those of
+transformers' ``generate``; vLLM's log-probabilities and the logits of ONNX runtime and of the
+exported program must agree to 1e-4. Prints a Markdown table; exits with 1 where something differs.
 """
 
 import argparse
@@ -78,16 +78,17 @@ def main() -> int:
     def as_in_vllm(implementation: str) -> str:
         return agreeing(in_vllm(folder, implementation, prompts), answers)
 
-    def swapped_in_vllm() -> str:
-        mixtral = swapped_mixtral(out, tokenizer)
-        swapped, _ = load_causal_lm(mixtral)
+    def swapped_in_vllm(implementation: str) -> str:
+        folders = swapped_mixtral(out, tokenizer)
+        swapped, _ = load_causal_lm(folders["auto"])
         expected = [continued(swapped, ids) for ids in prompts]
-        return agreeing(in_vllm(mixtral, "transformers", prompts), expected)
+        return agreeing(in_vllm(folders[implementation], implementation, prompts), expected)
 
     checks: dict[str, Callable[[], str]] = {
         "vLLM, Transformers backend": lambda: as_in_vllm("transformers"),
-        "vLLM, Transformers backend, a swapped Mixtral": swapped_in_vllm,
         "vLLM, plug-in": lambda: as_in_vllm("auto"),
+        "vLLM, Transformers backend, a swapped Mixtral": lambda: swapped_in_vllm("transformers"),
+        "vLLM, plug-in, a swapped Mixtral": lambda: swapped_in_vllm("auto"),
         "l2r serve, the run": lambda: same(over_http(starts, run), texts),
         "l2r serve, continuous batching": lambda: same(
             over_http(starts, folder, "--continuous-batching", "--num-blocks", 8), texts
@@ -119,8 +120,8 @@ def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "l2r", *map(str, args)]
 
 
-def swapped_mixtral(out: Path, tokenizer: Any) -> Path:
-    """A random Mixtral, swapped and exported by the commands."""
+def swapped_mixtral(out: Path, tokenizer: Any) -> dict[str, Path]:
+    """A random Mixtral, swapped by the command for the plug-in, and exported for the backend."""
     stock, swapped, folder = (out / f"mixtral{end}" for end in ("", "-swapped", "-hf"))
     if not folder.exists():
         torch.manual_seed(0)
@@ -129,7 +130,7 @@ def swapped_mixtral(out: Path, tokenizer: Any) -> Path:
         tokenizer.save_pretrained(stock)
         l2r("swap", stock, "--out", swapped)
         l2r("export", swapped, "--out", folder)
-    return folder
+    return {"auto": swapped, "transformers": folder}
 
 
 def continued(model: Any, ids: list[int]) -> tuple[list[int], list[float]]:
@@ -154,7 +155,8 @@ def in_vllm(folder: Path, implementation: str, prompts: list[list[int]]) -> list
         check=False,
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ},
     )
-    used = "Resolved architecture: Transformers" if implementation == "transformers" else "L2rOlmoe"
+    name = "Transformers" if implementation == "transformers" else "L2r"
+    used = f"Resolved architecture: {name}"
     if done.returncode or used not in done.stdout + done.stderr:
         raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-2000:]}")
     # The engine's processes write to the same output.

@@ -1,7 +1,7 @@
 """What vLLM samples, replayed in transformers: ``python scripts/others/vllm_routes``.
 
 In an environment as ``make serve-test`` makes it. Trains small/cpu-l2r-sips for some steps, or
-takes ``--folder``, a checkpoint that vLLM's plug-in reads; samples in vLLM in float32 and bfloat16,
+takes ``--folder``, a checkpoint of ours or a swapped one; samples in vLLM in float32 and bfloat16,
 with its routes recorded; and reads the same tokens in transformers in float32, with its own routes
 and with vLLM's. Prints a Markdown table; ``--json`` writes its numbers. Recording of batches, cut
 prompts and cached prefixes must agree with that of one sequence at a time, and on a GPU with

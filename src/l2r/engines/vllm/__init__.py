@@ -1,28 +1,30 @@
-"""Our OLMoE inside vLLM: ``pip install l2r-moe`` in vLLM's environment, then ``vllm serve FOLDER``.
+"""Our routers in vLLM: ``pip install l2r-moe`` in its environment, then ``vllm serve FOLDER``.
 
-vLLM finds ``register`` by its entry point. It chooses experts, splits and quantizes them, and
-batches; the logits they are chosen by are our router's. ``--model-impl transformers`` takes
-vLLM's Transformers backend instead, which runs the modeling file of an exported folder.
+vLLM finds ``register`` by its entry point. The folder is that of ``l2r swap``, of a run or of
+``l2r export``; no code in it is run. vLLM's own class of the family computes everything but the
+logits, by which it chooses experts; ``architectures.py`` says which families that are.
 """
 
 import logging
 
 from l2r.versions import check_version
 
+logger = logging.getLogger("vllm.plugins.l2r")
+
 
 def register() -> None:
-    """Make the architecture known to vLLM; one that is too old gets a line in its log and no more.
+    """Make our architectures known to vLLM; one that is too old gets a line in its log and no more.
 
-    vLLM calls this in every process, for every model: it raises nothing.
+    vLLM calls this in every process, for every model, and maybe twice: it raises nothing.
     """
     import vllm
 
     try:
         check_version("vllm", vllm.__version__)
     except ImportError as error:
-        logging.getLogger("vllm.plugins.l2r").warning("%s; l2r registers nothing", error)
+        logger.warning("%s; l2r registers nothing", error)
         return
-    from l2r.hf.models import L2rOlmoeForCausalLM  # its module makes it known to transformers
+    from l2r.engines.vllm.architectures import add_architectures, read_our_configurations
 
-    name = L2rOlmoeForCausalLM.__name__
-    vllm.ModelRegistry.register_model(name, f"{__name__}.olmoe:{name}")
+    add_architectures(vllm.ModelRegistry)
+    read_our_configurations()

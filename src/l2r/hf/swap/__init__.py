@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from l2r.hf.swap.sites import running_sites as running_sites
     from l2r.hf.swap.sites import select_sites as select_sites
     from l2r.hf.swap.sites import selection_biases as selection_biases
+    from l2r.hf.swap.stock import as_stock_configuration as as_stock_configuration
+    from l2r.hf.swap.stock import family_selection as family_selection
+    from l2r.hf.swap.stock import our_architecture as our_architecture
+    from l2r.hf.swap.stock import stock_architectures as stock_architectures
     from l2r.hf.swap.swap import UNTRAINED_WARNING as UNTRAINED_WARNING
     from l2r.hf.swap.swap import forget_replaced as forget_replaced
     from l2r.hf.swap.swap import record_swap as record_swap

@@ -1,0 +1,114 @@
+"""Which of our architectures vLLM serves, and how it reads their config.json.
+
+A folder names ``L2rMixtralForCausalLM`` and the model type ``l2r_mixtral``. vLLM looks a class up
+by the first and decides by the second, about DeepSeek's latent attention for one, so it gets our
+class and the family's configuration.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from l2r.hf.swap import as_stock_configuration, our_architecture, stock_architectures
+from l2r.transformers_hook import PREFIX
+
+MODELS = f"{__name__.rpartition('.')[0]}.models"  # whose attributes are the classes, by name
+# Where vLLM spells a class of transformers otherwise.
+_SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+# Fields that vLLM reads, and whose values transformers' class has as constants or does not write:
+# without them vLLM's stock class computes otherwise, or stops.
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+IMPLIED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": _NOAUX,
+    "deepseek_v32": _NOAUX,
+    "glm4_moe_lite": _NOAUX,
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+}
+
+
+def vllm_name(architecture: str) -> str:
+    """vLLM's name of the stock class behind one of ours."""
+    stock = stock_architectures().get(architecture, architecture)
+    return _SPELLED.get(stock, stock)
+
+
+def add_architectures(registry: Any) -> None:
+    """Register those of our architectures whose family vLLM has."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    for name in stock_architectures():
+        stock = vllm_name(name)
+        if not _is_native(registry.models.get(stock)):
+            continue
+        if name not in registry.models:  # vLLM warns of a second time
+            # A string: vLLM imports classes when it needs them, in a process of its own.
+            registry.register_model(name, f"{MODELS}:{name}")
+        if stock in MODELS_CONFIG_MAP:  # settings that vLLM changes for a family, by class name
+            MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[stock]
+
+
+def _is_native(registered: Any) -> bool:
+    """Whether vLLM has a class of its own, and not its Transformers backend, under a name."""
+    module = getattr(registered, "module_name", "")
+    return registered is not None and not module.endswith(".transformers")
+
+
+def read_our_configurations() -> None:
+    """Have vLLM read config.json of our folders by ``served_config``, without their code."""
+    from vllm.transformers_utils import config as configs
+
+    parsers = configs._CONFIG_FORMAT_TO_CONFIG_PARSER
+    usual = parsers["hf"]
+    if getattr(usual, "reads_l2r", False):
+        return
+
+    class Parser(usual):  # type: ignore[misc, valid-type]
+        reads_l2r = True
+
+        def parse(self, model: Any, trust_remote_code: bool, *args: Any, **options: Any) -> Any:
+            hub = {name: options.get(name) for name in ("revision", "code_revision")}
+            values, _ = PreTrainedConfig.get_config_dict(model, **hub)
+            ours = str(values.get("model_type", "")).startswith(PREFIX)
+            if ours and has_class(model, values, trust_remote_code=trust_remote_code):
+                return values, served_config(AutoConfig.from_pretrained(model, **hub), values)
+            return super().parse(model, trust_remote_code, *args, **options)
+
+    parsers["hf"] = Parser  # ``register_config_parser`` would print a warning
+
+
+def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
+    """Whether vLLM has a class for a folder of ours; False leaves it to the code in the folder.
+
+    Raises ValueError, one line, where vLLM has none and the folder no code that may be run.
+    """
+    import vllm
+
+    name = our_architecture(values)
+    if name in vllm.ModelRegistry.models:
+        return True
+    if trust_remote_code and _brings_code(values):
+        return False
+    how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
+    if not _brings_code(values):
+        how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"
+    raise ValueError(f"vLLM {vllm.__version__} has no class of its own for {name[3:]}: {how}")
+
+
+def _brings_code(values: Mapping[str, Any]) -> bool:
+    """Whether config.json names code in the folder itself, as that of an export does."""
+    return any("--" not in str(place) for place in (values.get("auto_map") or {}).values())
+
+
+def served_config(config: Any, values: Mapping[str, Any]) -> Any:
+    """A configuration of ours, with the values of its file, in the class that vLLM knows.
+
+    The names of an exported folder's code stay on it, for the Transformers backend.
+    """
+    config = as_stock_configuration(config)
+    config.architectures = [our_architecture(values)]
+    for name, value in IMPLIED.get(config.model_type, {}).items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    return config

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers import Router, RouterConfig, build_router
 from l2r.routers.selection_rule import Selection
 
@@ -40,7 +41,7 @@ def gate_of(config: Any) -> LogitsGate:
     for name, value in _CONSTANTS.items():
         actual = getattr(config, name, value)
         if actual != value:
-            raise ValueError(
+            raise InputError(
                 f"{name} must be {value} in the engine's own OLMoE; got {name}={actual}; serve the "
                 "exported folder with the engine's Transformers backend"
             )
@@ -51,7 +52,7 @@ def gate_of(config: Any) -> LogitsGate:
         top_k=config.num_experts_per_tok,
     )
     if router.selection != Selection():
-        raise ValueError(
+        raise InputError(
             "the engine's own OLMoE weighs experts by their softmax as it is; this "
             f"{config.router['kind']} has {router.selection}; serve the exported folder with the "
             "engine's Transformers backend"

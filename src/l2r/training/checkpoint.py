@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from l2r.errors import InputError
 from l2r.hf.models import check_finite
 from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
@@ -119,12 +120,12 @@ def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
         saved = parse_json(read_bytes(folder / "state.json"))
         step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {folder} has no readable state.json: {error}") from error
+        raise InputError(f"checkpoint {folder} has no readable state.json: {error}") from error
     if ranks.first:
         for name, expected in sums.items():
             shard = folder / Path(name).name
             if not shard.is_file() or _checksum(shard) != expected:
-                raise ValueError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
+                raise InputError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
     return step, world
 
 
@@ -137,7 +138,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
             left = sorted(name for name in saved.keys() - state.keys() if name.startswith(_MODEL))
             if left:
-                raise ValueError(f"the model has no place for {', '.join(left[:3])}")
+                raise InputError(f"the model has no place for {', '.join(left[:3])}")
             numbers = {
                 name: torch.empty(saved[name].size, dtype=value.dtype, device=value.device)
                 for name, value in state.items()
@@ -149,7 +150,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             mine.view(-1).copy_(number.view(-1)[: mine.numel()])
         check_finite((name, value) for name, value in state.items() if name.startswith(_MODEL))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
+        raise InputError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
 
 
 def _is_other(value: Tensor, saved: Any) -> bool:

@@ -4,6 +4,8 @@ import errno
 import socket
 from contextlib import ExitStack
 
+from l2r.errors import InputError
+
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
 
 
@@ -21,7 +23,7 @@ def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ValueError(f"host must be an address of this machine; got {host!r}") from error
+        raise InputError(f"host must be an address of this machine; got {host!r}") from error
     sockets: list[socket.socket] = []
     for family, kind, protocol, _, address in addresses:
         one = stack.enter_context(socket.socket(family, kind, protocol))
@@ -38,5 +40,5 @@ def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
         else:
             sockets.append(one)
     if not sockets:
-        raise ValueError(f"host must be an address of this machine; got {host!r}")
+        raise InputError(f"host must be an address of this machine; got {host!r}")
     return sockets

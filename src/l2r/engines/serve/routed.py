@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes import (
     Choices,
     Fingerprint,
@@ -57,7 +58,7 @@ class RoutedTokens:
             mask[first : first + len(part)] = True
         if not mask[self._start :].all():
             missing = self._start + int(np.argmin(mask[self._start :]))
-            raise ValueError(f"the experts of token {missing} were not recorded")
+            raise InputError(f"the experts of token {missing} were not recorded")
         return vllm_text(all_layers(experts[self._start :], f))
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
+from l2r.errors import InputError
 from l2r.hf.routes import (
     Routes,
     fingerprint_of,
@@ -48,15 +49,15 @@ def add_route_replay(
     """
     if sampler is not None and sampler not in ARITHMETICS:
         allowed = ", ".join(ARITHMETICS)
-        raise ValueError(f"sampler must be None or one of {allowed}; got sampler={sampler!r}")
+        raise InputError(f"sampler must be None or one of {allowed}; got sampler={sampler!r}")
     missing = [name for name in _METHODS if not callable(getattr(trainer, name, None))]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"trainer must be TRL's GRPOTrainer, with {' and '.join(_METHODS)}; "
             f"{type(trainer).__name__} has no {missing[0]}"
         )
     if getattr(trainer, "use_vllm", False):
-        raise ValueError("trainer must sample with transformers; got use_vllm=True")
+        raise InputError("trainer must sample with transformers; got use_vllm=True")
     return RouteReplay(trainer, sampler, replays)
 
 
@@ -87,7 +88,7 @@ class RouteReplay:
         with replaced_functions({(model, "generate"): self._generating(model)}):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
-            raise ValueError(
+            raise InputError(
                 "route replay needs one call of generate for a batch of completions; it got "
                 f"{0 if self.routes is None else len(self.routes)} sequences for "
                 f"{len(batch['completion_ids'])} rows"
@@ -98,7 +99,7 @@ class RouteReplay:
         ids = batch["completion_ids"]
         log_probs = self._log_probs[:, : ids.shape[1]].to(ids.device)
         if log_probs.shape != ids.shape:
-            raise ValueError(
+            raise InputError(
                 f"completions must be the {self._log_probs.shape[1]} tokens that were generated; "
                 f"got {ids.shape[1]}"
             )
@@ -114,7 +115,7 @@ class RouteReplay:
 
         def generating(*args: Any, **kwargs: Any) -> Tensor:
             if self.routes is not None:
-                raise ValueError("route replay needs one call of generate for a batch; got two")
+                raise InputError("route replay needs one call of generate for a batch; got two")
             sampling: Any = model
             if self._sampler is not None:
                 sampling = in_other_arithmetic(model, self._sampler)
@@ -156,6 +157,6 @@ class RouteReplay:
             if all(first <= row < first + len(routes) for row in rows):
                 return routes[[row - first for row in rows]]
         kept = [f"{first} to {first + len(routes) - 1}" for first, routes in self._kept.values()]
-        raise ValueError(
+        raise InputError(
             f"{ROWS} must be rows whose routes are kept ({', '.join(kept)}); got {rows}"
         )

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import load_state_dict
 
+from l2r.errors import InputError
 from l2r.hf.models.weight_files import UNEVEN, files_of_weights, refuse, uneven_experts
 from l2r.hf.swap.sites import find_sites
 
@@ -48,7 +49,7 @@ def load_whole(trainer: Any, checkpoint: str | Path) -> bool:
     try:
         _check(model, places, _stored(files, "meta"))
     except ValueError as error:
-        raise ValueError(
+        raise InputError(
             f"{checkpoint} does not hold this {type(model).__name__} whole: {error}"
         ) from error
     with torch.no_grad():
@@ -135,7 +136,7 @@ def _converted(
         try:
             tensors = group.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{name} cannot be put together: {error}") from error
+            raise InputError(f"{name} cannot be put together: {error}") from error
         for built, tensor in tensors.items():
             yield built, tensor[0] if isinstance(tensor, list) else tensor
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from l2r.errors import InputError
 from l2r.runs.reading import MAX_BYTES, parse_json
 
 # A readable binary file; the libraries that open shards share no class for it.
@@ -22,11 +23,11 @@ _ROWS = 1 << 28  # bytes of Parquet's rows that are held at a time, by the sizes
 _MOST_ROWS = 256  # rows that are held at a time
 
 
-class BadShardError(ValueError):
+class BadShardError(InputError):
     """A shard that is truncated, corrupt or of another schema; the message names it."""
 
 
-class _RefusedDocumentError(ValueError):
+class _RefusedDocumentError(InputError):
     """A document that no reader takes, in a file that is whole."""
 
 
@@ -130,10 +131,10 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
 
 def _text_of(document: dict[str, Any]) -> str:
     if "text" not in document:
-        raise ValueError(f"no field 'text'; it has {', '.join(map(repr, document))}")
+        raise InputError(f"no field 'text'; it has {', '.join(map(repr, document))}")
     if not isinstance(document["text"], str):
         kind = type(document["text"]).__name__
-        raise ValueError(f"field 'text' must be a string; got {kind}")
+        raise InputError(f"field 'text' must be a string; got {kind}")
     return _whole_characters(document["text"])
 
 

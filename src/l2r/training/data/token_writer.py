@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from l2r.errors import InputError
 from l2r.runs.atomic import new_file, publish
 from l2r.training.data.manifest import (
     ENDS,
@@ -46,7 +47,7 @@ class TokenWriter:
         if array.size == 0:
             return
         if array.min() < 0 or array.max() >= self.tokenizer.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"token ids must be in [0, {self.tokenizer.vocab_size}); got "
                 f"[{array.min()}, {array.max()}] in document {self.documents} of {self.name}"
             )

@@ -79,12 +79,25 @@ def sizes(what: str = "a size") -> Iterator[None]:
         raise InputError(f"{what} is too large: {str(error).splitlines()[0]}") from error
 
 
-def is_foreign(error: BaseException) -> bool:
-    """Whether another package, or code that a checkpoint's folder brings, raised an error.
+def blames_input(error: BaseException) -> bool:
+    """Whether an error of code that reads what was given says what is wrong with it.
 
-    Where such code reads a file, its error may be of any kind and says what is wrong with the file.
-    An error of the same kind from a line of this package is a bug in it.
+    That is an InputError, and any error that another package, or code which a checkpoint's folder
+    brings, has raised. One of the same kind from a line of this package is a bug in it.
     """
+    return isinstance(error, InputError) or _is_foreign(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine has too little memory, which is no bug; torch says so in three ways."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and _TOO_LARGE[0] in str(error))
+    )
+
+
+def _is_foreign(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -92,10 +105,17 @@ def is_foreign(error: BaseException) -> bool:
         return False
     root = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
     file = trace.tb_frame.f_code.co_filename
+    if type(error) is Exception:  # those of libraries in Rust, which have no line of Python
+        return True
     return root != "l2r" and (root == "transformers_modules" or _is_installed(file))
 
 
-def _number(error: Exception) -> int | None:
+def is_of_disk(error: BaseException) -> bool:
+    """Whether the operating system refused to write or read."""
+    return isinstance(error, OSError) or _number(error) in DISK
+
+
+def _number(error: BaseException) -> int | None:
     """The operating system's number of an error, None where it has none."""
     if isinstance(error, OSError):
         return error.errno

@@ -17,10 +17,10 @@ import typer
 from typer.main import get_command
 
 from l2r._version import __version__
-from l2r.cli.bug import is_out_of_memory, report_bug
+from l2r.cli.bug import report_bug
 from l2r.cli.former import new_spelling
 from l2r.cli.output import echo
-from l2r.errors import InputError, using
+from l2r.errors import InputError, is_out_of_memory, using
 from l2r.imports import MissingExtraError
 from l2r.runs.printable import printable
 

@@ -24,22 +24,15 @@ _PACKAGES = (
     "triton", "pyarrow", "pillow", "pydantic", "typer", "starlette", "lm-eval",
 )  # fmt: skip
 _HIDDEN = "***"
-_SECRET_NAME = re.compile(r"(?i)(token|secret|passw(or)?d|credential|api_?key|access_?key|auth)s?$")
+_SECRET_NAME = re.compile(
+    r"(?i)(token|secret|passw(or)?d|credential|api[-_]?key|access[-_]?key|auth)$"
+)
 _SECRETS = (
     re.compile(r"(?<=://)[^/\s'\"@]+(?=@)"),  # name and password of a URL
     re.compile(r"(?<=[?&])[^\s'\"]+"),  # what follows a URL's question mark; some are signatures
     re.compile(r"\b(?:hf_|sk-|gh[a-z]_|github_pat_|AKIA|xox[a-z]-|eyJ)[\w.-]{8,}"),
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the machine has too little memory, which is no bug; torch says so in three ways."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-    )
 
 
 def report_bug(error: BaseException, words: Sequence[str]) -> str:
@@ -52,6 +45,7 @@ def report_bug(error: BaseException, words: Sequence[str]) -> str:
     line = f"a bug in l2r, not in what it was given: {_in_short(error)}; please report it with "
     try:
         folder = cache_folder() / "bugs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
         write_text(path, text)
         for former in sorted(folder.glob("*.txt"))[:-_KEPT]:

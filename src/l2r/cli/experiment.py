@@ -86,7 +86,7 @@ def diagnose_all(outcomes: "Iterable[Outcome]") -> None:
             bars("diagnoses", done, len(todo), outcome.run.name)
             try:
                 diagnose_run(outcome.run, outcome.cell.recipe)
-            except (ValueError, OSError) as error:
+            except InputError as error:
                 say(f"no diagnosis of {outcome.run.name}: {' '.join(str(error).split())}")
         bars("diagnoses", len(todo), len(todo), "")
 

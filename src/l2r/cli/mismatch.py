@@ -173,7 +173,7 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
         return None
     try:
         folder = local_checkpoint(str(against), code=code)
-    except ValueError as error:
+    except InputError as error:
         raise InputError(
             f"against must be one of {', '.join((*ARITHMETICS, *_ENGINES))}, a file of routes or a "
             f"checkpoint; {error}"

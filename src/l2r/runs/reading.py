@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from l2r.errors import InputError, PathError, using
+from l2r.errors import InputError, PathError, blames_input, using
 
 MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
 MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
@@ -59,6 +59,10 @@ def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
         value = json.loads(text.decode("utf-8-sig"), **(hooks if strict else {}))
     except UnicodeDecodeError as error:
         raise InputError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    except InputError:
+        raise
+    except ValueError as error:  # no JSON, or a number of more digits than Python reads
+        raise InputError(str(error)) from error
     if not isinstance(value, kind):
         name = "object" if kind is dict else "list"
         raise InputError(f"it must be a JSON {name}; got {type(value).__name__}")
@@ -113,10 +117,12 @@ def parse_yaml(text: str | bytes) -> Any:
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
-        raise InputError(" ".join(str(error).split())) from error
     except RecursionError:
         raise InputError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except Exception as error:  # dates and numbers that are none raise errors of any kind
+        if not blames_input(error):
+            raise
+        raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def read_grid(axes: Sequence[str]) -> Grid:
             raise InputError(f"grid names {field} twice or in the wrong place; {hint}")
         try:
             values = parse_yaml(f"[{text}]")
-        except ValueError as error:
+        except InputError as error:
             raise InputError(
                 f"grid {field} has values that are not valid YAML: {text!r}"
             ) from error

@@ -8,6 +8,7 @@ own: Ctrl-C reaches this process alone, which asks them to save.
 import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -232,6 +233,7 @@ def _work(pipe: Connection, train: Train) -> None:
             try:
                 ended = train(*values, display=display, report=display.report)
             except Exception as error:
+                error.add_note(traceback.format_exc())  # which no pipe carries
                 pipe.send(("raised", error))
             else:
                 pipe.send(("ended", ended))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from l2r.errors import InputError
+from l2r.errors import InputError, PathError, blames_input, is_of_disk
 from l2r.hf.models import check_finite
 from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
@@ -45,7 +45,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``step-N`` under a hidden name, rename it, then drop all but the newest ``keep``.
 
-    Raises OSError when the disk is full; the previous checkpoints are untouched then.
+    Raises PathError when the disk is full; the previous checkpoints are untouched then.
     """
     target = run.checkpoints / f"step-{step:08d}"
     temporary = run.checkpoints / f".{target.name}.part"
@@ -64,8 +64,8 @@ def save_checkpoint(
     except BaseException as error:
         if ranks.first:
             remove(temporary)
-        if isinstance(error, OSError | CheckpointException | RuntimeError):
-            raise OSError(f"cannot write checkpoint {target}: {_cause(error)}") from error
+        if is_of_disk(_innermost(error)):
+            raise PathError(f"cannot write checkpoint {target}: {_cause(error)}") from error
         raise
     if ranks.first:
         sums = {}
@@ -150,6 +150,8 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             mine.view(-1).copy_(number.view(-1)[: mine.numel()])
         check_finite((name, value) for name, value in state.items() if name.startswith(_MODEL))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
+        if not blames_input(error):
+            raise
         raise InputError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
 
 
@@ -197,8 +199,12 @@ def _checksum(path: Path) -> int:
 
 def _cause(error: BaseException) -> str:
     """First line of the innermost message; DCP wraps causes per rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    error = _innermost(error)
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What one of the ranks raised."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error

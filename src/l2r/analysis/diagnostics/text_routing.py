@@ -226,5 +226,5 @@ def _radius(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "
     device = next(router.parameters()).device
     try:
         return certify_first(router, x.to(device)).float().cpu(), ""
-    except ValueError as error:
+    except InputError as error:
         return torch.full((len(x),), torch.nan), str(error)

@@ -134,7 +134,7 @@ class Comparison:
             try:
                 holds = holds_within(self._routers[layer], x, distance)
                 certified = holds.to(certified.dtype).cpu()
-            except ValueError as error:
+            except InputError as error:
                 self._alike[layer] = False
                 self.remarks[layer] = str(error)
         return (distance / norm.clamp_min(1e-30)).float().cpu(), certified

@@ -5,6 +5,7 @@ from typing import Any
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints import token_ids
 
 Prompt = tuple[list[int], int]  # token ids, and the most tokens that may follow
@@ -45,7 +46,7 @@ class Prompts:
             raise RequestError(400, "prompt must not be empty", param="prompt")
         try:
             ids: list[int] = token_ids(self.tokenizer, text)
-        except ValueError as error:
+        except InputError as error:
             raise RequestError(400, str(error), param="prompt") from None
         return ids
 
@@ -60,6 +61,8 @@ class Prompts:
                 messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # of the template, which may refuse what it is given
+            if not blames_input(error):
+                raise
             message = f"the chat template refuses these messages: {error}"
             raise RequestError(400, message, param="messages") from None
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -26,7 +26,7 @@ def routes_of(model: Any) -> Fingerprint | str:
     """Fingerprint with which a model's routes are written, or the reason why they cannot be."""
     try:
         fingerprint = fingerprint_of(model)
-    except ValueError as error:
+    except InputError as error:
         return str(error)
     if fingerprint.hidden_layers is None:
         return "the configuration of this model has no num_hidden_layers"

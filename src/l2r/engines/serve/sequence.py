@@ -1,5 +1,6 @@
 """One answer in the making: logits come in, text and the reason of its end go out."""
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from torch import Tensor
 from l2r.engines.serve.routed import RoutedTokens
 from l2r.engines.serve.sampling import Choice, Sampler, Sampling
 from l2r.engines.serve.streamed_text import Text
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Sequence:
             if finish and self.routed is not None:
                 experts = self.routed.text(len(self.prompt) + self._steps)
         except Exception as error:  # one answer's trouble must not end the worker's loop
+            _log.exception("an answer ended with an error")
             self.fail(f"cannot go on: {error}")
             return 0
         if not self.over:

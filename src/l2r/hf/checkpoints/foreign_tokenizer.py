@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 
 T = TypeVar("T")
 
@@ -28,10 +28,10 @@ def tokenizer_errors() -> Iterator[None]:
     """Raise ValueError, in one line, for an error of a tokenizer inside the block."""
     try:
         yield
-    except (ValueError, OSError, MemoryError):
+    except (InputError, OSError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not (_is_panic(error) or (isinstance(error, Exception) and blames_input(error))):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the tokenizer fails: {reason}") from error

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints.folders import checkpoint_folder
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "README.md")
@@ -46,6 +46,8 @@ def _from_hub(name: str, revision: str | None, files: list[str]) -> Path:
         if not any(folder.glob("*.safetensors")):
             _snapshot(name, revision, [*files, *_PICKLED])
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if not blames_input(error):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             "checkpoint must be a folder with config.json, a run or a hub id; there is no folder "

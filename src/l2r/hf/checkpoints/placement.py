@@ -131,7 +131,7 @@ class Placement:
             if place != "disk":
                 try:
                     check(f"cuda:{place}" if isinstance(place, int) else str(place))
-                except ValueError as error:
+                except InputError as error:
                     raise InputError(f"device_map: {error}") from None
 
 

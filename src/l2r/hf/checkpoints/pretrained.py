@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from l2r.errors import InputError, is_foreign
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
     classifies_images,
@@ -205,7 +205,7 @@ def cannot_load(what: str, folder: Path, error: Exception) -> Exception:
 
     What a line of this package raised, and is no InputError, is a bug: the error as it is.
     """
-    if not (isinstance(error, InputError) or is_foreign(error)):
+    if not blames_input(error):
         return error
     if "trust_remote_code" in str(error):
         return InputError(

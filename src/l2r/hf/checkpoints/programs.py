@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
 from l2r.runs.atomic import new_folder
@@ -71,6 +71,8 @@ def export_program(
             run = PROGRAM_FORMS[form](_trace(model, samples[0]), folder)
             outputs = [run(ids) for ids in samples]
         except Exception as error:  # each exporter raises other kinds of errors
+            if not blames_input(error):
+                raise
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InputError(f"{form} export of {type(model).__name__} failed: {first}") from error
         apart = [a - b for a, b in zip(outputs, expected, strict=True)]

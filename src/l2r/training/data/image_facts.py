@@ -7,7 +7,7 @@ from statistics import median_low
 
 import numpy as np
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 from l2r.training.data.image_sources import UNREADABLE, ImageSource, shown_size
 from l2r.training.data.images import ImageDataset
 from l2r.training.data.shuffling import epoch_order
@@ -35,7 +35,9 @@ def image_facts(source: ImageSource) -> ImageFacts:
             with source.open(index) as image:
                 sizes.append(shown_size(image))
                 color |= image.mode.partition(";")[0] not in _GRAY
-        except UNREADABLE:
+        except UNREADABLE as error:
+            if not blames_input(error):
+                raise
             continue
     if not sizes:
         raise InputError(f"none of the images can be read, such as {source.name(0)}")

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 from l2r.training.data.crops import Box, CenterCrop, RandomCrop
 from l2r.training.data.image_sources import (
     SIDEWAYS,
@@ -128,7 +128,9 @@ class ImageDataset(Dataset[ImageBatch]):
                 if turn in SIDEWAYS:  # of the stored image; no crop prefers a side
                     box = (box[1], box[0], box[3], box[2])
                 return self._scaled(image, box, turn)
-        except UNREADABLE:
+        except UNREADABLE as error:
+            if not blames_input(error):
+                raise
             return None
 
     def _scaled(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from l2r.errors import InputError
 from l2r.runs.atomic import write_json
+from l2r.runs.reading import read_bytes
 from l2r.training.data.shuffling import epoch_order
 
 PAPER_SEED = 2025
@@ -149,7 +150,7 @@ def read_plan(path: Path) -> ShardPlan:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(ShardPlan).validate_json(path.read_bytes())
+        return TypeAdapter(ShardPlan).validate_json(read_bytes(path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "file"

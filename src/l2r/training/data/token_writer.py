@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from l2r.errors import InputError
+from l2r.errors import InputError, PathError, using
 from l2r.runs.atomic import new_file, publish
 from l2r.training.data.manifest import (
     ENDS,
@@ -34,7 +34,8 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.tokens = 0
         self.documents = 0
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with using(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self._bin = _HashedFile(self.folder / f"{name}.bin")
         self._ends = _HashedFile(self.folder / f"{name}.ends")
 
@@ -125,7 +126,7 @@ class _HashedFile:
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise PathError(error.errno, error.strerror, str(self._path)) from error
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has no room for what its buffer holds

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from l2r.errors import InputError
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints import open_tokenizer
 from l2r.runs.atomic import write_bytes, write_json
 from l2r.runs.reading import file_sha256, read_json
@@ -53,6 +53,8 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
     try:
         tokenizer = open_tokenizer(lambda: Tokenizer.from_file(str(file)))
     except Exception as error:  # tokenizers raises bare Exception for an unreadable file
+        if not blames_input(error):
+            raise
         raise InputError(f"{file} is not a tokenizer: {' '.join(str(error).split())}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -64,7 +64,7 @@ def read_change(change: str) -> tuple[str, Any]:
         raise InputError(f"changes must look like key.sub=value; got {change!r}")
     try:
         return field, parse_yaml(text)
-    except ValueError as error:
+    except InputError as error:
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise InputError(f"{field} has a value that is not valid YAML: {shown!r}") from error
 

@@ -114,7 +114,7 @@ def _sections(values: Mapping[str, Any], given: Mapping[str, Any], source: str) 
 def _check_read(recipe: AnyRecipe, given: Mapping[str, Any], source: str) -> None:
     try:
         recipe.check_read(given)  # alone: what a base says may be for other recipes
-    except ValueError as error:
+    except InputError as error:
         raise InputError(f"recipe {source}: {error}") from error
 
 

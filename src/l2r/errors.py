@@ -43,12 +43,12 @@ class PathError(OSError, InputError):
 
 
 @contextmanager
-def using(*paths: str | Path) -> Iterator[None]:
+def using(*paths: str | Path, disk: bool = True) -> Iterator[None]:
     """Turn what the operating system says of these paths, inside the block, into a PathError.
 
     Of a path is an error that names it, a folder above it or a file below it, and one of a full or
     broken disk that names nothing, such as those of libraries written in Rust: it gets the first
-    one's name. Other errors pass.
+    one's name, unless ``disk`` is false. Other errors pass.
     """
     try:
         yield
@@ -58,10 +58,11 @@ def using(*paths: str | Path) -> Iterator[None]:
         given = (getattr(error, "filename", None), getattr(error, "filename2", None))
         names = [os.fsdecode(n) for n in given if isinstance(n, str | bytes | os.PathLike)]
         number = _number(error)
-        if not names and number in DISK and paths:
+        if number is None:
+            raise
+        if disk and not names and number in DISK:
             raise PathError(number, os.strerror(number), str(paths[0])) from error
-        known = isinstance(error, OSError) and number is not None
-        if known and any(_related(name, path) for name in names for path in paths):
+        if any(_related(name, path) for name in names for path in paths):
             raise PathError(number, os.strerror(number), names[-1]) from error
         raise
 

@@ -233,7 +233,7 @@ def test_words_that_are_named_like_a_secret_and_long_ones_are_left_out():
         "M",
         "--api-key",
         "abc",
-        "wandb.token=abc",
+        "a.token=abc",
         "--tokens",
         "5",
         "--text",
@@ -292,6 +292,25 @@ def _cpu_memory(*args, **options):
     import torch
 
     torch.empty(2**60)
+
+
+def _disk(*args, **options):
+    raise OSError(28, "No space left on device")
+
+
+def _cache(*args, **options):
+    import os
+
+    raise PermissionError(13, "Permission denied", os.environ["L2R_CACHE"] + "/x/y")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(_disk, "the disk fails: [Errno 28] No space"), (_cache, "cache/x/y: permission denied")],
+)
+def test_a_full_disk_and_a_cache_that_cannot_be_used_are_no_bugs(l2r, cache, broken, error, words):
+    broken("routers.count:router_parameters", error)
+    assert words in l2r("params").refusal() and not cache.exists()
 
 
 @pytest.mark.parametrize("error", [_memory, _cuda_memory, _cpu_memory])

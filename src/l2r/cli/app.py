@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -20,7 +21,7 @@ from l2r._version import __version__
 from l2r.cli.bug import report_bug
 from l2r.cli.former import new_spelling
 from l2r.cli.output import echo
-from l2r.errors import InputError, is_out_of_memory, using
+from l2r.errors import DISK, InputError, is_out_of_memory, using
 from l2r.imports import MissingExtraError
 from l2r.runs.printable import printable
 
@@ -83,7 +84,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         os.environ.setdefault(name, value)
     words, group = sys.argv[1:] if args is None else args, get_command(build_app())
     try:
-        with _exit_on_sigterm(), _printable_messages(), using(*_paths(words)):
+        with _exit_on_sigterm(), _printable_messages(), using(*_paths(words), disk=False):
             code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
@@ -106,6 +107,8 @@ def main(args: list[str] | None = None) -> NoReturn:
             _refuse(error, missing_package(error))
         if is_out_of_memory(error):
             _refuse(error, f"not enough memory: {one_line(str(error).partition(chr(10))[0])}")
+        if isinstance(error, OSError) and error.errno in DISK:
+            _refuse(error, f"the disk fails: {one_line(error)}")
         _say(error, report_bug(error, words))
         sys.exit(_BUG)
     if code == 130:
@@ -171,8 +174,10 @@ def _say(error: Exception, line: str) -> None:
 
 
 def _paths(words: list[str]) -> list[str]:
-    """Paths that a command line may name, among its words and the values in them."""
-    return [part for word in words for part in (word, word.partition("=")[2]) if part]
+    """Paths that may be given: words of the command line, values in them, folders of caches."""
+    named = [part for word in words for part in (word, word.partition("=")[2]) if part]
+    folders = [os.environ.get(name) for name in ("L2R_CACHE", "HF_HOME", "HF_HUB_CACHE", "TMPDIR")]
+    return [*named, *filter(None, folders), str(Path("~/.cache").expanduser())]
 
 
 def one_line(error: Exception | str) -> str:

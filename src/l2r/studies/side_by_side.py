@@ -7,6 +7,7 @@ own: Ctrl-C reaches this process alone, which asks them to save.
 
 import multiprocessing
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -234,9 +235,21 @@ def _work(pipe: Connection, train: Train) -> None:
                 ended = train(*values, display=display, report=display.report)
             except Exception as error:
                 error.add_note(traceback.format_exc())  # which no pipe carries
-                pipe.send(("raised", error))
+                pipe.send(("raised", _sendable(error)))
             else:
                 pipe.send(("ended", ended))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its words and notes in one that goes through a pipe."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # of any kind: of its class's own arguments, of what it holds
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            plain.add_note(note)
+        return plain
+    return error
 
 
 class _Elsewhere:

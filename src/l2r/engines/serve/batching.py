@@ -120,6 +120,7 @@ class Batching(Worker):
         while not self._closing.wait(_POLL_SECONDS):
             result = self._manager.get_result(timeout=_POLL_SECONDS)
             if result is not None and result.error:
+                log.error("transformers ended an answer: %s", result.error)
                 self._drop(result.request_id, f"cannot generate: {result.error}")
             elif not self._manager.is_running():
                 self._restart()

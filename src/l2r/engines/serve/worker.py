@@ -110,8 +110,7 @@ class OneByOne(Worker):
                 self._generate(sequence)
                 sequence.fail("cannot generate: it ended without a last token")
             except Exception as error:  # out of memory, say: the next one may fit
-                log.exception("an answer ended with an error")
-                sequence.fail(f"cannot generate: {error}")
+                sequence.break_off(error)
             self._current = None
 
     @torch.inference_mode()

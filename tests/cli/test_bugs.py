@@ -45,6 +45,12 @@ def runtime_error(*args, **options):
     raise RuntimeError("injected")
 
 
+def input_error(*args, **options):
+    from l2r.errors import InputError
+
+    raise InputError("injected")
+
+
 ERRORS = {f.__name__: f for f in (
     value_error, os_error, file_error, key_error, overflow_error, runtime_error,
 )}  # fmt: skip
@@ -52,7 +58,7 @@ ERRORS = {f.__name__: f for f in (
 # Command, the function in which the error is raised, the words (TEXT, MODEL, TINY and OUT stand for
 # folders and changes). 1 is done: the table of check and doctor names what was raised.
 COMMANDS = [
-    ("check", "analysis.inputs:text_batches", "check MODEL --data TEXT --instances 4", 70),
+    ("check", "analysis.inputs:open_text", "check MODEL --data TEXT --instances 4", 70),
     ("check", "analysis.diagnostics.checks.gradients:gradient", "check MODEL --data TEXT", 1),
     ("diagnose", "analysis.diagnostics.model_diagnosis:_sample_arrays", "diagnose MODEL "
      "--data TEXT --instances 4 --length 32 --sample 64 --certify 4 --gain 0 --out OUT", 70),
@@ -63,7 +69,7 @@ COMMANDS = [
     ("landscape", "analysis.diagnostics.landscape:_plain", "landscape --out OUT/page.html", 70),
     ("report", "report.comparison:comparison_table", "report RUN --out OUT/page.html", 70),
     ("swap", "hf.swap.sites:new_router", "swap MODEL --out OUT", 70),
-    ("swap", "training.fit:fit_routers", "swap MODEL --fit --data TEXT --length 16 --out OUT", 70),
+    ("swap", "training.fit:fit_sites", "swap MODEL --fit --data TEXT --length 16 --out OUT", 70),
     ("export", "hf.checkpoints.source_files:source_files", "export MODEL --out OUT", 70),
     ("serve", "engines.serve.server:_prepared", "serve MODEL --port 0", 70),
     ("train", "training.step:TrainingStep.take", "train demo/linear TINY --out OUT", 70),
@@ -85,7 +91,7 @@ COMMANDS = [
      "--vocab-size 300 --out OUT", 70),
     ("evidence", "studies.judging:study_of", "evidence run paper --judge-only --results RESULTS "
      "--out OUT", 70),
-    ("evidence new", "studies.new_plan:strictest_alpha", "evidence new OUT/p.yaml --arm "
+    ("evidence new", "studies.new_plan:write_plan", "evidence new OUT/p.yaml --arm "
      "a:router.rank=2 --arm b:router.rank=8 --recipe demo/l2r-sips", 70),
     ("doctor", "kernels.guard:compare", "doctor", 1),
     ("bench", "cost.benchmarks.timing:measure", "bench router --seconds 0.01", 70),
@@ -109,7 +115,7 @@ def run_broken(target: str, error: str, words: list[str]) -> None:
     """A command in which a function of ours raises: whoever has imported it calls the new code."""
     from l2r.cli import main
 
-    function_of(target).__code__ = ERRORS[error].__code__
+    function_of(target).__code__ = globals()[error].__code__
     sys.argv = ["l2r", *words]
     main(words)
 
@@ -158,21 +164,16 @@ def cases():
 def test_an_error_in_the_middle_of_a_command_is_a_bug_and_no_bad_input(
     tmp_path, places, target, error, words, code
 ):
-    cache = tmp_path / "cache"
     words = filled(words, places, tmp_path / "out")
-    running = processes.Running(
-        tmp_path / "said", run_broken, target, error, words, L2R_CACHE=str(cache)
-    )
+    running = processes.Running(tmp_path / "said", run_broken, target, error, words)
     ended = Ended(running.wait(), running.out, running.err)
     if code == 1:  # a fault of the model or the machine is what the command looks for
         assert ended.code == 1 and "injected" in ended.out and "Traceback" not in ended.err
         return
     kind = type(raised_by(ERRORS[error])).__name__
     line = ended.bug()
-    assert kind in line and "injected" in line and "please report it with" in line
-    (file,) = (cache / "bugs").glob("*.txt")
-    assert str(file) in line
-    text = file.read_text()
+    assert kind in line and "injected" in line
+    text = Path(line.partition("please report it with ")[2]).read_text()
     assert "Traceback (most recent call last)" in text and kind in text and "injected" in text
     assert f"command: l2r {words[0]}" in text and re.search(r"^torch: \d", text, re.MULTILINE)
     assert not any((tmp_path / "out").glob(".*.part"))
@@ -434,3 +435,31 @@ def test_what_blames_input_is_narrow_or_asks_who_raised():
                 asks = "blames_input" in body or "cannot_load" in body
                 name = str(path.relative_to(SOURCE))
                 assert asks or name in argued, f"{name}, line {node.lineno}"
+
+
+def on_a_rank(target, error, words):
+    """What torchrun starts: a command in which a function of ours raises."""
+    from torch.distributed.run import main
+
+    call = f"run_broken({target!r}, {error!r}, {words})"
+    code = f"from {__name__} import run_broken; {call}"
+    main(["--standalone", "--nproc-per-node", "2", "--no-python", sys.executable, "-c", code])
+
+
+@pytest.mark.slow("three fresh processes")
+@pytest.mark.parametrize(("error", "code"), [("key_error", 70), ("input_error", 2)])
+def test_under_torchrun_every_rank_ends_with_its_code_and_the_launcher_says_it(
+    tmp_path, tiny_changes, monkeypatch, error, code
+):
+    words = ["train", "demo/linear", *tiny_changes, "training.micro_batch=4"]
+    words += ["--out", str(tmp_path / "out")]
+    running = processes.Running(
+        tmp_path / "said", on_a_rank, "training.step:TrainingStep.take", error, words
+    )
+    assert running.wait() == 1
+    assert re.search(rf"exitcode *: {code} ", running.err), running.err
+    lines = [line for line in running.err.splitlines() if line.startswith("error: ")]
+    assert lines and all(("a bug in l2r" in line) == (code == 70) for line in lines)
+    for line in lines if code == 70 else ():
+        text = Path(line.partition("please report it with ")[2]).read_text()
+        assert "WORLD_SIZE: 2" in text and "KeyError: 'injected'" in text

@@ -34,7 +34,7 @@ def report(
     """
     from l2r.runs.atomic import check_file_place
     from l2r.runs.folder import RunFolder, find_runs
-    from l2r.runs.reading import files_of
+    from l2r.runs.shapes import files_of
 
     if not 1 <= interval < float("inf"):
         raise InputError(f"interval must be >= 1 second; got {interval:g}")
@@ -51,9 +51,9 @@ def report(
     if watch:
         echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
         for _ in runs[0].changes(interval):
-            with files_of(folder):
+            with files_of(runs):
                 write_report(runs, path, more=speed, reload=interval)
-    with files_of(folder):
+    with files_of(runs):
         table, pages = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)
     print_pages(pages, show=open_, err=as_json)

@@ -9,8 +9,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +134,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise InputError(f"{path} is not valid YAML: {error}") from error
-
-
-@contextmanager
-def files_of(folder: Path) -> Iterator[None]:
-    """Turn an error inside the block into a ValueError that blames a file in ``folder``."""
-    try:
-        yield
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"a file in {folder} does not hold what it should: {error!r}") from error
 
 
 def _check_parts(text: bytes) -> None:

@@ -77,7 +77,7 @@ COMMANDS = [
     ("train", "hf.checkpoints.run_card:write_run_card", "train demo/linear TINY --out OUT", 70),
     ("compare", "training.step:TrainingStep.take", "compare demo --routers linear "
      "--processes 1 TINY --out OUT", 70),
-    ("compare", "analysis.diagnostics.model_diagnosis:_sample_arrays", "compare demo "
+    ("compare", "analysis.diagnostics.model_diagnosis:_measure", "compare demo "
      "--routers linear --processes 1 TINY --out OUT", 70),
     ("sweep", "training.step:TrainingStep.take", "sweep demo/l2r-sips --grid router.rank=2,4 "
      "--processes 1 TINY --out OUT", 70),

@@ -85,3 +85,24 @@ def test_only_what_others_raise_and_input_errors_blame_the_input() -> None:
     assert blames_input(raised(refused))
     assert not blames_input(raised(lambda: {}["name"]))  # of this file, which nobody installed
     assert not blames_input(KeyError("never raised"))
+
+
+def test_what_a_router_of_the_users_refuses_is_bad_input_and_what_ours_raises_is_not() -> None:
+    import dataclasses
+
+    from l2r.routers.config import ROUTERS, RouterConfig, refusals_of
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(RouterConfig):
+        slots: int = 1
+
+        def __post_init__(self) -> None:
+            if self.slots < 1:
+                raise ValueError("slots must be >= 1")
+
+    with pytest.raises(InputError, match="^slots must be >= 1$"), refusals_of(Config):
+        Config(slots=0)
+    error = ValueError("injected")
+    with pytest.raises(ValueError) as raised, refusals_of(ROUTERS["linear"].config):
+        raise error
+    assert raised.value is error

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from l2r.errors import InputError
@@ -63,7 +64,7 @@ class RouterConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
         """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
-        options = dict(values)
+        options = dict(values) if isinstance(values, Mapping) else {}
         if not isinstance(options.get("kind"), str):
             raise InputError(
                 "kind is missing from the router configuration, or is not a name; "
@@ -102,7 +103,19 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
     for name, value in entry.fixed.items():
         if options.get(name, value) != value:
             raise InputError(f"{kind!r} fixes {name}={value!r}; got {options[name]!r}")
-    return entry.config(**{**entry.fixed, **options})
+    with refusals_of(entry.config):
+        return entry.config(**{**entry.fixed, **options})
+
+
+@contextmanager
+def refusals_of(kind: type[Any]) -> Iterator[None]:
+    """Turn a ValueError of a user's own router or configuration, inside the block, into ours."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, InputError) or kind.__module__.startswith("l2r."):
+            raise
+        raise InputError(str(error)) from error
 
 
 def options_of(kind: str) -> list[str]:

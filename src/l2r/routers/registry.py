@@ -12,7 +12,14 @@ import torch
 
 from l2r.errors import InputError, sizes
 from l2r.routers.base import Router
-from l2r.routers.config import ROUTERS, Registered, RouterConfig, make_config, registered
+from l2r.routers.config import (
+    ROUTERS,
+    Registered,
+    RouterConfig,
+    make_config,
+    refusals_of,
+    registered,
+)
 
 R = TypeVar("R", bound=type[Router])
 
@@ -60,7 +67,7 @@ def build_router(
     if options and not isinstance(kind, str):
         config = dataclasses.replace(config, **options)
     router_class = registered(config.kind).router
-    with _at_least_float32(), sizes():
+    with _at_least_float32(), sizes(), refusals_of(router_class):
         return router_class(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
 
 

@@ -64,7 +64,13 @@ def _is_recipe(values: Mapping[str, Any]) -> bool:
 
 
 def _is_environment(facts: Mapping[str, Any]) -> bool:
-    kinds = {"packages": dict, "data": dict, "gpus": list, "processor": str, "router": str}
+    kinds: dict[str, type] = {
+        "packages": dict,
+        "data": dict,
+        "gpus": list,
+        "processor": str,
+        "router": str,
+    }
     numbers = ("ranks", "steps", "moe_layers")
     kinds |= dict.fromkeys([n for n in facts if n in numbers or "parameters" in n], int)
     return (

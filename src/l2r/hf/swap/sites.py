@@ -309,10 +309,19 @@ def layer_index(path: str) -> int:
     return int(numbers[0]) if numbers else 0
 
 
+_OF_A_SWAP = {"router", "layers", "selection"}
+
+
 def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers."""
+    """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers.
+
+    Raises ValueError for anything else there.
+    """
     paths = []
-    for entry in entries:
+    for entry in entries if isinstance(entries, list | tuple) else [entries]:
+        if not isinstance(entry, Mapping) or not entry.keys() >= _OF_A_SWAP:
+            names = ", ".join(sorted(_OF_A_SWAP))
+            raise InputError(f"l2r_swap must be a list of objects with {names}; got {entry!r:.80}")
         config = RouterConfig.from_dict(entry["router"])
         for site in select_sites(model, entry["layers"]):
             place_router(model, site, new_router(site, config, entry["selection"]))

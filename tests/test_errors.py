@@ -100,7 +100,7 @@ def test_what_a_router_of_the_users_refuses_is_bad_input_and_what_ours_raises_is
             if self.slots < 1:
                 raise ValueError("slots must be >= 1")
 
-    with pytest.raises(InputError, match="^slots must be >= 1$"), refusals_of(Config):
+    with pytest.raises(InputError, match=r"^slots must be >= 1$"), refusals_of(Config):
         Config(slots=0)
     error = ValueError("injected")
     with pytest.raises(ValueError) as raised, refusals_of(ROUTERS["linear"].config):

@@ -18,7 +18,7 @@ def check_address(host: str, port: int) -> None:
 def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     """A socket for each address of ``host``, all with one port (a free one for port 0).
 
-    Raises ValueError for a host of elsewhere, OSError where the port cannot be had.
+    Raises ValueError for a host of elsewhere, and where the port cannot be had.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -36,7 +36,7 @@ def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
         except OSError as error:
             if error.errno not in _NOT_HERE:
                 reason = f"cannot listen on {host}, port {at}: {error.strerror}"
-                raise OSError(error.errno, reason) from None
+                raise InputError(reason) from error
         else:
             sockets.append(one)
     if not sockets:
